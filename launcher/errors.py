@@ -1,0 +1,53 @@
+"""Errors that a user can act on, each with the exit code of the run that they end.
+
+Owns the mapping from kind of failure to exit code. Never imports torch: the front door raises these
+before any device is touched. A bug of ours is an `assert` or a plain exception, never one of these.
+"""
+
+
+class LauncherError(Exception):
+    """A failure with a clear text (what happened, the rule, what to do now) and an exit code."""
+
+    exit_code = 1
+
+
+class ConfigError(LauncherError):
+    """The command line or the config asks for something that cannot be run."""
+
+    exit_code = 2
+
+
+class PreflightError(LauncherError):
+    """The machine or the way the processes were started cannot run this job."""
+
+    exit_code = 3
+
+
+class OutOfMemoryError(LauncherError):
+    """The device has too little memory for this model and batch."""
+
+    exit_code = 4
+
+
+class DivergedError(LauncherError):
+    """Training produces values that are not finite, and lowering the loss scale does not help."""
+
+    exit_code = 5
+
+
+class StalledError(LauncherError):
+    """A rank did not arrive where the others waited for it."""
+
+    exit_code = 6
+
+
+class DataError(LauncherError):
+    """The data set is missing, unreadable, or not of the expected form."""
+
+    exit_code = 7
+
+
+class StorageError(LauncherError):
+    """A file or directory of the run cannot be written."""
+
+    exit_code = 8
