@@ -1,0 +1,167 @@
+"""From group choices and overrides to one tree of values, through Hydra.
+
+Owns every composition and what a YAML file must not contain: code, resolvers, Hydra's own settings. Which
+overrides get here is settled in `launcher.jobs`. Never imports torch and creates no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from launcher import validation
+from launcher.config import Config
+from launcher.errors import ConfigError
+from launcher.overrides import code_problem
+from launcher.problems import first_line
+from launcher.resources import conf_dir, group_choices
+
+HYDRA_VERSION = "1.3"
+PATH_KEYS = (("data", "path"), ("recipes", "path"))
+HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for: one run, or with `multirun` a sweep."""
+
+    overrides: tuple[str, ...]
+    config_dir: Path | None = None  # a tree of the user's own
+    config_name: str = "config"
+    multirun: bool = False
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where configs are looked for, in this order: the tree that holds the primary config comes first."""
+        if self.config_dir is None:
+            return (conf_dir(),)
+        own = self.config_dir.absolute()
+        is_primary = (own / f"{self.config_name}.yaml").is_file()
+        return (own, conf_dir()) if is_primary else (conf_dir(), own)
+
+    @property
+    def search_path(self) -> str:
+        """An override, because only this one beats what a primary config may ask for."""
+        listed = (quoted(f"file://{directory}") for directory in self.directories[1:])
+        return f"hydra.searchpath=[{','.join(listed)}]"
+
+
+def config_of(composed: DictConfig) -> Config:
+    """The config of a tree that Hydra composed, without its `hydra` section, for a checked job."""
+    return validation.parse(with_absolute_paths(as_plain(composed, resolve=True)))
+
+
+class Forest:
+    """The composed trees by their overrides: jobs of a sweep share what they have in common."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.groups = group_choices(*request.directories)
+        self.fixed_hydra = fixed_hydra_settings() if request.config_dir else None
+        self.trees: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def tree(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+        if overrides not in self.trees:
+            self.trees[overrides] = self.checked_tree(compose(self.request, overrides))
+        return self.trees[overrides]
+
+    def known(self, choices: tuple[str, ...]) -> set[str]:
+        """The keys of the tree with these group choices."""
+        return set(paths_of(self.tree(choices)))
+
+    def checked_tree(self, composed: DictConfig) -> dict[str, Any]:
+        """The tree as plain values; refuses what a YAML file of the user's own must not contain."""
+        if self.fixed_hydra is not None and hydra_settings(composed) != self.fixed_hydra:
+            raise ConfigError(
+                f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They are "
+                "fixed, because they can name code to execute. Remove them; the defaults of "
+                "a primary config begin with `- config`."
+            )
+        OmegaConf.set_struct(composed, False)
+        del composed["hydra"]
+        unresolved = as_plain(composed, resolve=False)
+        for key, value in unresolved.items():
+            problem = code_problem(f"`{key}` in the config files", str(key), value)
+            if problem:
+                raise ConfigError(problem)
+        tree = as_plain(composed, resolve=True)
+        assert isinstance(tree, dict)
+        return tree
+
+
+def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """Paths of the user's as absolute ones: what the run records must not depend on where it was started."""
+    resolved = dict(tree)
+    for section, key in PATH_KEYS:
+        path = tree[section][key]
+        resolved[section] = {**tree[section], key: absolute(path) if path else None}
+    return resolved
+
+
+def absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
+def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition, `hydra` section included, with its failures as ConfigErrors."""
+    try:
+        return hydra.compose(request.config_name, [request.search_path, *overrides], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(composition_text(error)) from error
+
+
+def composition_text(error: BaseException) -> str:
+    cause = str(error.__cause__) if error.__cause__ else ""
+    reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
+    return "the config files cannot be composed: " + " ".join(reasons[:4])
+
+
+@contextmanager
+def hydra_initialised(request: Request) -> Iterator[None]:
+    with hydra.initialize_config_dir(
+        str(request.directories[0]), version_base=HYDRA_VERSION, job_name="launcher"
+    ):
+        yield
+
+
+def fixed_hydra_settings() -> dict[str, Any]:
+    plain = Request(overrides=())
+    with hydra_initialised(plain):
+        return hydra_settings(compose(plain, ()))
+
+
+def hydra_settings(composed: DictConfig) -> dict[str, Any]:
+    settings = as_plain(composed["hydra"], resolve=False)
+    return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {
+        "env": {key: settings["job"][key] for key in ("env_set", "env_copy")}
+    }
+
+
+def as_plain(value: Any, resolve: bool) -> Any:
+    try:
+        return OmegaConf.to_container(value, resolve=resolve) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the config cannot be resolved: {first_line(error)}") from error
+
+
+def paths_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key of the tree, sections included."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{prefix}{key}.")
+
+
+def quoted(value: str) -> str:
+    """The text as a quoted value of Hydra's grammar."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

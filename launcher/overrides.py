@@ -1,0 +1,134 @@
+"""What a user may override on the command line.
+
+Owns the checks of single overrides against the known groups and keys, before Hydra composes anything,
+and the texts of what is wrong. Nothing that names code, reads the environment or reshapes the tree passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from launcher.problems import nearest, show, suggestion
+
+RESOLVER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
+CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
+KnownKeys = Callable[[], Collection[str]]  # called only where they are needed: a composition takes time
+SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
+
+
+def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
+    """What is wrong with the override whatever the tree: deletions, additions, code, Hydra's own settings."""
+    line = override.input_line or ""
+    for problem in (
+        prefix_problem(override, known_keys),
+        code_problem(line, override.key_or_group, value_of(override)),
+        hydra_problem(override, multirun),
+        sweep_problem(override, multirun),
+    ):
+        if problem:
+            return problem
+    return None
+
+
+def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
+    if override.is_delete():
+        return f"{override.input_line}: keys cannot be deleted. Override the key with another value instead."
+    if override.is_add() or override.is_force_add():
+        similar = suggestion(nearest(override.key_or_group, known_keys()))
+        return f"{override.input_line}: keys cannot be added, only changed (key=value, without '+').{similar}"
+    if override.package is not None:
+        return f"{override.input_line}: groups have fixed places. Leave out '@{override.package}'."
+    return None
+
+
+def code_problem(line: str, key: str, value: Any) -> str | None:
+    """Problem of anything that would name code or call a resolver; `value` may be nested."""
+    if CODE_KEYS & {*key.split("."), *nested_keys(value)}:
+        return (
+            f"{line}: configs cannot name code ('_target_' and its kin). Names are looked up in registries."
+        )
+    if any(RESOLVER_CALL.search(item) for item in nested_texts(value)):
+        return f"{line}: configs cannot call resolvers (${{name:...}}). Write the value itself."
+    return None
+
+
+def hydra_problem(override: Override, multirun: bool) -> str | None:
+    key = override.key_or_group
+    if key != "hydra" and not key.startswith(("hydra.", "hydra/")):
+        return None
+    if key not in SWEEP_SETTINGS:
+        return (
+            f"{override.input_line}: Hydra's own settings are fixed, because they can name code to execute. "
+            f"Only these may be set: {', '.join(SWEEP_SETTINGS)}."
+        )
+    if not multirun:
+        return (
+            f"{override.input_line}: only a sweep has this setting. Add -m, or set run.dir for a single run."
+        )
+    if override.is_sweep_override():
+        return f"{override.input_line}: a setting of the whole sweep takes one value."
+    return None
+
+
+def sweep_problem(override: Override, multirun: bool) -> str | None:
+    if multirun and override.key_or_group == "run.dir":
+        return (
+            f"{override.input_line}: each job of a sweep has its own directory. Set hydra.sweep.dir instead."
+        )
+    if not override.is_sweep_override():
+        return None
+    if not multirun:
+        return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
+    if not override.is_discrete_sweep():
+        return f"{override.input_line}: an interval has no end of values. List them: key=a,b,c."
+    return None
+
+
+def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:
+    if choice is None or (isinstance(choice, str) and choice in choices):
+        return None
+    return (
+        f"{group}={show(choice)}: there is no such {group}.{suggestion(nearest(show(choice), choices))} "
+        f"All: {', '.join(choices)}."
+    )
+
+
+def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Each key of the override, with its value, that the tree does not have; a value may be a section."""
+    if key not in known:
+        yield key, value
+    elif isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from unknown_keys(f"{key}.{inner}", item, known)
+
+
+def value_of(override: Override) -> Any:
+    """The plain value; for a sweep the list of its values."""
+    if override.is_sweep_override() and override.is_discrete_sweep():
+        return list(override.sweep_iterator())
+    return None if override.is_sweep_override() else override.value()
+
+
+def nested_keys(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from nested_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nested_keys(item)
+
+
+def nested_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from nested_texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nested_texts(item)

@@ -1,0 +1,54 @@
+"""How a problem with the config is told: values as one writes them, and the nearest valid names.
+
+Owns these few texts, so that they read alike wherever a problem is found. Pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def unknown_key(written: str, path: str, valid: Iterable[str]) -> str:
+    return f"{written}: there is no such key.{suggestion(nearest(path, valid))}"
+
+
+def suggestion(candidates: Iterable[str]) -> str:
+    listed = ", ".join(candidates)
+    return f" Nearest: {listed}." if listed else ""
+
+
+def nearest(word: str, valid: Iterable[str], count: int = 3) -> list[str]:
+    """The valid names most like `word`, best first; of dotted names the last part weighs most."""
+    rated = sorted((-likeness(word.lower(), candidate.lower()), candidate) for candidate in set(valid))
+    best = -rated[0][0] if rated else 0.0
+    return [candidate for rating, candidate in rated[:count] if -rating >= max(0.55, best - 0.15)]
+
+
+def likeness(word: str, candidate: str) -> float:
+    last_parts = (word.rpartition(".")[2], candidate.rpartition(".")[2])
+    whole_path = difflib.SequenceMatcher(None, word, candidate).ratio()
+    return 0.7 * difflib.SequenceMatcher(None, *last_parts).ratio() + 0.3 * whole_path
+
+
+def show(value: Any) -> str:
+    """A value as one writes it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(show, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def summary(problems: Sequence[str]) -> str:
+    """The text of a ConfigError that carries these problems."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join((f"{len(problems)} problems:", *(f"  {line}" for line in problems)))
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

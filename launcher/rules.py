@@ -1,0 +1,150 @@
+"""The rule of every key: which values it may hold.
+
+Owns the table and the kinds of rules it is made of. Pure; what must hold between keys is in `validation`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config import OPTIMIZERS
+from launcher.problems import nearest, show, suggestion
+
+PRECISIONS = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
+
+
+@dataclass(frozen=True)
+class Rule:
+    text: str
+    holds: Callable[[Any], bool]
+    nearest: Callable[[Any], Sequence[Any]] = lambda value: ()
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_power_of_two(value: Any) -> bool:
+    return is_whole(value) and value > 0 and value & (value - 1) == 0
+
+
+def whole(low: int, high: int = 2**53) -> Rule:
+    return Rule(f"a whole number of at least {low}", lambda value: is_whole(value) and low <= value <= high)
+
+
+def number(text: str, holds: Callable[[float], bool]) -> Rule:
+    return Rule(f"a number {text}", lambda value: is_number(value) and holds(value))
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule(
+        f"one of {', '.join(choices)}",
+        lambda value: isinstance(value, str) and value in choices,
+        lambda value: nearest(str(value), choices),
+    )
+
+
+def optional(rule: Rule) -> Rule:
+    return Rule(f"null or {rule.text}", lambda value: value is None or rule.holds(value), rule.nearest)
+
+
+def auto_or(rule: Rule) -> Rule:
+    return Rule(f"auto or {rule.text}", lambda value: value == "auto" or rule.holds(value), rule.nearest)
+
+
+def surrounding_powers(value: Any) -> Sequence[int]:
+    if not is_number(value) or value < 1:
+        return (1,)
+    below = 1 << int(value).bit_length() - 1
+    return (below, 2 * below)
+
+
+flag = Rule("true or false", lambda value: isinstance(value, bool))
+name = Rule(
+    "a name of letters, digits, '.', '_' and '-' that begins with a letter or digit",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+)
+text = Rule("a text", lambda value: isinstance(value, str) and value.strip() != "")
+texts = Rule("a list of texts", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value)))
+options = Rule(
+    "a section",
+    lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value),
+)
+power_of_two = Rule("a power of two", is_power_of_two, surrounding_powers)
+positive = number("above 0", lambda value: value > 0)
+not_negative = number("of at least 0", lambda value: value >= 0)
+share = number("from 0 to below 1", lambda value: 0 <= value < 1)
+betas = Rule(
+    "two numbers from 0 to below 1",
+    lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(share.holds, value)),
+)
+
+RULES: Mapping[str, Rule] = {
+    "seed": whole(0, 2**63 - 1),
+    "recipe.name": name,
+    "recipe.uses": name,
+    "run.dir": optional(text),
+    "model.name": name,
+    "model.options": options,
+    "data.name": name,
+    "data.path": optional(text),
+    "data.batch_size": whole(1),
+    "data.micro_batch": optional(whole(1)),
+    "data.val_fraction": number("above 0 and below 1", lambda value: 0 < value < 1),
+    "data.drop_last": flag,
+    "data.augment.crop_padding": whole(0),
+    "data.augment.flip": flag,
+    "data.options": options,
+    "train.epochs": whole(1),
+    "train.max_steps": optional(whole(1)),
+    "train.eval_every_epochs": whole(1),
+    "train.log_every_steps": whole(1),
+    "train.compile": flag,
+    "train.channels_last": auto_or(flag),
+    "train.deterministic": flag,
+    "train.tf32": flag,
+    "optim.name": one_of(*OPTIMIZERS),
+    "optim.lr": positive,
+    "optim.momentum": share,
+    "optim.nesterov": flag,
+    "optim.betas": betas,
+    "optim.eps": positive,
+    "optim.weight_decay": not_negative,
+    "optim.clip_norm": optional(positive),
+    "schedule.name": one_of("constant", "linear", "cosine", "onecycle"),
+    "schedule.warmup_fraction": share,
+    "precision.name": one_of(*PRECISIONS),
+    "precision.emulate": auto_or(flag),
+    "precision.scale.mode": one_of("dynamic", "static", "none"),
+    "precision.scale.init": power_of_two,
+    "precision.scale.growth_interval": whole(1),
+    "precision.scale.hysteresis": whole(1),
+    "precision.scale.min": power_of_two,
+    "precision.scale.max": power_of_two,
+    "precision.scale.max_bad_losses": whole(1),
+    "precision.scale.max_floor_skips": whole(1),
+    "wire.dtype": one_of("auto", "fp16", "bf16", "fp32"),
+    "wire.bucket_mb": auto_or(positive),
+    "wire.overlap": flag,
+    "wire.predivide": auto_or(power_of_two),
+    "tracker.name": one_of("wandb", "none"),
+    "tracker.project": name,
+    "tracker.mode": one_of("auto", "online", "offline"),
+    "tracker.group": optional(text),
+    "tracker.tags": texts,
+    "launch.init_timeout_s": positive,
+    "launch.stall_s": positive,
+    "recipes.path": optional(text),
+}
+
+
+def value_problem(path: str, value: Any, rule: Rule) -> str:
+    return f"{path}={show(value)}: must be {rule.text}.{suggestion(map(show, rule.nearest(value)))}"
