@@ -1,0 +1,72 @@
+"""A model's buffers (BatchNorm statistics and the like) as one transaction per step.
+
+Owns their snapshot, their roll-back after a skipped step, and their mean over the ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Buffers:
+    """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            if buffer.numel():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        self._flat = [_flatten(group) for group in by_dtype.values()]
+        self._before = [torch.empty_like(flat) for flat in self._flat]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held here, the snapshot included."""
+        return [*self._flat, *self._before]
+
+    def snapshot(self) -> None:
+        """Remember the present values: the state to return to if the coming step is skipped.
+
+        Called before a step's first forward pass, and by whoever changes buffers between steps.
+        """
+        for before, flat in zip(self._before, self._flat, strict=True):
+            before.copy_(flat)
+
+    def restore_if(self, skipped: Tensor) -> None:
+        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true."""
+        if skipped.device.type == "cpu" and not skipped:
+            return
+        for before, flat in zip(self._before, self._flat, strict=True):
+            flat.copy_(torch.where(skipped, before, flat))
+
+    def average(self) -> None:
+        """Replace floating-point buffers by their mean over the ranks. A collective: all ranks call it.
+
+        Called before an evaluation or a checkpoint, so that BatchNorm statistics are those of all samples.
+        """
+        if self._group is None:
+            return
+        for flat in self._flat:
+            if flat.is_floating_point():
+                total = flat.float()
+                dist.all_reduce(total, group=self._group)
+                flat.copy_(total / dist.get_world_size(self._group))
+        self.snapshot()
+
+    def broadcast(self) -> None:
+        """Take rank 0's values. A collective: all ranks call it."""
+        if self._group is not None:
+            for flat in self._flat:
+                dist.broadcast(flat, group=self._group, group_src=0)
+
+
+def _flatten(buffers: list[Tensor]) -> Tensor:
+    """One flat tensor with the values of `buffers`, which become views of it."""
+    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    offset = 0
+    for buffer in buffers:
+        buffer.data = flat[offset : offset + buffer.numel()].view(buffer.shape)
+        offset += buffer.numel()
+    return flat

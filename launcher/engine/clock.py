@@ -1,0 +1,63 @@
+"""Where the time of a step goes: marks on the device's own clock, read after the step.
+
+Owns the events on a CUDA stream (host clocks would measure only the queueing) and the host clock elsewhere.
+Marking never waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+Mark = tuple[str, float | torch.cuda.Event]  # the part that ends here, and when
+
+
+class StepClock:
+    """Splits a step into named parts: each mark ends the part that began at the mark before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step's first part now."""
+        self._marks: list[Mark] = []
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """End the part of this name now."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def take(self) -> Spans:
+        """The step's parts, and begin the next step."""
+        spans = Spans(self._marks)
+        self.restart()
+        return spans
+
+
+class Spans:
+    """The marks of one finished step."""
+
+    def __init__(self, marks: list[Mark]) -> None:
+        self._marks = marks
+
+    def read_ms(self) -> dict[str, float]:
+        """Milliseconds by part. On CUDA the device must have passed the last mark."""
+        parts: dict[str, float] = {}
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            parts[part] = parts.get(part, 0.0) + _between_ms(start, end)
+        return parts
+
+
+def _between_ms(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return float(start.elapsed_time(end))
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return 1e3 * (end - start)

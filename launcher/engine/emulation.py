@@ -1,0 +1,188 @@
+"""Half-precision arithmetic for processors that have none.
+
+Operations keep the classes of `torch.autocast`: matrix products take half inputs, accumulate in fp32 and
+give half outputs; reductions, exponentials, norms and losses compute in fp32. Here the inputs are widened,
+the operation runs in fp32 and the result is rounded once, so the roundings are those of the real thing at
+the speed of fp32. Autograd sees the casts, so gradients are rounded at the same places.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALF, torch.float32)
+_ABSENT_DEVICE = "xpu"
+
+
+def _functions(names: str, *homes: Any) -> Iterable[Callable[..., Any]]:
+    """The functions of these names wherever torch offers them: as function, as method, or both."""
+    homes = homes or (torch, torch.Tensor, F)
+    return (getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
+
+
+# Half inputs, fp32 accumulation, half output.
+PRODUCTS = frozenset(
+    [
+        *_functions("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"),
+        *_functions("convolution linear matmul mm bmm mv addmm addmv addbmm addr baddbmm"),
+        *_functions("__matmul__ __rmatmul__ einsum chain_matmul prelu scaled_dot_product_attention"),
+        *_functions("vecdot multi_dot matmul", torch.linalg),
+        # Hidden states stay fp32 from one time step to the next, which real kernels may round.
+        *_functions("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
+    ]
+)
+# fp32 inside and fp32 out, as autocast's fp32 list.
+WIDE = frozenset(
+    [
+        *_functions("softmax log_softmax softmin softplus sum prod cumsum cumprod logsumexp"),
+        *_functions("exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt"),
+        *_functions("__rdiv__ __rtruediv__ sinh cosh tan acos asin erfinv interpolate"),
+        *_functions("layer_norm native_layer_norm group_norm rms_norm normalize cosine_similarity"),
+        *_functions("norm frobenius_norm nuclear_norm dist cdist pdist renorm"),
+        *_functions("norm vector_norm matrix_norm", torch.linalg),
+        *_functions("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),
+        *_functions("binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss"),
+        *_functions("cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
+        *_functions("triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
+    ]
+)
+# fp32 inside, output of the first input's dtype: what CUDA kernels do with half inputs.
+INNER = frozenset(
+    [
+        *_functions("batch_norm instance_norm mean var std gelu"),
+        *_functions("avg_pool1d avg_pool2d avg_pool3d"),
+        *_functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
+    ]
+)
+# fp32 inside, output half only where all inputs are: autocast's promoting list.
+PROMOTING = frozenset(
+    [
+        *_functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
+        *_functions("grid_sample grid_sampler index_put scatter_add"),
+    ]
+)
+# Written in Python from other functions, which the mode must see one by one. The backward passes are here
+# because activation checkpointing runs forward passes within them.
+COMPOSITES = frozenset(
+    [
+        *_functions("multi_head_attention_forward gumbel_softmax local_response_norm"),
+        *_functions("triplet_margin_with_distance_loss"),
+        *_functions("backward", torch.Tensor),
+        *_functions("backward grad", torch.autograd),
+    ]
+)
+
+
+class RoundedArithmetic(TorchFunctionMode):
+    """Context in which torch functions round to `dtype` as processors with such arithmetic do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._outer: list[bool] = []
+
+    def __enter__(self) -> Self:
+        # nn.RNN and its kin refuse inputs of another dtype than their weights unless some autocast is on.
+        # That of a device type whose tensors do not occur here has no other effect.
+        self._outer.append(torch.is_autocast_enabled(_ABSENT_DEVICE))
+        torch.set_autocast_enabled(_ABSENT_DEVICE, True)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        torch.set_autocast_enabled(_ABSENT_DEVICE, self._outer.pop())
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("out") is not None:  # as in autocast; compiled code calls its kernels so
+            return func(*args, **kwargs)
+        if func in PRODUCTS:
+            args, kwargs = _map(self._round, args), _map(self._round, kwargs)
+            return _map(self._narrow, func(*args, **kwargs))
+        if func in WIDE:
+            return func(*_map(_widen, args), **_map(_widen, kwargs))
+        if func in INNER:
+            first = args[0] if args else kwargs["input"]
+            return self._inside_fp32(func, args, kwargs, first.dtype in _HALF)
+        if func in PROMOTING:
+            return self._inside_fp32(func, args, kwargs, not _any_fp32((args, kwargs)))
+        if func in COMPOSITES:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _inside_fp32(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], half: bool
+    ) -> Any:
+        """Compute in fp32; `half` results unless the caller asks for a dtype."""
+        out = func(*_map(_widen, args), **_map(_widen, kwargs))
+        return _map(self._narrow, out) if half and kwargs.get("dtype") is None else out
+
+    def _round(self, value: Any) -> Any:
+        """A float tensor as the processor would see it: rounded to half, held in fp32."""
+        if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
+            return value.to(self.dtype).float()
+        return value
+
+    def _narrow(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+            return value.to(self.dtype)
+        return value
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
+
+
+def _any_fp32(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_any_fp32(item) for item in value)
+    if isinstance(value, dict):
+        return any(_any_fp32(item) for item in value.values())
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `change` to the leaves of an argument tree of tuples, lists and dicts."""
+    if isinstance(value, list):
+        return [_map(change, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_map(change, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(change, item) for key, item in value.items()}
+    return change(value)
+
+
+@functools.cache
+def _opened(composite: FunctionType) -> FunctionType:
+    """The same function without its own question whether a mode is active.
+
+    Torch's Python functions begin with that question and hand themselves over whole; what they call in
+    turn then runs with the mode switched off. This copy answers no, so that the mode sees the parts.
+    """
+    names = dict(composite.__globals__)
+    for question in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        if question in names:
+            names[question] = _no_mode
+    opened = FunctionType(composite.__code__, names, composite.__name__, composite.__defaults__)
+    opened.__kwdefaults__ = composite.__kwdefaults__
+    return opened
+
+
+def _no_mode(*tensors: Any) -> bool:
+    return False

@@ -1,0 +1,95 @@
+"""What a step tells about itself, without making the step wait for the device.
+
+Owns the copy of a step's numbers to the host and their decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.engine.clock import Spans
+from launcher.engine.reducer import Reduced
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks."""
+
+    loss: float
+    grad_norm: float  # of the mean gradient, before clipping
+    scale: float  # the loss scale that this step used
+    lr: float
+    count: float  # samples (or tokens) of the step, over all ranks and micro-batches
+    skipped: bool
+    bad_losses: int  # micro-batches whose loss was not finite, over all ranks
+    applied_steps: int  # after this step
+    skipped_steps: int  # after this step
+    floor_skips: int  # overflows in a row at the smallest scale
+    bad_loss_steps: int  # steps in a row with a loss that was not finite
+    wire_bytes: int  # handed to collectives by this rank for gradients
+    culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
+    culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
+    spans_ms: dict[str, float]  # compute, wire (exposed waiting), update; and what the caller has marked
+
+
+class StepResult:
+    """A step's numbers on their way to the host. Reading them late costs no wait."""
+
+    def __init__(
+        self,
+        packed: Tensor,
+        ready: torch.cuda.Event | None,
+        names: list[str],
+        num_ranks: int,
+        wire_bytes: int,
+        spans: Spans,
+    ) -> None:
+        self._packed = packed
+        self._ready = ready
+        self._names = names
+        self._num_ranks = num_ranks
+        self._wire_bytes = wire_bytes
+        self._spans = spans
+
+    @classmethod
+    def capture(
+        cls, values: Tensor, state: Tensor, reduced: Reduced, names: list[str], spans: Spans
+    ) -> StepResult:
+        """Pack [values (7), automaton state (7), culprit ranks, sums per parameter], all as fp64."""
+        packed = torch.cat([values, state.double(), reduced.culprits.double(), reduced.sums])
+        ready = None
+        if packed.is_cuda:
+            packed = packed.to("cpu", non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        return cls(packed, ready, names, reduced.culprits.numel(), reduced.bytes, spans)
+
+    def read(self) -> StepReport:
+        """The numbers. Waits until the step is done on the device, so read one step late."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        loss, grad_norm, scale, lr, count, skipped, bad_losses = self._packed[:7].tolist()
+        _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, self._packed[7:14].tolist())
+        ranks, sums = self._packed[14 : 14 + self._num_ranks], self._packed[14 + self._num_ranks :]
+        return StepReport(
+            loss=loss,
+            grad_norm=grad_norm,
+            scale=scale,
+            lr=lr,
+            count=count,
+            skipped=bool(skipped),
+            bad_losses=int(bad_losses),
+            applied_steps=applied,
+            skipped_steps=skips,
+            floor_skips=floor_skips,
+            bad_loss_steps=bad_loss_steps,
+            wire_bytes=self._wire_bytes,
+            culprit_ranks=tuple(ranks.nonzero().flatten().tolist()),
+            culprit_parameters=tuple(
+                self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()
+            ),
+            spans_ms=self._spans.read_ms(),
+        )

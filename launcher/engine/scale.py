@@ -1,0 +1,108 @@
+"""The loss-scale automaton, on the device, in integers.
+
+Owns how the scale S = 2^s moves and the counters that must survive a crash. Integers make S and 1/S exact:
+neither can become 0 or inf. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.engine.policy import ScaleMode
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the loss scale starts and moves; all scales are powers of two.
+
+    dynamic: an overflow takes one of `hysteresis` lives, and halves the scale when none is left; a clean
+    step restores all lives; `growth_interval` clean steps in a row double the scale. static: `init` for
+    ever. none: 1.
+    """
+
+    mode: ScaleMode = "dynamic"
+    init: int = 65536
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min: int = 1
+    max: int = 2**24
+
+    def __post_init__(self) -> None:
+        for name in ("init", "min", "max"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(
+                    f"loss scale {name}={value} is not a power of two (1, 2, 4, ... 65536, ...)."
+                )
+        if not self.min <= self.init <= self.max:
+            raise ValueError(f"loss scale needs min <= init <= max, not {self.min}, {self.init}, {self.max}.")
+
+
+class LossScale:
+    """The automaton's state: one int64 tensor on the device, a field a row.
+
+    exponent s; clean steps in a row `t`; lives `h`; applied and skipped steps; overflows in a row at the
+    smallest scale; non-finite losses in a row.
+    """
+
+    FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
+
+    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+        self.scaling = scaling
+        start = 0 if scaling.mode == "none" else _exponent(scaling.init)
+        fields = [start, 0, scaling.hysteresis, 0, 0, 0, 0]
+        self.state = torch.tensor(fields, dtype=torch.int64, device=device)
+
+    @property
+    def exponent(self) -> Tensor:
+        return self.state[0]
+
+    @property
+    def applied(self) -> Tensor:
+        return self.state[3]
+
+    def value(self) -> Tensor:
+        """S as fp32, 0-dim: built from its bits, so it is exact."""
+        return power_of_two(self.exponent)
+
+    def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor) -> None:
+        """Move by one step. All flags are bool, 0-dim, equal on all ranks.
+
+        `overflow` is a step whose gradient is not finite although every loss was; only that lowers the
+        scale. A non-finite loss (`bad_loss`) cannot be the scale's fault.
+        """
+        s, t, h, applied, skips, floor, bad = self.state.unbind()
+        clean = ~skipped
+        if self.scaling.mode == "dynamic":
+            low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
+            floor_next = torch.where(overflow & (s == low), floor + 1, floor * ~clean)
+            lives = torch.where(clean, self.scaling.hysteresis, h - overflow.long())
+            grown = clean & (t + 1 == self.scaling.growth_interval)
+            lowered = overflow & (lives <= 0)
+            s = (s + grown.long() - lowered.long()).clamp(low, high)
+            t = torch.where(clean, torch.where(grown, 0, t + 1), torch.where(overflow, 0, t))
+            h = lives
+        else:
+            floor_next = torch.where(overflow, floor + 1, floor * ~clean)
+        bad = torch.where(bad_loss, bad + 1, bad * ~clean)
+        self.state.copy_(
+            torch.stack([s, t, h, applied + clean.long(), skips + skipped.long(), floor_next, bad])
+        )
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as fp32, exact, for integer exponents in [-126, 127]; same shape."""
+    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
+
+
+def nearest_power_of_two(value: float) -> int:
+    """The power of two >= 1 nearest to `value` on the logarithmic scale."""
+    return 1 << max(0, round(math.log2(max(value, 1.0))))
+
+
+def _exponent(power: int) -> int:
+    return power.bit_length() - 1

@@ -1,0 +1,185 @@
+"""What started this process, and its place among the others: rank, world, device, process group.
+
+Owns every read of RANK and its kin, the choice of device, the threads, and the life of the process group.
+Importing it imports no torch, so that a bad config is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from launcher.errors import PreflightError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """What torchrun (or a scheduler that sets the same variables) says about this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+    run_id: str = "none"
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, ...; without RANK this process is alone.
+
+        Raises PreflightError for variables that contradict each other.
+        """
+        if "RANK" not in environ:
+            return cls()
+        numbers = {}
+        for key, default in (
+            ("RANK", None),
+            ("WORLD_SIZE", None),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ):
+            text = environ.get(key, default)
+            if text is None or not text.isdecimal():
+                raise PreflightError(
+                    f"{key}={text!r} in the environment, but RANK is set, so {key} must be a whole number. "
+                    "Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+                )
+            numbers[key] = int(text)
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            raise PreflightError(
+                f"RANK={numbers['RANK']} with WORLD_SIZE={numbers['WORLD_SIZE']}: ranks count from 0."
+            )
+        return cls(
+            rank=numbers["RANK"],
+            world_size=numbers["WORLD_SIZE"],
+            local_rank=numbers["LOCAL_RANK"],
+            local_world_size=numbers["LOCAL_WORLD_SIZE"],
+            restart_count=numbers["TORCHELASTIC_RESTART_COUNT"],
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+        )
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """One rank's place in a running job. `group` is None for a job of one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank writes the files and speaks to people. Never a reason to skip a collective."""
+        return self.rank == 0
+
+
+def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
+    """The key-value store in which the ranks of this launch meet; None for one process.
+
+    Under torchrun it is the agent's; under a plain scheduler rank 0 hosts it on MASTER_ADDR:MASTER_PORT.
+    Keys are private to this attempt of this launch, so a restart never reads what a dead one wrote.
+    """
+    if launch.world_size == 1:
+        return None
+    import torch.distributed as dist
+
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(key):
+            raise PreflightError(f"{key} is not set, so rank {launch.rank} cannot find the others.")
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
+
+
+@contextmanager
+def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float) -> Iterator[WorkerEnv]:
+    """Be one rank of a job: device bound, threads divided, process group open; always left again.
+
+    `timeout_s` holds until `tighten` shortens it: meeting and compiling may take minutes, a step may not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = _device(launch)
+    _divide_threads(launch)
+    if store is None:
+        yield WorkerEnv(0, 1, 0, 1, device, None)
+        return
+    _prefer_loopback(launch)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        # A fresh prefix per job: a second group in one launch would otherwise read the first one's keys.
+        store=dist.PrefixStore(f"group/{job}", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    group = dist.group.WORLD
+    try:
+        yield WorkerEnv(
+            launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, device, group
+        )
+    except BaseException:
+        if device.type == "cuda":
+            # The others may sit in a collective that this rank will never join: waiting would hang.
+            torch.distributed.distributed_c10d._abort_process_group()
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def tighten(env: WorkerEnv, timeout_s: float) -> None:
+    """From here on a collective that takes longer than `timeout_s` is an error."""
+    if env.group is not None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        _set_pg_timeout(timedelta(seconds=timeout_s), env.group)
+
+
+def _device(launch: LaunchEnv) -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count:
+        raise PreflightError(
+            f"rank {launch.rank} is number {launch.local_rank} on this machine, which has {count} GPU(s). "
+            f"Start at most {count} processes per machine (torchrun --nproc-per-node={count})."
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _divide_threads(launch: LaunchEnv) -> None:
+    """Share the cores among the ranks of this machine, unless the user has set OMP_NUM_THREADS > 1."""
+    import torch
+
+    # torchrun itself sets OMP_NUM_THREADS=1 where nobody did, so 1 says nothing about the user's wish.
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+
+
+def _prefer_loopback(launch: LaunchEnv) -> None:
+    """Keep single-machine Gloo traffic on the loopback device, off every other interface."""
+    if launch.local_world_size < launch.world_size or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"

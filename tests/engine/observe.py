@@ -1,0 +1,44 @@
+"""What a test can see of a Stepper: its whole state as bytes, and one training step in a line."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from launcher.engine import Stepper, StepReport
+from tests.models import loss_sum
+
+
+def state_digest(stepper: Stepper, *, counters: bool = False) -> str:
+    """sha256 over weights, masters, optimizer states and buffers, and the scale's counters if asked for."""
+    tensors: list[Tensor] = list(stepper.model.state_dict().values())
+    for segment in stepper.layout.segments:
+        tensors += [segment.weight, *stepper.updater.states[segment.name]]
+        tensors += [] if segment.master is None else [segment.master]
+    tensors += [stepper.scale.state] if counters else [stepper.scale.applied]
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights_are_rounded_masters(stepper: Stepper) -> bool:
+    """Whether w16 == RNE16(master), bit for bit, and the model's parameters are those weights."""
+    slots = {slot.name: (slot, segment) for segment in stepper.layout.segments for slot in segment.slots}
+    for name, master in stepper.named_masters().items():
+        slot, segment = slots[name]
+        parameter = stepper.layout.parameters[name]
+        rounded = master.to(parameter.dtype)
+        if not torch.equal(rounded, parameter) or not torch.equal(slot.view(segment.weight), parameter):
+            return False
+    return True
+
+
+def train(stepper: Stepper, x: Tensor, classes: Tensor) -> StepReport:
+    """One step of one micro-batch of a classifier."""
+    with stepper.forward():
+        loss = loss_sum(stepper.model(x), classes)
+    stepper.backward(loss, len(x))
+    return stepper.step().read()

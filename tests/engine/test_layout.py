@@ -1,0 +1,90 @@
+"""The flat layout: values and forms kept, dtypes by policy, alignment, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from launcher.engine import Policy
+from launcher.engine.layout import ALIGNMENT, Layout
+from tests.models import Odd, mlp
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy.fp32(), Policy.fp16(), Policy.amp_fp16(), Policy.bf16()], ids=lambda p: p.name
+)
+def test_values_shapes_and_strides_are_kept_and_masters_are_exact(policy) -> None:
+    before = {
+        name: p.detach().clone(memory_format=torch.preserve_format) for name, p in Odd().named_parameters()
+    }
+    model = Odd()
+    layout = Layout(model, policy)
+    masters = layout.masters()
+    assert set(masters) == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in model.named_parameters():
+        dtype = policy.weights if p.ndim >= 2 else torch.float32
+        assert p.dtype == dtype, name
+        assert p.stride() == before[name].stride(), name
+        assert torch.equal(p, before[name].float().to(dtype)), name
+        if p.requires_grad:
+            assert masters[name].dtype == torch.float32
+            assert torch.equal(masters[name], before[name].float()), name
+
+
+def test_slots_are_aligned_disjoint_and_the_parameters_are_views_of_them() -> None:
+    layout = Layout(Odd(), Policy.fp16())
+    assert [slot.index for slot in layout.slots] == list(range(len(layout.parameters)))
+    for segment in layout.segments:
+        end = 0
+        for slot in segment.slots:
+            assert slot.offset % ALIGNMENT == 0
+            assert slot.offset >= end
+            end = slot.offset + slot.numel
+            segment.weight[slot.offset : end] = slot.index
+            assert (layout.parameters[slot.name] == slot.index).all()
+        assert segment.numel >= end
+
+
+def test_order_is_the_reverse_of_registration_matrices_first() -> None:
+    layout = Layout(mlp(), Policy.fp16())
+    assert [slot.name for slot in layout.slots] == ["2.weight", "0.weight", "2.bias", "0.bias"]
+    assert [segment.weight.dtype for segment in layout.segments] == [torch.float16, torch.float32]
+    assert [segment.grad.dtype for segment in layout.segments] == [torch.float16, torch.float32]
+
+
+def test_pure_fp16_has_no_masters_for_matrices_and_exact_vectors() -> None:
+    layout = Layout(mlp(), Policy.pure_fp16())
+    assert [segment.master is None for segment in layout.segments] == [True, False]
+    assert all(master.dtype == torch.float32 for master in layout.masters().values())
+
+
+@pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16(), Policy.bf16()], ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_frozen_parameters_take_the_dtypes_of_trainable_ones(policy, dtype) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).to(dtype).requires_grad_(False)])
+    Layout(model, policy)
+    assert (model[1].weight.dtype, model[1].bias.dtype) == (policy.weights, torch.float32)
+
+
+def frozen() -> nn.Module:
+    return mlp().requires_grad_(False)
+
+
+def on_two_devices() -> nn.Module:
+    return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (frozen, "Sequential has no trainable parameter"),
+        (nn.ReLU, "ReLU has no trainable parameter"),
+        (lambda: mlp().double(), "parameter .* is torch.float64.*requires_grad_"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "parameter .* is torch.complex64"),
+        (on_two_devices, "parameters lie on 2 devices"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(make(), Policy.fp16())

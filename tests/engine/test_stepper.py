@@ -1,0 +1,264 @@
+"""One step on one rank: accumulation, passes of unusual form, refusals, and no question to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine.stepper import default_predivide
+from tests.engine.observe import state_digest, train, weights_are_rounded_masters
+from tests.models import Planted, conv_net, features, loss_sum, mlp
+
+
+def planted(stepper: Stepper, gradients: list[float | Tensor], count: int = 1):
+    """One step whose micro-batches, each of `count` samples, have these gradients."""
+    for gradient in gradients:
+        with stepper.forward():
+            loss = stepper.model(gradient, gradient if isinstance(gradient, float) else 0.0)
+        stepper.backward(loss, count)
+    return stepper.step().read()
+
+
+def test_accumulation_cannot_overflow_where_the_mean_fits() -> None:
+    """40000 is the scaled mean; partial sums reach 100000, and 4 x 40000 never exist in fp16."""
+    options = {"scaling": Scaling("static", 8), "micro_batches": 4}
+    for reference_count in (4, None):  # given, or taken from the first step: 4 micro-batches of 1 sample
+        stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), reference_count=reference_count, **options)
+        report = planted(stepper, [5000.0] * 4)
+        assert not report.skipped
+        assert torch.equal(stepper.named_masters()["matrix"], torch.full((2, 3), -5000.0))
+    # 4 x 60000/4 x 2 in the first two: their sum is 60000 twice over before the others take it away.
+    stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), reference_count=1, **options)
+    report = planted(stepper, [7500.0, 7500.0, -7500.0, -5000.0])
+    assert not report.skipped
+    assert torch.equal(stepper.named_masters()["matrix"], torch.full((2, 3), -625.0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), spare=st.integers(0, 2))
+def test_micro_batches_equal_the_whole_batch_bit_for_bit_where_sums_are_exact(sizes, spare) -> None:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    samples = torch.randint(-8, 8, (sum(sizes), 2, 3), generator=generator).float()
+    for policy in (Policy.fp32(), Policy.fp16()):
+        masters = []
+        for shares in (sizes, [sum(sizes)]):
+            stepper = Stepper(
+                Planted(), SGD(1.0), policy, micro_batches=len(shares) + spare, scaling=Scaling(init=16)
+            )
+            start = 0
+            for size in shares:
+                with stepper.forward():
+                    loss = stepper.model(samples[start : start + size].sum(0), 0.0)
+                stepper.backward(loss, size)
+                start += size
+            assert not stepper.step().read().skipped
+            masters.append(stepper.named_masters()["matrix"].clone())
+        assert torch.equal(*masters)
+
+
+def test_a_sticky_inf_in_an_early_micro_batch_skips_the_step() -> None:
+    stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), micro_batches=3, reference_count=1)
+    before = state_digest(stepper)
+    report = planted(stepper, [float("inf"), 1.0, float("-inf")])
+    assert report.skipped
+    assert report.culprit_ranks == (0,)
+    assert set(report.culprit_parameters) == {"matrix", "vector"}
+    assert state_digest(stepper) == before
+
+
+def test_statistics_of_all_micro_batches_are_rolled_back() -> None:
+    stepper = Stepper(conv_net(), SGD(0.1), micro_batches=2, reference_count=8)
+    train(stepper, *features(4, 0, (3, 8, 8)))
+    before = [b.clone() for b in stepper.model.buffers()]
+    for factor in (1.0, float("inf")):
+        x, classes = features(4, 1, (3, 8, 8))
+        with stepper.forward():
+            loss = loss_sum(stepper.model(x), classes)
+        stepper.backward(loss * factor, 4)
+    assert stepper.step().read().skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.buffers(), strict=True))
+
+
+class Twice(nn.Module):
+    """A layer run under activation checkpointing `times` times in one forward pass."""
+
+    def __init__(self, times: int, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.times, self.use_reentrant = times, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self._run(x)
+        return self.head(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            return torch.tanh(self.layer(x))
+        return checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=self.use_reentrant)
+
+
+def gradients_of(model: nn.Module, policy: Policy, **options: object) -> dict[str, Tensor]:
+    stepper = Stepper(model, SGD(0.0), policy, scaling=Scaling(init=64), reference_count=4, **options)
+    x, classes = features(4, 0)
+    assert not train(stepper, x.requires_grad_(), classes).skipped
+    return {name: g.clone() for name, g in stepper.layout.gradients().items()}
+
+
+@pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16(), Policy.amp_fp16()], ids=lambda p: p.name)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("times", "options"),
+    [
+        (1, {}),
+        (1, {"wire": Wire(overlap=False)}),
+        (3, {"wire": Wire(overlap=False)}),
+        (3, {"wire": Wire(overlap=False), "micro_batches": 2}),
+    ],
+)
+def test_checkpointed_layers_have_the_gradients_of_plain_ones(times, options, use_reentrant, policy) -> None:
+    plain = gradients_of(Twice(times, None), policy)
+    again = gradients_of(Twice(times, use_reentrant), policy, **options)
+    tolerance = 1e-6 if policy.weights == torch.float32 and policy.wire == torch.float32 else 4e-3
+    for name, gradient in plain.items():
+        largest = gradient.abs().max().item()
+        assert torch.allclose(again[name].float(), gradient.float(), atol=tolerance * largest), name
+
+
+def test_a_gradient_that_arrives_after_its_bucket_left_is_refused_by_name() -> None:
+    stepper = Stepper(Twice(2, True), SGD(0.1), Policy.fp32(), wire=Wire(bucket_bytes=1))
+    x, classes = features(4, 0)
+    with pytest.raises(RuntimeError, match=r"layer\.(weight|bias) received a gradient twice.*overlap=False"):
+        train(stepper, x.requires_grad_(), classes)
+
+
+def test_two_forward_passes_before_one_backward_give_the_sum() -> None:
+    x, classes = features(8, 0)
+    together, apart = (Stepper(mlp(), SGD(1.0), Policy.fp32()) for _ in range(2))
+    train(together, x, classes)
+    with apart.forward():
+        first = loss_sum(apart.model(x[:3]), classes[:3])
+    with apart.forward():
+        second = loss_sum(apart.model(x[3:]), classes[3:])
+    apart.backward(first + second, 8)
+    apart.step()
+    for a, b in zip(together.named_masters().values(), apart.named_masters().values(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_step_on_the_device_asks_the_host_nothing() -> None:
+    """Tensors on the meta device have no values, so any .item(), `if` or index by a tensor raises there."""
+    model = conv_net().to("meta")
+    stepper = Stepper(
+        model,
+        AdamW(0.1),
+        Policy.fp16(),
+        emulate=True,
+        clip_norm=1.0,
+        micro_batches=2,
+        reference_count=4,
+        learning_rates=[0.1, 0.2],
+    )
+    for count in (4, torch.tensor(4)):
+        with stepper.forward():
+            logits = model(torch.empty(4, 3, 8, 8, device="meta"))
+        stepper.backward(logits.float().square().sum(), count)
+    stepper.step()
+
+
+UNUSABLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "fp16": (lambda logits: logits.half().sum(), "the loss is torch.float16"),
+    "fp64": (lambda logits: logits.double().sum(), "the loss is torch.float64"),
+    "not a scalar": (lambda logits: logits.float().sum(1), "the loss is torch.float32 of shape"),
+    "not 0-dim": (lambda logits: logits.float().sum().reshape(1), "it must be fp32, 0-dim"),
+    "without gradient": (lambda logits: logits.float().sum().detach(), "does not depend on any trainable"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_losses_are_refused_and_the_step_can_go_on(name) -> None:
+    make, message = UNUSABLE[name]
+    stepper = Stepper(mlp(), SGD(0.1), scaling=Scaling(init=64))
+    x, classes = features(4, 0)
+    with stepper.forward():
+        logits = stepper.model(x)
+    with pytest.raises(ValueError, match=message):
+        stepper.backward(make(logits), 4)
+    assert train(stepper, x, classes).applied_steps == 1
+
+
+def test_more_backward_calls_than_micro_batches_are_refused() -> None:
+    stepper = Stepper(mlp(), SGD(0.1), scaling=Scaling(init=64))
+    with stepper.forward():
+        losses = [loss_sum(stepper.model(x), y) for x, y in (features(4, 0), features(4, 1))]
+    stepper.backward(losses[0], 4)
+    with pytest.raises(RuntimeError, match=r"more than 1 times.*micro_batches=2"):
+        stepper.backward(losses[1], 4)
+    assert stepper.step().read().applied_steps == 1
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    stepper = Stepper(nn.Embedding(5, 3, sparse=True), SGD(0.1))
+    with pytest.raises(RuntimeError, match="the gradient of weight is sparse"):
+        stepper.backward(stepper.model(torch.arange(3)).float().sum(), 3)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"])
+@pytest.mark.parametrize("emulate", [True, False])
+def test_every_policy_learns(policy, emulate) -> None:
+    x, classes = features(32, 0)
+    stepper = Stepper(mlp(), SGD(0.3, momentum=0.9), Policy.named(policy), emulate=emulate)
+    losses = [train(stepper, x, classes).loss for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+    assert policy == "pure_fp16" or weights_are_rounded_masters(stepper)
+
+
+def test_a_dropped_stepper_leaves_its_model_usable() -> None:
+    model = mlp()
+    Stepper(model, SGD(0.1), Policy.fp32()).reducer.close()
+    loss_sum(model(features(4, 0)[0]), features(4, 0)[1]).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_from_before_the_stepper_are_forgotten() -> None:
+    model, fresh = mlp(), mlp()
+    x, classes = features(4, 0)
+    loss_sum(model(x), classes).backward()
+    steppers = [Stepper(m, SGD(0.1), Policy.fp16(), scaling=Scaling(init=64)) for m in (model, fresh)]
+    for stepper in steppers:
+        train(stepper, x, classes)
+    assert state_digest(steppers[0]) == state_digest(steppers[1])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "divisor"), [(1, 1), (8, 1), (9, 4), (16, 4), (17, 8), (64, 8), (65, 16), (1024, 32)]
+)
+def test_default_predivisor(world_size, divisor) -> None:
+    assert default_predivide(world_size) == divisor
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16(), Policy.amp_fp16()], ids=lambda p: p.name)
+def test_a_compiled_model_trains_as_the_plain_one(policy) -> None:
+    """Without emulate_precision_casts the compiler takes fp32 -> fp16 -> fp32 for nothing to do."""
+    model, plain = mlp(), mlp()
+    steppers = [Stepper(m, SGD(0.1), policy, scaling=Scaling(init=64), emulate=True) for m in (model, plain)]
+    compiled = torch.compile(model, options={"emulate_precision_casts": True})
+    x, classes = features(4, 0)
+    for stepper, forward in zip(steppers, (compiled, plain), strict=True):
+        for _ in range(3):
+            with stepper.forward():
+                loss = loss_sum(forward(x), classes)
+            stepper.backward(loss, 4)
+            assert not stepper.step().read().skipped
+    for a, b in zip(*(s.named_masters().values() for s in steppers), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
