@@ -1,0 +1,224 @@
+"""What a recipe is, and how recipes and models are found by name.
+
+Owns the contract between a training task and the program (`Recipe`, `Loss`), the two decorators, and the
+loading of recipe files: those of the project and the user's own. Never builds a model or touches a device
+by itself: it hands out functions that do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from launcher.config import Config
+from launcher.data import Batch, TensorData
+from launcher.errors import ConfigError, LauncherError
+from launcher.resources import recipes_dir
+
+__all__ = [
+    "Batch",
+    "Config",
+    "ConfigError",
+    "Loss",
+    "Recipe",
+    "TensorData",
+    "cross_entropy",
+    "load_recipe",
+    "model",
+    "model_builder",
+    "recipe",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a function
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one forward pass says about a micro-batch."""
+
+    sum: Tensor  # fp32, 0-dim: over the samples (or tokens) of the micro-batch, not their mean
+    count: int  # how many samples (or tokens) carry loss
+    predictions: Tensor | None = None  # int64 [n]: the class that each sample is given, for evaluation
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training task: the data, the model, the loss, and what is measured."""
+
+    build_model: Callable[[], nn.Module]
+    train: TensorData
+    validation: TensorData
+    loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
+    train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
+    eval_transform: Callable[[Batch], Batch] | None = None
+    classes: tuple[str, ...] | None = None  # None: nothing is classified, only the loss is measured
+    metric: str = "accuracy"  # the one that results are compared by
+    label: str = "label"  # the column with the true class
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The functions that recipe files offer, by name."""
+
+    recipes: Mapping[str, Callable[[Config], Recipe]]
+    models: Mapping[str, Callable[..., nn.Module]]
+
+
+def recipe(name: str) -> Callable[[Function], Function]:
+    """Offers `f(config: Config) -> Recipe` under `name` (the config's `recipe.uses`)."""
+    return _mark("recipe", name)
+
+
+def model(name: str) -> Callable[[Function], Function]:
+    """Offers a function that builds a model under `name` (the config's `model.name`).
+
+    Its keyword arguments that the recipe does not give itself are the model's options in the config.
+    """
+    return _mark("model", name)
+
+
+def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", labels: str = "label") -> Loss:
+    """Summed cross-entropy of `network(batch[inputs])` [n, classes] against `batch[labels]` [n]."""
+    logits = network(batch[inputs]).float()
+    loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum")
+    return Loss(loss_sum, len(logits), logits.detach().argmax(dim=1))
+
+
+def load_recipe(config: Config) -> Recipe:
+    """The recipe that the config asks for, with its data loaded. ConfigError for an unknown name."""
+    build = _look_up("recipe.uses", config.recipe.uses, registry_of(config.recipes.path).recipes)
+    built = build(config)
+    if not isinstance(built, Recipe):
+        raise ConfigError(
+            f'the function under @recipe("{config.recipe.uses}") returned {type(built).__name__}. '
+            f"It has to return a launcher.recipe.Recipe."
+        )
+    return built
+
+
+def model_builder(config: Config, **facts: Any) -> Callable[[], nn.Module]:
+    """A function that builds the config's model from its options and the facts that the recipe knows.
+
+    Facts are what the data dictates (num_classes, ...). ConfigError for an unknown model or option.
+    """
+    build = _look_up("model.name", config.model.name, registry_of(config.recipes.path).models)
+    options = [name for name in inspect.signature(build).parameters if name not in facts]
+    for name in config.model.options:
+        if name not in options:
+            raise ConfigError(_unknown(f"model.{name} (an option of {config.model.name})", name, options))
+    return functools.partial(build, **facts, **config.model.options)
+
+
+def registry_of(user_path: str | None) -> Registry:
+    """All recipes and models, the project's and the user's. ConfigError for a name given twice."""
+    files = sorted(path for path in recipes_dir().glob("*.py") if not path.name.startswith("_"))
+    if user_path is not None:
+        files.append(_user_file(user_path))
+    entries = [(file, *entry) for file in files for entry in _registered_in(_load(file))]
+    return Registry(_by_name("recipe", entries), _by_name("model", entries))
+
+
+def _mark(kind: str, name: str) -> Callable[[Function], Function]:
+    def mark(function: Function) -> Function:
+        setattr(function, REGISTERED, (*getattr(function, REGISTERED, ()), (kind, name)))
+        return function
+
+    return mark
+
+
+def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., Any]]]:
+    """(kind, name, function) of what the file itself defines, not of what it imports from another."""
+    functions = {id(value): value for value in vars(module).values() if callable(value)}.values()
+    return [
+        (kind, name, function)
+        for function in functions
+        if getattr(function, "__module__", None) == module.__name__
+        for kind, name in getattr(function, REGISTERED, ())
+    ]
+
+
+def _by_name(
+    wanted: str, entries: Iterable[tuple[Path, str, str, Callable[..., Any]]]
+) -> dict[str, Callable[..., Any]]:
+    found: dict[str, tuple[Path, Callable[..., Any]]] = {}
+    for file, kind, name, function in entries:
+        if kind != wanted:
+            continue
+        if name in found:
+            first = found[name][0]
+            raise ConfigError(
+                f'@{kind}("{name}") is given twice: in {first} and in {file}. Rename one of them.'
+            )
+        found[name] = (file, function)
+    return {name: function for name, (_, function) in found.items()}
+
+
+def _user_file(user_path: str) -> Path:
+    path = Path(user_path).expanduser()
+    if not path.is_file() or path.suffix != ".py":
+        kind = "is a folder" if path.is_dir() else "is not a .py file" if path.exists() else "does not exist"
+        raise ConfigError(f"recipes.path={user_path} {kind}. Give the Python file that holds your @recipe.")
+    return path
+
+
+def _load(file: Path) -> ModuleType:
+    """Runs a recipe file once per process and version of its text; errors name the file."""
+    source = file.read_bytes()
+    digest = hashlib.sha256(str(file.resolve()).encode() + b"\0" + source).hexdigest()[:12]
+    name = f"launcher_recipe_{file.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and torch.compile look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except LauncherError:
+        del sys.modules[name]
+        raise
+    except Exception as error:  # a user's file may fail in any way
+        del sys.modules[name]
+        raise ConfigError(f"recipe file {file} cannot be loaded: {_where(error, file)}.") from error
+    return module
+
+
+def _where(error: Exception, file: Path) -> str:
+    """`line 3: NameError: ...`, the innermost line of `file` that the error passed through."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == str(file):
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"line {line}: {type(error).__name__}: {error}" if line else f"{type(error).__name__}: {error}"
+
+
+Found = TypeVar("Found")
+
+
+def _look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
+    if name not in known:
+        raise ConfigError(_unknown(f"{key}={name}", name, known))
+    return known[name]
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    choices = sorted(known)
+    nearest = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    advice = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
+    return f"{what} is not known. {advice}Known: {', '.join(choices) or 'none'}."

@@ -1,0 +1,40 @@
+"""Learning-rate schedules as tables: one rate per applied step, computed before training.
+
+A table can lie on the device, so that a skipped step does not consume a rate and no step asks the host.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+# Each takes the share of the run after warm-up, 0 <= x < 1, and gives the share of the peak rate.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda x: 1.0,
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+}
+
+
+def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -> list[float]:
+    """`steps` learning rates: a linear warm-up to `peak`, then the named shape.
+
+    constant, linear to 0, cosine to 0 (Loshchilov and Hutter 2017, without restarts), and onecycle (Smith
+    and Topin 2018 as in `torch.optim.lr_scheduler.OneCycleLR`: cosine up from peak/25, cosine down to
+    peak/250000). The warm-up takes `warmup_fraction` of the steps.
+    """
+    warmup = round(steps * warmup_fraction)
+    if name == "onecycle":
+        return [peak * _onecycle(step, steps, max(warmup, 1)) for step in range(steps)]
+    shape = _SHAPES[name]
+    rising = [peak * (step + 1) / warmup for step in range(warmup)]
+    return rising + [peak * shape(step / (steps - warmup)) for step in range(steps - warmup)]
+
+
+def _onecycle(step: int, steps: int, warmup: int) -> float:
+    start, end = 1 / 25, 1 / 250_000
+    if step < warmup:
+        return start + (1 - start) * 0.5 * (1 - math.cos(math.pi * step / warmup))
+    down = (step - warmup) / max(1, steps - 1 - warmup)
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * down))
