@@ -1,0 +1,169 @@
+"""`report.html`: one run on one page that needs nothing else, to be mailed or archived.
+
+Owns which parts the page has and their order; `markup` owns how they look. Reads the files of the run only,
+takes what is there, and escapes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher.report.figures import CONFUSION_MATRIX, CURVES
+from launcher.report.markup import facts, listing, page, picture, preformatted, section, table, tiles
+from launcher.telemetry.events import FILE_NAME, read_events
+from launcher.telemetry.files import read_json, write_text
+from launcher.telemetry.verdict import PARTS, time_shares
+from launcher.telemetry.wording import duration, evaluation_cells, metric, metric_title, number
+
+T = TypeVar("T")
+
+MAX_OVERFLOWS = 40  # rows; a run with more of them is described by its curve
+MAX_PARAMETERS = 4  # names in a row of the overflow table
+TILES = ("metrics", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run has left so far; a part that is missing is empty."""
+
+    name: str
+    events: list[dict[str, Any]]
+    result: dict[str, Any]
+    environment: dict[str, Any]
+    config: str
+    classification_report: str
+    curves: bytes
+    confusion_matrix: bytes
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunFiles:
+        """Raises OSError and ValueError for what is there and cannot be read."""
+        return cls(
+            name="/".join(run_dir.absolute().parts[-2:]),
+            events=_if_there(run_dir / FILE_NAME, read_events, []),
+            result=_if_there(run_dir / "result.json", read_json, {}),
+            environment=_if_there(run_dir / "env.json", read_json, {}),
+            config=_if_there(run_dir / "config.yaml", _text, ""),
+            classification_report=_if_there(run_dir / "classification_report.txt", _text, ""),
+            curves=_if_there(run_dir / CURVES, Path.read_bytes, b""),
+            confusion_matrix=_if_there(run_dir / CONFUSION_MATRIX, Path.read_bytes, b""),
+        )
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [record for record in self.events if record["event"] == event]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes report.html from the other files, at any time in a run's life. Raises OSError, ValueError."""
+    path = run_dir / "report.html"
+    write_text(path, render(RunFiles.read(run_dir)))
+    return path
+
+
+def render(run: RunFiles) -> str:
+    """The whole page."""
+    parts = [
+        _headline(run),
+        section("Curves", picture(run.curves, "loss, accuracy, learning rate and loss scale over the steps")),
+        section("Evaluations", _evaluations(run)),
+        section("Mistakes by class", picture(run.confusion_matrix, "confusion matrix")),
+        section("Classification report", preformatted(run.classification_report)),
+        section("Where the time goes", _time(run)),
+        section("Skipped steps", _overflows(run)),
+        section("Decisions", listing(f"{each['topic']} {each['text']}" for each in run.of("decision"))),
+        section("Warnings", listing(f"step {each['step']:,}: {each['text']}" for each in run.of("warning"))),
+        section("Result", _result(run)),
+        section("Environment", _environment(run)),
+        section("Config", preformatted(run.config)),
+    ]
+    return page(run.name, "".join(parts))
+
+
+def _headline(run: RunFiles) -> str:
+    """The few numbers that people look for first, or what ended the run."""
+    result, state = run.result, _state(run)
+    cells = {"state": state}
+    if result.get("metric") is not None:
+        name = str(result.get("metric_name", "metric"))
+        cells[metric_title(name)] = metric(name, result["metric"])
+    if result.get("seconds") is not None:
+        cells["training time"] = duration(result["seconds"])
+    for key, title in (("samples_per_s", "samples / s"), ("steps", "steps"), ("skipped_steps", "skipped")):
+        if result.get(key) is not None:
+            cells[title] = number(result[key])
+    return tiles(cells) + preformatted(str(result.get("error", "")))
+
+
+def _state(run: RunFiles) -> str:
+    ends = run.of("end")
+    return str(run.result.get("state") or (ends[-1].get("state", "done") if ends else "not finished"))
+
+
+def _evaluations(run: RunFiles) -> str:
+    return table([evaluation_cells(record) for record in run.of("eval")])
+
+
+def _time(run: RunFiles) -> str:
+    shares = time_shares(run.of("step"))
+    if shares is None:
+        return ""
+    rows = [
+        {
+            "part": part.removesuffix("_ms"),
+            "ms per step": f"{shares.parts_ms[part]:.2f}",
+            "share": f"{shares.share(part):.1%}".replace("%", " %"),
+        }
+        for part in PARTS
+    ]
+    rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
+    return listing([shares.verdict]) + table(rows)
+
+
+def _overflows(run: RunFiles) -> str:
+    overflows = run.of("overflow")
+    rows = [
+        {
+            "step": number(record["step"]),
+            "loss scale": number(record.get("scale")),
+            "ranks": ", ".join(map(str, record.get("ranks") or ())),
+            "first parameters": _first_names(record.get("parameters") or []),
+        }
+        for record in overflows[:MAX_OVERFLOWS]
+    ]
+    left_out = len(overflows) - len(rows)
+    return table(rows) + listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
+
+
+def _first_names(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_PARAMETERS])
+    return shown if len(names) <= MAX_PARAMETERS else f"{shown} and {len(names) - MAX_PARAMETERS:,} more"
+
+
+def _result(run: RunFiles) -> str:
+    cells = {key: number(value) for key, value in run.result.items() if key not in TILES}
+    metrics = run.result.get("metrics") or {}
+    return facts({**{metric_title(name): metric(name, value) for name, value in metrics.items()}, **cells})
+
+
+def _environment(run: RunFiles) -> str:
+    flat: dict[str, str] = {}
+    for key, value in run.environment.items():
+        if isinstance(value, dict):
+            flat.update({f"{key} {name}": str(item) for name, item in value.items() if item is not None})
+        elif value is not None:
+            flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return facts(flat)
+
+
+def _if_there(path: Path, read: Callable[[Path], T], otherwise: T) -> T:
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return otherwise
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

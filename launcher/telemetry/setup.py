@@ -1,0 +1,71 @@
+"""From a config to a running telemetry: which sinks a run has on rank 0.
+
+Owns the choice and its order: files first, because they are the source of truth, then the console, then the
+tracker. Other ranks use `Telemetry()`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.config import Config
+from launcher.errors import StorageError
+from launcher.telemetry.console import Console
+from launcher.telemetry.events import EventLog
+from launcher.telemetry.run_dir import user_shape
+from launcher.telemetry.status import StatusFile
+from launcher.telemetry.stream import Telemetry
+from launcher.telemetry.tracking import Decision, decide
+from launcher.telemetry.wandb_session import Patience, WandbRun
+from launcher.telemetry.wandb_sink import WandbSink, new_run_id, sync_command
+
+
+def open_telemetry(
+    config: Config,
+    environ: Mapping[str, str],
+    with_gpu: bool,
+    patience: Patience | None = None,
+) -> Telemetry:
+    """All sinks of a run, for rank 0; says what becomes of the tracker. Raises StorageError.
+
+    `with_gpu` turns wandb's sampler of system metrics on: without one it would only take processor time.
+    """
+    run_dir = Path(config.run.dir)
+    try:
+        telemetry = Telemetry([EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)])
+    except OSError as error:
+        raise StorageError(
+            f"The run's files cannot be written to {run_dir}: {error}. Choose another place with run.dir=DIR."
+        ) from error
+    telemetry.add(Console(sys.stdout, sys.stderr, run_dir))
+    decision = decide(config.tracker, environ)
+    if decision.mode == "none":
+        telemetry.decision("tracker", decision.text, mode=decision.mode)
+        return telemetry
+    run = _wandb_run(config, decision, with_gpu)
+    telemetry.decision(
+        "tracker",
+        decision.text,
+        mode=decision.mode,
+        run_id=run.run_id,
+        sync=sync_command(run_dir) if decision.mode == "offline" else None,
+    )
+    telemetry.add(WandbSink(run, telemetry.warn, patience))
+    return telemetry
+
+
+def _wandb_run(config: Config, decision: Decision, with_gpu: bool) -> WandbRun:
+    run_dir = Path(config.run.dir)
+    return WandbRun(
+        directory=run_dir,
+        mode=decision.mode,
+        project=config.tracker.project,
+        name=f"{config.recipe.name}-{run_dir.name}",
+        group=config.tracker.group,
+        tags=config.tracker.tags,
+        config=user_shape(config),
+        run_id=new_run_id(),
+        system_metrics=with_gpu,
+    )

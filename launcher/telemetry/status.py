@@ -1,0 +1,108 @@
+"""`status.json`: what a run is doing now, in one small file that is always whole.
+
+Owns the file and its estimate of the remaining time. Rewritten on every change of state, evaluation and
+warning, and otherwise at most every few seconds; never decides anything about the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.telemetry.files import write_json
+from launcher.telemetry.stream import Record
+
+FILE_NAME = "status.json"
+EVERY_S = 5.0  # the promise is 10: half of it leaves room for the step that is under way
+AT_ONCE = frozenset({"start", "eval", "checkpoint", "restart", "end"})
+
+
+@dataclass(frozen=True)
+class Status:
+    """The content of the file. `epoch` counts from 0, `step` is the number of steps done."""
+
+    state: str = "starting"  # starting, running, done, failed
+    epoch: int | None = None
+    step: int = 0
+    total_steps: int | None = None
+    eta_s: float | None = None
+    last: dict[str, Any] = field(default_factory=dict)  # newest fields of step and eval events
+    exit: int | None = None
+    updated: float = 0.0  # unix seconds
+
+
+class StatusFile:
+    """Keeps `status.json` in step with the events. Raises OSError where it cannot be written."""
+
+    name = FILE_NAME
+
+    def __init__(
+        self, path: Path, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = path
+        self._every_s = every_s
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._status = Status()
+        self._publish()
+
+    def write(self, record: Record) -> None:
+        self._status = self._after(record)
+        if record["event"] in AT_ONCE or self._due():
+            self._publish()
+
+    def advance(self, epoch: int, step: int) -> None:
+        if self._due():
+            self._status = replace(self._status, epoch=epoch, step=step)
+            self._publish()
+
+    def close(self) -> None:
+        self._publish()
+
+    def _after(self, record: Record) -> Status:
+        event, status = record["event"], self._status
+        if event == "start":
+            return replace(status, state="running", total_steps=record.get("total_steps"))
+        if event in ("step", "eval"):
+            last = {**status.last, event: _without(record, "event", "time", "epoch")}
+            epoch = record.get("epoch", status.epoch)
+            return replace(status, epoch=epoch, step=record["step"], last=last)
+        if event == "end":
+            state = record.get("state", "done")
+            return replace(status, state=state, exit=record.get("exit"), step=record["step"], eta_s=None)
+        return status
+
+    def _due(self) -> bool:
+        return self._clock() - self._published >= self._every_s
+
+    def _publish(self) -> None:
+        status = self._status
+        eta_s = self._pace.eta_s(status.step, status.total_steps) if status.state == "running" else None
+        self._published = self._clock()
+        write_json(self._path, asdict(replace(status, eta_s=eta_s, updated=round(time.time(), 3))))
+
+
+class Pace:
+    """Seconds per step since the first sight of one, without the start-up before it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+
+    def eta_s(self, step: int, total_steps: int | None) -> float | None:
+        """Expected seconds until the last step; None while there is nothing to judge by."""
+        if step < 1 or not total_steps:
+            return None
+        if self._first is None or step < self._first[0]:
+            self._first = (step, self._clock())
+        first_step, first_s = self._first
+        if step == first_step:
+            return None
+        return round((self._clock() - first_s) / (step - first_step) * max(0, total_steps - step), 1)
+
+
+def _without(record: Record, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}

@@ -1,0 +1,138 @@
+"""The stream of events of a run, and the rule that telemetry never stops training.
+
+Owns the order in which sinks see an event, and what happens when one fails: it is dropped after one
+warning that also goes to the others. Knows no file format and no tracker; sees plain numbers, no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+Record = Mapping[
+    str, Any
+]  # event, time (unix seconds), step (updates attempted so far), and the event's fields
+
+log = logging.getLogger("launcher")
+
+
+class Sink(Protocol):
+    """Takes events. May raise anything: the stream then goes on without it."""
+
+    @property
+    def name(self) -> str: ...  # as it should read in the warning
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class PositionSink(Sink, Protocol):
+    """A sink that also wants to know about steps between two `step` events."""
+
+    def advance(self, epoch: int, step: int) -> None: ...
+
+
+class Telemetry:
+    """Hands every event to every sink. Without sinks (all ranks but 0) it does nothing, at no cost.
+
+    May be called from any thread. No method raises because of a sink.
+    """
+
+    def __init__(self, sinks: Iterable[Sink] = (), clock: Callable[[], float] = time.time) -> None:
+        self._sinks: list[Sink] = []
+        self._followers: list[PositionSink] = []
+        self._clock = clock
+        self._step = 0
+        self._lock = threading.RLock()  # a tracker warns from its own thread
+        for sink in sinks:
+            self.add(sink)
+
+    @property
+    def step(self) -> int:
+        """That of the latest event."""
+        return self._step
+
+    def add(self, sink: Sink) -> None:
+        """Later events go to this sink as well; it is closed before those that were there."""
+        with self._lock:
+            self._sinks.append(sink)
+            if isinstance(sink, PositionSink):
+                self._followers.append(sink)
+
+    def emit(self, event: str, step: int, /, **fields: Any) -> None:
+        """Fields are plain floats, ints, bools, strings, None, and lists or dicts of these."""
+        self._step = step
+        if not self._sinks:
+            return
+        with self._lock:
+            self._hand_out({"event": event, "time": self._clock(), "step": step, **fields})
+
+    def decision(self, topic: str, text: str, /, **fields: Any) -> None:
+        """Something the program settled for the user, with its reason: a line on the console."""
+        self.emit("decision", self._step, topic=topic, text=text, **fields)
+
+    def warn(self, text: str) -> None:
+        """A warning to all sinks; `step` is that of the latest event."""
+        self.emit("warning", self._step, text=text)
+
+    def advance(self, epoch: int, step: int) -> None:
+        """For every step, cheaply: moves the bar, keeps status.json fresh, writes no event."""
+        if not self._followers:
+            return
+        with self._lock:
+            for sink in list(self._followers):
+                self._attempt(sink, partial(sink.advance, epoch, step))
+
+    def close(self) -> None:
+        """Closes all sinks, the last added first, so that its troubles still reach the others."""
+        while self._sinks:
+            sink = self._sinks[-1]
+            try:
+                # Not under the lock: a tracker may need it for a warning while we wait for its thread.
+                sink.close()
+            except Exception as error:
+                with self._lock:
+                    self._drop(sink, error)
+            with self._lock:
+                self._remove(sink)
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hand_out(self, record: Record) -> None:
+        for sink in list(self._sinks):
+            self._attempt(sink, partial(sink.write, record))
+
+    def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a sink does, training goes on
+            self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        if sink not in self._sinks:
+            return  # already dropped by a warning that this failure caused
+        self._remove(sink)
+        with contextlib.suppress(Exception):
+            sink.close()
+        text = f"{sink.name} is given up: {type(error).__name__}: {error}. The run goes on without it."
+        self.warn(text)
+        if not self._sinks:
+            log.warning(text)
+
+    def _remove(self, sink: Sink) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        self._followers = [other for other in self._followers if other is not sink]

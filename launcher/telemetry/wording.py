@@ -1,0 +1,106 @@
+"""How numbers, durations and tables read on a console and in a report.
+
+Owns formats only: values in, strings out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+SHARES = ("accuracy",)  # shown in percent
+COUNTS = ("samples", "tokens")
+HIDDEN = ("event", "time", "step", "epoch")
+
+
+def number(value: Any) -> str:
+    """Four significant digits for a float, digits in groups for an integer, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    if math.isfinite(value) and abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """0:07, 12:30, 1:02:03."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def metric(name: str, value: Any) -> str:
+    """A value of an evaluation: shares in percent, counts whole, the rest to four decimals."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return number(value)
+    if any(name.endswith(share) for share in SHARES):
+        return f"{value:.2%}".replace("%", " %")
+    if name in COUNTS:
+        return f"{value:,.0f}"
+    return f"{value:.4f}"
+
+
+def metric_title(name: str) -> str:
+    """macro_f1 -> macro F1."""
+    return name.replace("_", " ").replace("f1", "F1")
+
+
+def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
+    """One row of the table of evaluations, as titles and texts; epochs count from 1 for people."""
+    cells = {"epoch": number(_shown_epoch(record)), "step": number(record["step"])}
+    for name, value in record.items():
+        if name not in HIDDEN and (value is None or isinstance(value, int | float)):
+            cells[metric_title(name.removeprefix("macro_"))] = metric(name, value)
+    return cells
+
+
+def table_lines(cells: Mapping[str, str], with_titles: bool) -> list[str]:
+    """Right-aligned columns; a row reads under the titles of an earlier one with the same columns."""
+    widths = {title: max(len(title), 7) for title in cells}
+    row = "  ".join(text.rjust(widths[title]) for title, text in cells.items())
+    titles = "  ".join(title.rjust(width) for title, width in widths.items())
+    return [titles, row] if with_titles else [row]
+
+
+def step_line(
+    record: Mapping[str, Any], epochs: int | None, total_steps: int | None, eta_s: float | None
+) -> str:
+    """One line per `step` event, for logs and pipes."""
+    parts = [
+        f"epoch {_of(_shown_epoch(record), epochs)}",
+        f"step {_of(record['step'], total_steps)}",
+        f"loss {number(record.get('loss'))}",
+        f"lr {number(record.get('lr'))}",
+        *step_details(record),
+    ]
+    if eta_s is not None:
+        parts.append(f"eta {duration(eta_s)}")
+    return "  ".join(parts)
+
+
+def step_details(record: Mapping[str, Any]) -> list[str]:
+    """Speed, loss scale and skipped steps, as far as the event carries them."""
+    parts = []
+    if record.get("samples_per_s") is not None:
+        parts.append(f"{record['samples_per_s']:,.0f} samples/s")
+    if record.get("scale") is not None:
+        parts.append(f"scale {record['scale']:g}" if record["scale"] < 1 else f"scale {record['scale']:.0f}")
+    if record.get("skipped") is not None:
+        parts.append(f"skipped {record['skipped']}")
+    return parts
+
+
+def _shown_epoch(record: Mapping[str, Any]) -> int | None:
+    epoch = record.get("epoch")
+    return None if epoch is None else epoch + 1
+
+
+def _of(value: Any, total: int | None) -> str:
+    return number(value) if total is None else f"{number(value)}/{number(total)}"

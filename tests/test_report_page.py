@@ -1,0 +1,206 @@
+"""report.html and the pictures: from files alone, complete, self-contained, and safe to open."""
+
+import math
+import struct
+from html.parser import HTMLParser
+
+import pytest
+
+from launcher.report import figures
+from launcher.report.figures import draw_confusion_matrix, draw_curves
+from launcher.report.page import write_report
+from launcher.telemetry.events import EventLog
+from launcher.telemetry.files import write_json
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\""
+TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
+
+
+def write_events(run_dir, with_scale=True, with_accuracy=True):
+    log = EventLog(run_dir / "metrics.jsonl")
+    log.write({"event": "decision", "time": 0.0, "step": 0, "topic": "precision", "text": f"fp16 {HOSTILE}"})
+    for step in range(1, 61):
+        scale = {"scale": 65536.0 / 2 ** (step // 20)} if with_scale else {}
+        if with_scale and step % 20 == 0:
+            overflow = {"ranks": [1], "parameters": [f"layer{k}.weight" for k in range(9)], **scale}
+            log.write({"event": "overflow", "time": 0.0, "step": step, **overflow})
+        if step % 5 == 0:
+            loss = math.inf if step == 20 else 2.5 / step
+            values = {"epoch": step // 30, "loss": loss, "lr": 0.1, "grad_norm": 1.0 / step, **scale, **TIMES}
+            log.write({"event": "step", "time": 0.0, "step": step, **values})
+        if step % 30 == 0:
+            metrics = {"accuracy": 0.9 + step / 1000, "macro_f1": 0.9} if with_accuracy else {}
+            values = {"epoch": step // 30 - 1, "loss": 0.3, **metrics, "samples": 30}
+            log.write({"event": "eval", "time": 0.0, "step": step, **values})
+    log.write({"event": "warning", "time": 0.0, "step": 60, "text": HOSTILE})
+    log.close()
+
+
+def write_run(run_dir, classes=("zero", "one", HOSTILE)):
+    write_events(run_dir)
+    matrix = [
+        [9 if row == column else int(column == 0) for column in range(len(classes))]
+        for row in range(len(classes))
+    ]
+    result = {
+        "state": "done",
+        "exit": 0,
+        "metric_name": "accuracy",
+        "metric": 0.96,
+        "metrics": {"accuracy": 0.96},
+    }
+    result |= {"steps": 60, "seconds": 83.0, "samples_per_s": 1200.0, "skipped_steps": 3, "note": HOSTILE}
+    write_json(run_dir / "result.json", {**result, "confusion_matrix": matrix, "classes": list(classes)})
+    write_json(
+        run_dir / "env.json", {"python": "3.11", "packages": {"torch": "2.13.0"}, "devices": [HOSTILE]}
+    )
+    (run_dir / "config.yaml").write_text(f"seed: 0\nnote: {HOSTILE}\n")
+    (run_dir / "classification_report.txt").write_text(f"precision\n{HOSTILE}\n")
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; tags must be balanced."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.attributes, self.text, self._open = [], [], "", []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def size_of(png):
+    """(width, height) of a picture that is whole: signature, header, end chunk."""
+    data = png.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert data.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", data[16:24])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("outputs") / "run"
+    run_dir.mkdir()
+    write_run(run_dir)
+    draw_curves(run_dir)
+    draw_confusion_matrix(run_dir)
+    return Page(write_report(run_dir))
+
+
+SHOWN = "96.00 %|1:23|1,200|input-bound: 71 %|71.0 %|precision fp16|layer0.weight|and 5 more|seed: 0|2.13.0"
+SHOWN += "|32,768|93.00 %|step 60: "
+
+
+@pytest.mark.parametrize("text", SHOWN.split("|"))
+def test_the_page_shows(finished, text):
+    assert text in finished.text
+
+
+def test_the_page_escapes_whatever_it_was_given(finished):
+    assert "script" not in finished.tags
+    assert finished.text.count(HOSTILE) >= 6, "decision, warning, config, report, devices, result"
+
+
+def test_the_page_loads_nothing(finished):
+    sources = [
+        value for name, value in finished.attributes if name in ("src", "href", "srcset", "action", "data")
+    ]
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not {"script", "link", "iframe", "object", "form"} & set(finished.tags)
+
+
+def test_a_page_can_be_made_of_the_little_that_a_young_run_has(tmp_path):
+    page = Page(write_report(tmp_path))
+    assert "not finished" in page.text
+    assert "img" not in page.tags
+    assert "h2" not in page.tags
+
+
+def test_a_failed_run_shows_its_error(tmp_path):
+    write_json(tmp_path / "result.json", {"state": "failed", "exit": 5, "error": f"diverged {HOSTILE}"})
+    page = Page(write_report(tmp_path))
+    assert "failed" in page.text
+    assert f"diverged {HOSTILE}" in page.text
+
+
+def test_a_damaged_file_is_an_error_not_half_a_page(tmp_path):
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(ValueError, match="Expecting property name"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_many_overflows_are_cut_and_counted(tmp_path):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    for step in range(1000):
+        log.write(
+            {"event": "overflow", "time": 0.0, "step": step, "scale": 1.0, "ranks": [], "parameters": []}
+        )
+    log.close()
+    page = Page(write_report(tmp_path))
+    assert page.tags.count("tr") == 41
+    assert "and 960 more" in page.text
+
+
+@pytest.mark.parametrize("with_scale", [True, False])
+@pytest.mark.parametrize("with_accuracy", [True, False])
+def test_curves_are_drawn_from_whatever_was_recorded(tmp_path, with_scale, with_accuracy):
+    write_events(tmp_path, with_scale, with_accuracy)
+    path = draw_curves(tmp_path)
+    assert path == tmp_path / "curves.png"
+    assert size_of(path) == (1200, 792)
+    assert [file.name for file in tmp_path.glob("*.tmp")] == []
+
+
+def test_without_a_step_there_are_no_curves(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert draw_curves(tmp_path) is None
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 31, 100])
+def test_a_confusion_matrix_of_any_size_is_drawn(tmp_path, num_classes):
+    write_run(tmp_path, [f"class {k}" for k in range(num_classes)])
+    width, height = size_of(draw_confusion_matrix(tmp_path))
+    assert 400 < height <= 1700
+    assert height < width
+
+
+def test_a_result_without_a_confusion_matrix_has_no_picture(tmp_path):
+    write_json(tmp_path / "result.json", {"state": "done"})
+    assert draw_confusion_matrix(tmp_path) is None
+
+
+def test_a_class_that_never_occurs_does_not_divide_by_zero(tmp_path):
+    write_json(tmp_path / "result.json", {"confusion_matrix": [[0, 0], [1, 3]], "classes": ["a", "b"]})
+    assert size_of(draw_confusion_matrix(tmp_path))
+
+
+def test_the_curves_show_the_recorded_values(tmp_path, monkeypatch):
+    """The lines themselves, not pixels: each panel holds what the events say, without non-finite values."""
+    write_events(tmp_path)
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure) or path)
+    draw_curves(tmp_path)
+    lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in drawn[0].axes}
+    training, held_out = lines["loss"]
+    assert training == [[step, 2.5 / step] for step in range(5, 61, 5) if step != 20]
+    assert held_out == [[30, 0.3], [60, 0.3]]
+    assert lines["accuracy, held out (%)"] == [[[30, 93.0], [60, 96.0]]]
+    scale, skipped = lines["loss scale"]
+    assert skipped == [[20, 32768.0], [40, 16384.0], [60, 8192.0]]
+    assert scale[0] == [5, 65536.0]
+    assert scale[-1] == [60, 8192.0]
