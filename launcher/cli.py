@@ -1,0 +1,210 @@
+"""The front door: argv to exit code.
+
+Owns the choice of command, the role of this process among the ranks, and what is printed when something
+fails. Composition and checks come first and without torch; workers get the resolved config as data.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher import overview
+from launcher.arguments import Arguments, parse
+from launcher.environment import LaunchEnv
+from launcher.errors import ConfigError, LauncherError, StalledError
+from launcher.rendezvous import Leader, follow
+from launcher.resources import conf_dir
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from launcher.compose import Request
+    from launcher.config import Config
+
+HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; errors are on stderr by then."""
+    try:
+        launch = LaunchEnv.from_environ(os.environ)
+        if launch.rank > 0:
+            return follow_leader(launch)
+        return lead(launch, sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return report_failure(error)
+
+
+def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
+    """Rank 0, or the only process: do what argv says, then let the other ranks go with the same code."""
+    leader = Leader(launch, run_worker)
+    exit_code, reason = 1, "rank 0 ended unexpectedly"
+    try:
+        exit_code, reason = obey(parse(argv), leader), ""
+    except KeyboardInterrupt:
+        exit_code, reason = INTERRUPTED, "interrupted"
+    except SystemExit as stop:  # Hydra answers some questions by leaving
+        exit_code, reason = stop.code if isinstance(stop.code, int) else 0, ""
+    except Exception as error:
+        # Printed before the others are let go: torchrun kills whoever is left once the first has failed.
+        exit_code, reason = report_failure(error), str(error)
+    if launch.world_size > 1:
+        ignore_sigterm()
+        leader.dismiss(exit_code, reason)
+    return exit_code
+
+
+def follow_leader(launch: LaunchEnv) -> int:
+    exit_code, reason = follow(launch, run_worker)
+    ignore_sigterm()
+    if reason and launch.local_rank == 0:  # another machine than rank 0's: nothing has been printed here
+        print(f"error on rank 0: {reason}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def ignore_sigterm() -> None:
+    """Leave with our own exit code: torchrun sends SIGTERM to all as soon as the first rank has gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def obey(arguments: Arguments, leader: Leader) -> int:
+    directories = config_directories(arguments)
+    if "--help" in arguments.flags:
+        print(overview.help_text(directories), end="")
+    elif "--version" in arguments.flags:
+        print(version_text())
+    elif arguments.command == "recipes":
+        print(overview.recipes_text(directories), end="")
+    elif arguments.command == "report":
+        write_reports(arguments.words)
+    else:
+        return train(arguments, leader)
+    return 0
+
+
+def train(arguments: Arguments, leader: Leader) -> int:
+    """Compose and check everything that was asked for, then run it, or let Hydra answer about it."""
+    from launcher.jobs import compose_jobs
+
+    request = request_of(arguments)
+    if "--hydra-help" in arguments.flags:
+        return ask_hydra(request, ["--hydra-help"])
+    if "--shell-completion" in arguments.flags:
+        return ask_hydra(request, ["--shell-completion", *request.overrides])
+    configs = compose_jobs(request)
+    if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
+        return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
+    if request.multirun:
+        return run_sweep(request, configs, leader)
+    (config,) = configs
+    run_one(config, request.overrides, leader)
+    return 0
+
+
+def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
+    from launcher.telemetry.run_dir import prepare
+
+    leader.run(prepare(config, overrides))
+
+
+@dataclass
+class SweepProgress:
+    """What became of the jobs of a sweep so far. A job that fails is told at once and does not end it."""
+
+    num_jobs: int
+    leader: Leader
+    started: int = 0
+    exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
+    broken: bool = False  # the ranks have lost each other: no further job can run
+
+    def run(self, config: Config, overrides: Sequence[str]) -> None:
+        if self.broken:
+            return
+        self.started += 1
+        print(f"sweep: job {self.started} of {self.num_jobs}: {config.run.dir}", flush=True)
+        try:
+            run_one(config, overrides, self.leader)
+        except Exception as error:
+            print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
+            self.exit_codes.append(report_failure(error))
+            self.broken = isinstance(error, StalledError)
+
+
+def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
+    from launcher import sweep
+
+    progress = SweepProgress(len(configs), leader)
+    sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
+    done = progress.started - len(progress.exit_codes)
+    print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
+    return progress.exit_codes[0] if progress.exit_codes else 0
+
+
+def ask_hydra(request: Request, argv: Sequence[str]) -> int:
+    from launcher import sweep
+
+    sweep.call_hydra(request, argv, lambda composed: None)
+    return 0
+
+
+def request_of(arguments: Arguments) -> Request:
+    from launcher.compose import Request
+
+    multirun = "--multirun" in arguments.flags
+    clashing = [flag for flag in (*HYDRA_ANSWERS, "--run") if multirun and flag in arguments.flags]
+    if clashing:
+        raise ConfigError(f"--multirun and {clashing[0]} exclude each other. Leave one of them out.")
+    directory, name = arguments.flags.get("--config-dir"), arguments.flags.get("--config-name")
+    return Request(arguments.words, Path(directory) if directory else None, name or "config", multirun)
+
+
+def config_directories(arguments: Arguments) -> list[Path]:
+    directory = arguments.flags.get("--config-dir")
+    return [conf_dir(), *([Path(directory)] if directory else [])]
+
+
+def write_reports(words: Sequence[str]) -> None:
+    from launcher.report.page import write_report
+
+    if not words:
+        raise ConfigError(
+            "report: which run? Give its directory: python -m launcher report outputs/<recipe>/<run>"
+        )
+    for word in words:
+        if not Path(word).is_dir():
+            raise ConfigError(f"report {word}: there is no such directory.")
+        print(write_report(Path(word)))
+
+
+def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
+    from launcher import worker
+
+    worker.run(config, launch, store, job)
+
+
+def report_failure(error: Exception) -> int:
+    """Print what happened, with a traceback only if nobody foresaw it; returns the exit code."""
+    if isinstance(error, LauncherError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    traceback.print_exception(error)
+    return 1
+
+
+def version_text() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"fp16-launcher {version('fp16-launcher')}"
+    except PackageNotFoundError:
+        return "fp16-launcher, not installed (run from its sources)"

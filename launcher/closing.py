@@ -1,0 +1,115 @@
+"""What a run leaves behind when it ends: result.json, the report, the pictures.
+
+Owns the summary of a finished run and the digest of its weights. Writing a picture may fail without
+failing the run; the result may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config import Config
+from launcher.engine import Stepper
+from launcher.environment import WorkerEnv
+from launcher.errors import StorageError
+from launcher.evaluate import Evaluation, classification_report_text, confusion_matrix
+from launcher.report.figures import draw_confusion_matrix, draw_curves
+from launcher.report.page import write_report
+from launcher.telemetry import Telemetry
+from launcher.telemetry.run_dir import write_result
+from launcher.watch import Totals
+
+
+def weights_sha256(stepper: Stepper) -> str:
+    """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes."""
+    tensors: dict[str, Tensor] = {name: p.float() for name, p in stepper.model.named_parameters()}
+    tensors |= stepper.named_masters() | dict(stepper.model.named_buffers())
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def result(
+    config: Config,
+    env: WorkerEnv,
+    stepper: Stepper,
+    metric: str,
+    evaluation: Evaluation | None,
+    totals: Totals,
+) -> dict[str, Any]:
+    """The content of result.json, but for what only the caller knows (steps and seconds).
+
+    `metric` is the name of the one that runs are compared by.
+    """
+    last = totals.last
+    assert last is not None, "a run has at least one step"
+    content: dict[str, Any] = {
+        "state": "done",
+        "exit": 0,
+        "recipe": config.recipe.name,
+        "model": config.model.name,
+        "data": config.data.name,
+        "precision": config.precision.name,
+        "world_size": env.world_size,
+        "metric_name": metric,
+        "metric": None,
+        "metrics": {},
+        "applied_steps": last.applied_steps,
+        "skipped_steps": last.skipped_steps,
+        "scale": last.scale,
+        "samples_per_s": totals.samples / totals.seconds,
+        "wire_bytes_per_step": totals.wire_bytes_per_step,
+        "parameters": sum(p.numel() for p in stepper.model.parameters()),
+        "state_bytes": stepper.state_bytes(),
+        "weights_sha256": weights_sha256(stepper),
+    }
+    if evaluation is not None:
+        content["metrics"] = {"loss": evaluation.loss, **evaluation.metrics}
+        content["metric"] = content["metrics"].get(metric)
+        if evaluation.classes is not None:
+            content["classes"] = list(evaluation.classes)
+            content["confusion_matrix"] = confusion_matrix(evaluation).tolist()
+    if env.device.type == "cuda":
+        content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(env.device)
+    return content
+
+
+def write_files(
+    run_dir: Path, content: dict[str, Any], evaluation: Evaluation | None, telemetry: Telemetry
+) -> None:
+    """result.json and the classification report. Raises StorageError."""
+    try:
+        write_result(run_dir, content)
+        if evaluation is not None and evaluation.classes is not None:
+            text = classification_report_text(evaluation)
+            (run_dir / "classification_report.txt").write_text(text, encoding="utf-8")
+            telemetry.emit("report", content["steps"], text=text)
+    except OSError as error:
+        raise StorageError(
+            f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
+            "make room and run it again."
+        ) from error
+
+
+def write_failure(run_dir: Path, exit_code: int, error: BaseException) -> None:
+    """result.json of a run that failed; what cannot be written then is only in the log."""
+    try:
+        write_result(run_dir, {"state": "failed", "exit": exit_code, "error": str(error) or repr(error)})
+    except OSError:
+        return
+
+
+def write_page(run_dir: Path, telemetry: Telemetry) -> None:
+    """Pictures and report.html, from the files of the run alone; a failure is a warning."""
+    try:
+        draw_curves(run_dir)
+        draw_confusion_matrix(run_dir)
+        write_report(run_dir)
+    except Exception as error:  # a picture is no reason to fail a run that is complete
+        telemetry.warn(f"the report could not be drawn: {type(error).__name__}: {error}")

@@ -1,0 +1,82 @@
+"""The training loop: a table of contents of a run.
+
+Owns the order of training, logging and evaluation. Every line it runs is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from launcher.data import Batch, DeviceBatches
+from launcher.engine import Stepper, StepResult
+from launcher.recipe import Loss
+from launcher.watch import Moment, Watch
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long a run is and when it pauses to evaluate; steps count updates, skipped ones included."""
+
+    steps_per_epoch: int
+    total_steps: int
+    eval_every_epochs: int
+
+    @classmethod
+    def of(cls, steps_per_epoch: int, epochs: int, max_steps: int | None, eval_every_epochs: int) -> Course:
+        total = steps_per_epoch * epochs
+        return cls(steps_per_epoch, min(total, max_steps or total), eval_every_epochs)
+
+    def evaluates_after(self, step: int) -> bool:
+        """After every `eval_every_epochs` whole epochs, and at the end of the run."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return step == self.total_steps or (rest == 0 and epochs % self.eval_every_epochs == 0)
+
+
+def train(
+    stepper: Stepper,
+    network: nn.Module,
+    loss: Callable[[nn.Module, Batch], Loss],
+    batches: DeviceBatches,
+    course: Course,
+    watch: Watch,
+    first_step_done: Callable[[], None],
+    evaluate: Callable[[Moment], None],
+) -> None:
+    """Train from the first to the last step. A collective: all ranks run the same course."""
+    network.train()
+    watch.resume()
+    for step in range(course.total_steps):
+        epoch, step_of_epoch = divmod(step, course.steps_per_epoch)
+        moment = Moment(epoch, step + 1)
+
+        stepper.clock.restart()
+        micro_batches = batches.step(epoch, step_of_epoch)
+        stepper.clock.mark("data")
+        result = train_on(stepper, network, loss, micro_batches)
+        watch.see(moment, result)
+
+        if step == 0:
+            watch.catch_up()
+            first_step_done()
+        if course.evaluates_after(moment.step):
+            watch.catch_up()
+            stepper.buffers.average()
+            evaluate(moment)
+            watch.resume()
+
+
+def train_on(
+    stepper: Stepper,
+    network: nn.Module,
+    loss: Callable[[nn.Module, Batch], Loss],
+    micro_batches: list[Batch],
+) -> StepResult:
+    """One update from this rank's micro-batches, which may be none."""
+    for batch in micro_batches:
+        with stepper.forward():
+            of_batch = loss(network, batch)
+        stepper.backward(of_batch.sum, of_batch.count)
+    return stepper.step()

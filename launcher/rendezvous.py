@@ -1,0 +1,198 @@
+"""How the ranks of one launch agree on what to run.
+
+Owns the hand-over of each job from rank 0, which alone reads argv and runs Hydra, to the other ranks; the
+confirmation that all have left a job before the next begins; and the way in which the end of rank 0
+reaches the others. Never composes a config, and imports torch only when it opens the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.config import Config, from_dict, to_dict
+from launcher.environment import LaunchEnv, open_store
+from launcher.errors import LauncherError, StalledError
+from launcher.problems import first_line
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long one side waits for the other before it gives up."""
+
+    first_job_s: float = 300.0  # followers: until rank 0 has composed the config
+    next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw pictures and upload
+    leave_s: float = 60.0  # all ranks, once one has left a job
+    goodbye_s: float = 10.0  # rank 0: until everyone has heard that this is the end
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How one rank left a job; `error` is empty if it ended well."""
+
+    rank: int
+    time_s: float
+    error: str = ""
+    exit_code: int = 0
+
+
+class JobFailed(LauncherError):
+    """The job failed on a rank other than this one, which knows its reason."""
+
+    def __init__(self, departure: Departure) -> None:
+        super().__init__(f"rank {departure.rank} failed: {departure.error}")
+        self.exit_code = departure.exit_code
+
+
+class Leader:
+    """Rank 0, or the only process: hands out jobs, runs its own part, and says when it is over.
+
+    The store is opened with the first message, so that a config is composed before torch is imported.
+    """
+
+    def __init__(self, launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> None:
+        self._launch = launch
+        self._run_job = run_job
+        self._patience = patience or Patience()
+        self._store: dist.Store | None = None
+        self._messages = itertools.count()
+        self._jobs = itertools.count()
+
+    def run(self, config: Config) -> None:
+        """Run one job on all ranks; raises what failed first, on whichever rank.
+
+        Raises StalledError if a rank is still in the job long after another left it: there can be no next.
+        """
+        job = str(next(self._jobs))
+        store = self._send({"job": job, "config": to_dict(config)})
+        try:
+            self._run_job(config, self._launch, store, job)
+        except Exception as error:
+            own = departure_of(self._launch.rank, error)
+            first = self._first_failure(store, job, own)
+            if first.error == own.error:
+                raise
+            raise JobFailed(first) from error
+        first = self._first_failure(store, job, departure_of(self._launch.rank))
+        if first.error:
+            raise JobFailed(first)
+
+    def dismiss(self, exit_code: int, reason: str = "") -> None:
+        """Tell the others to leave with this exit code, and wait until they have heard it."""
+        store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
+        if store is None:
+            return
+        heard = [f"heard/{rank}" for rank in range(1, self._launch.world_size)]
+        arrived(store, heard, self._patience.goodbye_s)  # who has not heard it has died: nothing to add
+
+    def _send(self, message: dict[str, Any]) -> dist.Store | None:
+        self._store = self._store or open_store(self._launch, self._patience.first_job_s)
+        if self._store is not None:
+            self._store.set(f"message/{next(self._messages)}", json.dumps(message))
+        return self._store
+
+    def _first_failure(self, store: dist.Store | None, job: str, own: Departure) -> Departure:
+        """The earliest failed departure of all ranks, our own departure if none failed."""
+        if store is None:
+            return own
+        others = [f"job/{job}/left/{rank}" for rank in range(1, self._launch.world_size)]
+        if not arrived(store, others, self._patience.leave_s):
+            missing = [rank for rank, key in enumerate(others, start=1) if not store.check([key])]
+            raise StalledError(
+                f"rank {', '.join(map(str, missing))} did not leave job {job} within "
+                f"{self._patience.leave_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
+            )
+        departures = [own, *(Departure(**json.loads(store.get(key))) for key in others)]
+        failed = [departure for departure in departures if departure.error]
+        return min(failed, key=lambda departure: departure.time_s, default=own)
+
+
+def follow(launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> tuple[int, str]:
+    """Run the jobs that rank 0 hands out, until it ends; returns its exit code and reason.
+
+    Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 says nothing.
+    """
+    patience = patience or Patience()
+    store = reach_leader(launch, patience.first_job_s)
+    failure: Exception | None = None
+    wait_s = patience.first_job_s
+    for number in itertools.count():
+        message = receive(store, number, wait_s, launch.rank, failure)
+        if "end" in message:
+            store.set(f"heard/{launch.rank}", "")
+            break
+        failure = run_as_follower(store, message, launch, run_job)
+        wait_s = patience.leave_s if failure else patience.next_job_s
+    return message["exit_code"], message["reason"]
+
+
+def reach_leader(launch: LaunchEnv, wait_s: float) -> dist.Store:
+    from torch.distributed import DistError
+
+    try:
+        store = open_store(launch, wait_s)
+    except DistError as error:
+        raise StalledError(
+            f"rank {launch.rank} could not reach rank 0 within {wait_s:g} s: {first_line(error)} "
+            "Rank 0 was not started, has died, or MASTER_ADDR and MASTER_PORT do not lead to it."
+        ) from error
+    assert store is not None, "a process on its own has nobody to follow"
+    return store
+
+
+def run_as_follower(
+    store: dist.Store, message: dict[str, Any], launch: LaunchEnv, run_job: RunJob
+) -> Exception | None:
+    """Run this rank's part of the job, tell rank 0 how it ended, and return the failure, if any."""
+    job, failure = message["job"], None
+    try:
+        run_job(from_dict(message["config"]), launch, store, job)
+    except Exception as error:
+        failure = error
+    store.set(f"job/{job}/left/{launch.rank}", json.dumps(asdict(departure_of(launch.rank, failure))))
+    return failure
+
+
+def receive(
+    store: dist.Store, number: int, wait_s: float, rank: int, failure: Exception | None
+) -> dict[str, Any]:
+    key = f"message/{number}"
+    if not arrived(store, [key], wait_s):
+        raise failure or StalledError(
+            f"rank {rank} waited {wait_s:g} s for rank 0 to hand over {'the' if number == 0 else 'the next'} "
+            "job. Rank 0 is still starting, hangs, or has died: its output says which."
+        )
+    message = json.loads(store.get(key))
+    assert isinstance(message, dict)
+    return message
+
+
+def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
+    """Whether all keys are there within the time. A store that is gone counts as not arrived."""
+    from torch.distributed import DistError
+
+    try:
+        store.wait(keys, timedelta(seconds=wait_s))
+    except DistError:
+        return False
+    return True
+
+
+def departure_of(rank: int, error: Exception | None = None) -> Departure:
+    """A failure that explains itself travels as its text, an unexpected one with its traceback."""
+    if error is None:
+        return Departure(rank, time.time())
+    if isinstance(error, LauncherError):
+        return Departure(rank, time.time(), str(error), error.exit_code)
+    return Departure(rank, time.time(), "".join(traceback.format_exception(error)), 1)

@@ -1,0 +1,158 @@
+"""Reads what each step reports, tells it to the telemetry, and ends a run that has diverged.
+
+Owns the averages between two log lines and the limits on bad steps. All ranks read the same numbers and so
+come to the same verdict at the same step. Never touches the device: it reads a step one step late.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from launcher.config import ScaleConfig
+from launcher.engine import StepReport, StepResult
+from launcher.errors import DataError, DivergedError
+from launcher.telemetry import Telemetry
+
+PARTS = ("data", "compute", "wire", "update")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in the run a step stands; `step` counts from 1 and includes skipped ones."""
+
+    epoch: int
+    step: int
+
+
+@dataclass
+class _Window:
+    """The steps since the last log line, and the time they took."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Totals:
+    """What the whole run has done so far, in training only (evaluation excluded)."""
+
+    samples: float = 0.0
+    seconds: float = 0.0
+    wire_bytes_per_step: int = 0
+    last: StepReport | None = None
+
+
+class Watch:
+    """Sees every step of a run, in order."""
+
+    def __init__(
+        self, telemetry: Telemetry, limits: ScaleConfig, log_every_steps: int, device: torch.device
+    ) -> None:
+        self._telemetry = telemetry
+        self._limits = limits
+        self._every = log_every_steps
+        self._device = device
+        self._waiting: tuple[Moment, StepResult, float] | None = None
+        self._previous = time.perf_counter()  # when the step before ended
+        self._last: Moment | None = None
+        self._window = _Window()
+        self.totals = Totals()
+
+    def see(self, moment: Moment, result: StepResult) -> None:
+        """Take a step in; report the one before, which the device has finished by now."""
+        self._report_waiting()
+        now = time.perf_counter()
+        self._waiting = (moment, result, now - self._previous)
+        self._previous = now
+
+    def catch_up(self) -> None:
+        """Report the last step too. Called before an evaluation and at the end; waits for the device."""
+        self._report_waiting()
+        if self._window.reports and self._last is not None:
+            self._log(self._last)
+
+    def resume(self) -> None:
+        """Training goes on after something else: that time is nobody's step."""
+        self._previous = time.perf_counter()
+
+    def _report_waiting(self) -> None:
+        if self._waiting is None:
+            return
+        (moment, result, seconds), self._waiting = self._waiting, None
+        report = result.read()
+        self._last = moment
+        self._window.reports.append(report)
+        self._window.seconds += seconds
+        self.totals.last = report
+        self.totals.wire_bytes_per_step = report.wire_bytes
+        self._telemetry.advance(moment.epoch, moment.step)
+        if report.skipped:
+            self._tell_of_skip(moment, report)
+            self._end_if_diverged(moment, report)
+        if moment.step % self._every == 0:
+            self._log(moment)
+
+    def _tell_of_skip(self, moment: Moment, report: StepReport) -> None:
+        self._telemetry.emit(
+            "overflow",
+            moment.step,
+            epoch=moment.epoch,
+            scale=report.scale,
+            ranks=list(report.culprit_ranks),
+            parameters=list(report.culprit_parameters),
+            bad_losses=report.bad_losses,
+        )
+
+    def _end_if_diverged(self, moment: Moment, report: StepReport) -> None:
+        where = f"ranks {list(report.culprit_ranks)}, parameters {', '.join(report.culprit_parameters[:5])}"
+        if report.count == 0:
+            raise DataError(
+                f"step {moment.step} had no sample on any rank. Each step needs at least one: check the data."
+            )
+        if report.bad_loss_steps >= self._limits.max_bad_losses:
+            raise DivergedError(
+                f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
+                f"{moment.step} ({where}). That is not the loss scale's fault: check the input for NaN, "
+                "lower optim.lr, or set optim.clip_norm."
+            )
+        if report.floor_skips >= self._limits.max_floor_skips:
+            raise DivergedError(
+                f"the gradient overflowed in {report.floor_skips} steps in a row at loss scale "
+                f"{report.scale:g}, the smallest allowed, the last being step {moment.step} ({where}). "
+                "Lower optim.lr, or try precision=amp_fp16 or precision=fp32."
+            )
+
+    def _log(self, moment: Moment) -> None:
+        window, self._window = self._window, _Window()
+        reports, steps = window.reports, len(window.reports)
+        samples = sum(report.count for report in reports)
+        self.totals.samples += samples
+        self.totals.seconds += window.seconds
+        finite = [report for report in reports if not report.bad_losses] or reports
+        weight = sum(report.count for report in finite) or 1
+        latest = reports[-1]
+        self._telemetry.emit(
+            "step",
+            moment.step,
+            epoch=moment.epoch,
+            loss=sum(report.loss * report.count for report in finite) / weight,
+            lr=latest.lr,
+            grad_norm=latest.grad_norm,
+            scale=latest.scale,
+            skipped=latest.skipped_steps,
+            samples_per_s=samples / window.seconds,
+            step_ms=1e3 * window.seconds / steps,
+            **{f"{part}_ms": sum(r.spans_ms.get(part, 0.0) for r in reports) / steps for part in PARTS},
+            memory_bytes=_memory_bytes(self._device),
+        )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The largest amount of memory in use so far: on the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

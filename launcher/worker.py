@@ -1,0 +1,202 @@
+"""One rank of one job, from its environment to its last file: the only place where all parts meet.
+
+Owns the assembly of recipe, model, engine, data and telemetry from the resolved config, and what is written
+at the end. It never sees argv; it runs the same lines on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from launcher import closing, equipment
+from launcher.config import Config
+from launcher.data import BatchPlan, DeviceBatches
+from launcher.engine import Stepper
+from launcher.environment import LaunchEnv, WorkerEnv, join, tighten
+from launcher.errors import LauncherError, OutOfMemoryError
+from launcher.evaluate import Evaluation, evaluate
+from launcher.loop import Course, train
+from launcher.recipe import Recipe, load_recipe
+from launcher.telemetry import Telemetry, open_telemetry
+from launcher.telemetry.run_dir import rank_log, write_environment
+from launcher.watch import Moment, Watch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+log = logging.getLogger("launcher")
+
+
+def run(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
+    """Train as the config says, as one rank. Raises on failure, a LauncherError where a user can act.
+
+    `job` names this job among those of the launch: its process group and its keys in the store are its own.
+    """
+    run_dir = Path(config.run.dir)
+    with rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
+        try:
+            _join_and_run(config, launch, store, job, telemetry)
+        except torch.cuda.OutOfMemoryError as error:
+            failure = OutOfMemoryError(
+                f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
+                "Lower data.micro_batch (the update stays that of data.batch_size)."
+            )
+            _tell_of_failure(telemetry, run_dir, launch, failure)
+            _let_go(error)
+            raise failure from error
+        except BaseException as error:
+            _tell_of_failure(telemetry, run_dir, launch, error)
+            _let_go(error)
+            raise
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of a failure hold, above all the process group.
+
+    Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
+    that wait in a collective for this one notice.
+    """
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+
+
+def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
+    """All sinks on rank 0; none elsewhere, so that callers need not ask which rank they are."""
+    if launch.rank != 0:
+        return Telemetry()
+    return open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
+
+
+def _tell_of_failure(telemetry: Telemetry, run_dir: Path, launch: LaunchEnv, error: BaseException) -> None:
+    code = error.exit_code if isinstance(error, LauncherError) else 1
+    log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
+    telemetry.emit("end", telemetry.step, state="failed", exit=code, error=str(error) or repr(error))
+    if launch.rank == 0:
+        closing.write_failure(run_dir, code, error)
+
+
+@dataclass
+class _Job:
+    """The parts of a running job."""
+
+    config: Config
+    env: WorkerEnv
+    telemetry: Telemetry
+    recipe: Recipe
+    network: nn.Module
+    stepper: Stepper
+    latest: Evaluation | None = None
+
+    def evaluate(self, moment: Moment) -> None:
+        """Measure on the held-out set and tell of it. A collective."""
+        began = time.perf_counter()
+        self.latest = evaluate(
+            self.recipe,
+            self.network,
+            self.stepper.forward,
+            self.recipe.validation,
+            self.env,
+            self.config.data.micro_batch or max(1, self.config.data.batch_size // self.env.world_size),
+        )
+        self.telemetry.emit(
+            "eval",
+            moment.step,
+            epoch=moment.epoch,
+            loss=self.latest.loss,
+            **self.latest.metrics,
+            samples=self.latest.samples,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _join_and_run(
+    config: Config, launch: LaunchEnv, store: dist.Store | None, job: str, telemetry: Telemetry
+) -> None:
+    with join(launch, store, job, config.launch.init_timeout_s) as env:
+        _run_joined(config, env, store, job, telemetry)
+
+
+def _run_joined(
+    config: Config, env: WorkerEnv, store: dist.Store | None, job: str, telemetry: Telemetry
+) -> None:
+    equipment.apply_switches(config)
+    torch.manual_seed(config.seed)  # the same on all ranks: they build the same model
+    devices = equipment.exchange_device_names(env, store, job)
+    recipe = equipment.on_device(load_recipe(config), env.device)
+    plan = BatchPlan(
+        num_samples=len(recipe.train),
+        batch_size=config.data.batch_size,
+        micro_batch=config.data.micro_batch,
+        world_size=env.world_size,
+        rank=env.rank,
+        seed=config.seed,
+        drop_last=config.data.drop_last,
+    )
+    course = Course.of(
+        plan.steps_per_epoch, config.train.epochs, config.train.max_steps, config.train.eval_every_epochs
+    )
+    model = equipment.build_model(config, recipe, env.device)
+    stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
+    network = equipment.compiled(model, stepper) if config.train.compile else model
+    batches = DeviceBatches(recipe.train, plan, recipe.train_transform)
+    watch = Watch(telemetry, config.precision.scale, config.train.log_every_steps, env.device)
+    assembled = _Job(config, env, telemetry, recipe, network, stepper)
+
+    if env.is_leader:
+        write_environment(Path(config.run.dir), devices)
+    for topic, text in equipment.decisions(config, env, devices, stepper, plan):
+        telemetry.decision(topic, text)
+    telemetry.emit(
+        "start",
+        0,
+        epochs=config.train.epochs,
+        steps_per_epoch=course.steps_per_epoch,
+        total_steps=course.total_steps,
+        world_size=env.world_size,
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
+    began = time.perf_counter()
+    train(
+        stepper,
+        network,
+        recipe.loss,
+        batches,
+        course,
+        watch,
+        first_step_done=partial(tighten, env, config.launch.stall_s),
+        evaluate=assembled.evaluate,
+    )
+    _finish(assembled, watch, course.total_steps, time.perf_counter() - began)
+
+
+def _finish(job: _Job, watch: Watch, steps: int, seconds: float) -> None:
+    """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
+    result: dict[str, Any] = closing.result(
+        job.config, job.env, job.stepper, job.recipe.metric, job.latest, watch.totals
+    )
+    result |= {"steps": steps, "seconds": seconds}
+    if job.env.is_leader:
+        closing.write_files(Path(job.config.run.dir), result, job.latest, job.telemetry)
+    job.telemetry.emit(
+        "end",
+        steps,
+        state="done",
+        exit=0,
+        seconds=seconds,
+        samples_per_s=result["samples_per_s"],
+        metrics=result["metrics"],
+        weights_sha256=result["weights_sha256"],
+    )
+    if job.env.is_leader:
+        closing.write_page(Path(job.config.run.dir), job.telemetry)

@@ -1,0 +1,182 @@
+"""The front door as a user meets it: arguments, texts, exit codes, and how long an answer takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.arguments import Arguments, parse
+from launcher.errors import ConfigError
+from launcher.overview import help_text, recipes_text
+from launcher.resources import conf_dir
+
+ROOT = Path(__file__).parents[1]
+WATCHED = """
+import sys
+from launcher.cli import main
+code = main()
+print(*sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def ask(words: Sequence[str], directory: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m launcher` with these words, or this code in its place."""
+    start = ["-m", "launcher"] if code is None else ["-c", code]
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *start, *words],
+        cwd=directory,
+        env=environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("recipe=a optim.lr=1", Arguments("train", ("recipe=a", "optim.lr=1"), {})),
+        ("-m recipe=a", Arguments("train", ("recipe=a",), {"--multirun": None})),
+        ("recipe=a -m seed=1,2", Arguments("train", ("recipe=a", "seed=1,2"), {"--multirun": None})),
+        (
+            "a=1 --cfg job b=2 -p optim c=3",
+            Arguments("train", ("a=1", "b=2", "c=3"), {"--cfg": "job", "--package": "optim"}),
+        ),
+        ("--cfg=job a=1", Arguments("train", ("a=1",), {"--cfg": "job"})),
+        ("--info a=1", Arguments("train", ("a=1",), {"--info": "all"})),
+        ("-i searchpath a=1", Arguments("train", ("a=1",), {"--info": "searchpath"})),
+        ("--config-dir recipes a=1", Arguments("train", ("a=1",), {"--config-dir": "recipes"})),
+        ("-cd x recipes", Arguments("recipes", (), {"--config-dir": "x"})),
+        ("report a b", Arguments("report", ("a", "b"), {})),
+        ("+a=1 b", Arguments("train", ("+a=1", "b"), {})),
+        ("~a", Arguments("train", ("~a",), {})),
+        ("", Arguments("train", (), {})),
+    ],
+)
+def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
+    assert parse(argv.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("--mutlirun a=1", "--mutlirun: there is no such flag. Nearest: --multirun."),
+        ("--cfg", "--cfg: a value is missing after it."),
+        ("--cfg jobs", "--cfg jobs: must be one of job, hydra, all."),
+        ("--config-path x", "--config-path: the tree of the program is fixed."),
+        ("--experimental-rerun x.pickle", "--experimental-rerun: it would execute a pickle."),
+        ("recipies", "recipies: there is no such command. Nearest: recipes."),
+        (
+            "plna recipe=resnet18",
+            "plna: there is no such command. Commands: recipes, report. To train: recipe=<name>",
+        ),
+    ],
+)
+def test_what_does_not_exist_is_named_with_what_does(argv: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv.split())
+    assert str(caught.value).startswith(line)
+
+
+def test_help_names_every_group_and_every_choice() -> None:
+    text = help_text([conf_dir()])
+    for file in conf_dir().glob("*/*.yaml"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  {file.parent.name} ")]
+        assert file.stem in line
+
+
+def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Of my own.\nseed: 1\n")
+    text = recipes_text([conf_dir(), tmp_path])
+    assert "  mine         Of my own." in text
+    assert "ResNet-18 on 8 x 8 handwritten digits." in text
+    assert "model.zero_init_residual=true" in text
+    assert "data.num_samples=" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--help"], 0, "recipe "),
+        (["recipes"], 0, "resnet152"),
+        (["--version"], 0, "fp16-launcher"),
+        (["recipe=resnet81", "train.epochs=0"], 2, "2 problems:"),
+        ([], 2, "error: recipe: none is chosen."),
+        (["plna"], 2, "error: plna: there is no such command."),
+        (["report"], 2, "error: report: which run?"),
+        (["report", "nowhere"], 2, "error: report nowhere: there is no such directory."),
+        (["recipe=resnet18", "-m", "--cfg", "job"], 2, "error: --multirun and --cfg exclude each other."),
+    ],
+)
+def test_an_answer_needs_no_torch_and_leaves_no_file(tmp_path, words, code, text) -> None:
+    done = ask(words, tmp_path, WATCHED)
+    assert done.returncode == code
+    assert text in (done.stdout if code == 0 else done.stderr)
+    assert "Traceback" not in done.stderr
+    loaded = done.stderr.splitlines()[-1].split()
+    assert "launcher.cli" in loaded
+    assert "torch" not in loaded
+    assert "hydra" not in loaded or words not in (["--help"], ["recipes"], ["--version"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "limit_s"), [(["--help"], 0.3), (["recipe=resnet81"], 0.5)])
+def test_an_answer_comes_at_once(tmp_path, words: list[str], limit_s: float) -> None:
+    """The best of several tries: other processes on the machine must not decide this."""
+    times_s = []
+    for _ in range(8):
+        start = time.perf_counter()
+        ask(words, tmp_path)
+        times_s.append(time.perf_counter() - start)
+        if times_s[-1] <= limit_s:
+            return
+    pytest.fail(f"{words} took {min(times_s):.2f} s at best, the limit is {limit_s} s")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cfg", "job", "recipe=resnet18", "optim.lr=3"],
+        ["recipe=resnet18", "--cfg", "job", "optim.lr=3"],
+        ["recipe=resnet18", "optim.lr=3", "-c", "job"],
+    ],
+)
+def test_the_config_is_printed_and_nothing_runs(tmp_path, words: list[str]) -> None:
+    done = ask(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    tree = yaml.safe_load(done.stdout)
+    assert tree["optim"]["lr"] == 3
+    assert tree["model"]["name"] == "resnet18"
+    assert "hydra" not in tree
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_the_config_is_printed(tmp_path) -> None:
+    done = ask(["recipe=resnet18", "--cfg", "job", "schedule=linear", "-p", "schedule"], tmp_path)
+    assert yaml.safe_load(done.stdout) == {"name": "linear", "warmup_fraction": 0.1}
+
+
+@pytest.mark.parametrize("words", [["--info", "searchpath"], ["--hydra-help"]])
+def test_hydra_answers_for_itself(tmp_path, words: list[str]) -> None:
+    done = ask(["recipe=resnet18", *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_typo_in_a_sweep_is_found_before_any_job(tmp_path) -> None:
+    done = ask(["-m", "recipe=resnet18", "optim.lr=0.1,fast"], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: optim.lr=fast: must be a number above 0.\n"
+    assert list(tmp_path.iterdir()) == []

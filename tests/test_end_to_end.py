@@ -1,0 +1,153 @@
+"""The main road, driven as a user drives it: torchrun, real processes, real files, real tracker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.telemetry.events import read_events
+
+SHORT = ["recipe=resnet18", "train.max_steps=12", "train.log_every_steps=5"]
+
+
+def launch(
+    directory: Path, words: Sequence[str], ranks: int = 2, timeout_s: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """Run the launcher in `directory` on this many ranks (0: without torchrun)."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    return subprocess.run(
+        [sys.executable, *torchrun, "-m", "launcher", *words],
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def only_run(directory: Path, recipe: str = "resnet18") -> Path:
+    (run_dir,) = (directory / "outputs" / recipe).iterdir()
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One short run on two ranks, looked at by several tests."""
+    directory = tmp_path_factory.mktemp("run")
+    done = launch(directory, SHORT)
+    assert done.returncode == 0, done.stderr
+    return done, only_run(directory)
+
+
+def test_it_prints_decisions_evaluation_report_and_files_once(finished) -> None:
+    done, run_dir = finished
+    for line in (
+        "workers 2 (2 x CPU",
+        "precision fp16, ",
+        "tracker offline: no API key",
+        "weighted avg",
+        f"files: {run_dir}",
+    ):
+        assert done.stdout.count(line) == 1, (line, done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
+    _, run_dir = finished
+    expected = {
+        "classification_report.txt",
+        "config.yaml",
+        "confusion_matrix.png",
+        "curves.png",
+        "env.json",
+        "logs",
+        "metrics.jsonl",
+        "overrides.txt",
+        "report.html",
+        "result.json",
+        "status.json",
+        "wandb",
+    }
+    assert {path.name for path in run_dir.iterdir()} == expected
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+
+
+def test_the_result_says_what_happened(finished) -> None:
+    _, run_dir = finished
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["state"], result["exit"], result["steps"]) == ("done", 0, 12)
+    assert result["applied_steps"] + result["skipped_steps"] == 12
+    assert sum(map(sum, result["confusion_matrix"])) == 359  # a fifth of 1797, stratified
+    assert result["metric"] == result["metrics"]["accuracy"]
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["state"], status["exit"], status["step"]) == ("done", 0, 12)
+
+
+def test_events_carry_the_documented_fields(finished) -> None:
+    _, run_dir = finished
+    events = read_events(run_dir / "metrics.jsonl")
+    kinds = [event["event"] for event in events]
+    assert kinds.index("start") < kinds.index("step") < kinds.index("eval") < kinds.index("end")
+    step = next(event for event in reversed(events) if event["event"] == "step")
+    for field in ("loss", "lr", "grad_norm", "scale", "skipped", "samples_per_s", "step_ms", "memory_bytes"):
+        assert isinstance(step[field], int | float), field
+    parts = sum(step[f"{part}_ms"] for part in ("data", "compute", "wire", "update"))
+    assert 0.8 * step["step_ms"] < parts < 1.05 * step["step_ms"]
+
+
+def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
+    _, run_dir = finished
+    half = json.loads((run_dir / "result.json").read_text())
+    done = launch(tmp_path, [*SHORT, "train.max_steps=2", "precision=fp32", "tracker=none"])
+    assert done.returncode == 0, done.stderr
+    full = json.loads((only_run(tmp_path) / "result.json").read_text())
+    vectors = 4 * 9_610 + 64  # norms and biases stay fp32; the rest is padding and the slots of the ranks
+    assert half["wire_bytes_per_step"] == pytest.approx(full["wire_bytes_per_step"] / 2, abs=vectors)
+    assert half["wire_bytes_per_step"] <= 2 * half["parameters"] + vectors
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (0, ["precision=amp_fp16", "optim=adamw"]),
+        (1, ["precision=bf16"]),
+        (3, ["precision=amp_bf16", "data.micro_batch=20"]),
+        (4, ["data=synthetic", "precision=pure_fp16", "precision.scale.mode=static"]),
+    ],
+)
+def test_other_policies_optimizers_and_worlds_train(ranks, words, tmp_path) -> None:
+    done = launch(tmp_path, [*SHORT, "train.max_steps=2", "tracker=none", *words], ranks)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((only_run(tmp_path) / "result.json").read_text())
+    assert result["world_size"] == max(ranks, 1)
+    assert result["applied_steps"] == 2
+
+
+def test_equal_runs_end_with_equal_bits(finished, tmp_path) -> None:
+    _, run_dir = finished
+    done = launch(tmp_path, [*SHORT, "tracker=none"])
+    assert done.returncode == 0, done.stderr
+    digests = [
+        json.loads((directory / "result.json").read_text())["weights_sha256"]
+        for directory in (run_dir, only_run(tmp_path))
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_a_run_that_diverges_says_so_and_ends_with_code_5(tmp_path) -> None:
+    words = [*SHORT, "optim.lr=1e30", "precision=fp32", "tracker=none", "schedule=constant"]
+    done = launch(tmp_path, words, ranks=0)
+    assert done.returncode == 5
+    assert "the loss was not finite" in done.stderr
+    assert "Traceback" not in done.stderr
+    status = json.loads((only_run(tmp_path) / "status.json").read_text())
+    assert (status["state"], status["exit"]) == ("failed", 5)
