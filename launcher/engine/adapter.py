@@ -6,14 +6,16 @@ correct, not fast: the gradient is widened into memory of its own, and the host 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.layout import Layout, Segment
+from launcher.engine.layout import Layout, Piece
+from launcher.engine.shards import Shards
+from launcher.engine.state import refuse_other_names
 from launcher.engine.update import Scalars
 
 _REFUSED = {
@@ -40,19 +42,24 @@ class TorchOptimizer:
 
 
 class AdaptedUpdater:
-    """Runs a `TorchOptimizer` over a layout; the counterpart of `update.Updater`."""
+    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`."""
 
-    def __init__(self, layout: Layout, optimizer: TorchOptimizer) -> None:
-        self._segments = layout.segments
-        for segment in self._segments:
-            if segment.master is None:
-                raise ValueError(
-                    f"{optimizer.kind.__name__} needs fp32 masters, and this policy has none. "
-                    "Use SGD or AdamW, or a policy with masters."
-                )
-        self._masters: dict[str, nn.Parameter] = {
-            name: nn.Parameter(master) for name, master in layout.masters().items()
-        }
+    def __init__(self, layout: Layout, pieces: Sequence[Piece], optimizer: TorchOptimizer) -> None:
+        if [piece.weight.numel() for piece in pieces] != [segment.numel for segment in layout.segments]:
+            raise ValueError(
+                f"{optimizer.kind.__name__} cannot be sharded: it needs whole parameters. "
+                "Use SGD or AdamW, or a wire that is not sharded."
+            )
+        if any(piece.master is None for piece in pieces):
+            raise ValueError(
+                f"{optimizer.kind.__name__} needs fp32 masters, and this policy has none. "
+                "Use SGD or AdamW, or a policy with masters."
+            )
+        self._layout = layout
+        self._pieces = list(pieces)
+        self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's own are per parameter, not flat
+        masters = layout.named([piece.master for piece in pieces if piece.master is not None])
+        self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
         self._optimizer = optimizer.kind(
             self._masters.values(),
             lr=optimizer.lr,  # type: ignore[call-arg]  # every torch.optim optimizer takes one
@@ -63,30 +70,41 @@ class AdaptedUpdater:
         """Apply one update, or touch nothing where `scalars.skip` is true. Waits for the device."""
         if bool(scalars.skip):
             return
-        for segment in self._segments:
-            self._widen_gradients(segment, scalars.multiplier)
+        gradients = [piece.grad.float().mul_(scalars.multiplier) for piece in self._pieces]
+        for name, gradient in self._layout.named(gradients).items():
+            self._masters[name].grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = float(scalars.lr)
         self._optimizer.step()
         for master in self._masters.values():
             master.grad = None
-        for segment in self._segments:
-            if segment.half and segment.master is not None:
-                segment.weight.copy_(segment.master)
+        for piece in self._pieces:
+            if piece.half and piece.master is not None:
+                piece.weight.copy_(piece.master)
 
-    def named_states(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's tensors by state name, then parameter name; empty before the first update."""
-        states: dict[str, dict[str, Tensor]] = {}
-        for name, master in self._masters.items():
-            for state, value in self._optimizer.state[master].items():
-                states.setdefault(state, {})[name] = value
-        return states
+    def named_states(self, shards: Shards) -> dict[str, Tensor]:
+        """The optimizer's tensors by `state/parameter`; empty before the first update."""
+        return {
+            f"{state}/{name}": value
+            for name, master in self._masters.items()
+            for state, value in self._optimizer.state[master].items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor]) -> None:
+        """Take the optimizer's tensors by `state/parameter`. Raises ValueError for unknown parameters."""
+        given = {name for _, _, name in (key.partition("/") for key in named)}
+        refuse_other_names("optimizer states", set(self._masters) if given else set(), given)
+        self._optimizer.state.clear()
+        for key, value in named.items():
+            state, _, name = key.partition("/")
+            self._optimizer.state[self._masters[name]][state] = value.clone()
 
     def tensors(self) -> list[Tensor]:
-        """All tensors held here."""
-        return [tensor for of_state in self.named_states().values() for tensor in of_state.values()]
-
-    def _widen_gradients(self, segment: Segment, multiplier: Tensor) -> None:
-        gradient = segment.grad.float().mul_(multiplier)
-        for slot in segment.slots:
-            self._masters[slot.name].grad = slot.view(gradient)
+        """All states."""
+        return [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]

@@ -2,12 +2,14 @@
 
 Owns where each trainable parameter lies in the flat buffers and makes the model's parameters views of
 them. Matrices (two or more dimensions) and vectors form two segments, because half policies keep vectors
-in fp32. Offsets follow the reverse order of registration, about the order in which autograd finishes.
+in fp32. Offsets follow the reverse order of registration, about the order in which autograd finishes; runs
+of parameters that travel together are cut here too, so that each divides evenly among the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,8 @@ from launcher.engine.policy import Policy
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
+FIRST_RUN_BYTES = 1 << 20  # small, so that the wire starts early
+MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,29 @@ class Slot:
         return flat[self.offset : self.offset + self.numel]
 
 
+@dataclass(frozen=True)
+class Run:
+    """Parameters that lie side by side and travel together: elements [start, end) of a segment.
+
+    The length is a multiple of the number of ranks, so that each rank can own an equal piece.
+    """
+
+    slots: tuple[Slot, ...]
+    start: int
+    end: int
+
+    def gaps(self) -> list[slice]:
+        """The elements that belong to no parameter: padding behind each."""
+        ends = [slot.offset + slot.numel for slot in self.slots]
+        nexts = [*(slot.offset for slot in self.slots[1:]), self.end]
+        return [slice(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
+
+    def piece(self, rank: int, world_size: int) -> slice:
+        """The elements that `rank` owns where the optimizer is sharded."""
+        length = (self.end - self.start) // world_size
+        return slice(self.start + rank * length, self.start + (rank + 1) * length)
+
+
 @dataclass
 class Segment:
     """The parameters of one kind. Buffers are flat, `numel` elements long, padding included.
@@ -48,10 +75,14 @@ class Segment:
     """
 
     name: str
-    slots: list[Slot]
+    runs: list[Run]
     weight: Tensor
     master: Tensor | None
     grad: Tensor
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for run in self.runs for slot in run.slots]
 
     @property
     def numel(self) -> int:
@@ -63,6 +94,23 @@ class Segment:
         return self.weight.dtype != torch.float32
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one rank updates: flat tensors of equal length.
+
+    `master` is fp32, the same tensor as `weight` where the weights are fp32, and None where a policy has no
+    masters. `grad` is the reduced gradient, in the dtype of the wire or its fp32 sum.
+    """
+
+    weight: Tensor
+    master: Tensor | None
+    grad: Tensor
+
+    @property
+    def half(self) -> bool:
+        return self.weight.dtype != torch.float32
+
+
 class Layout:
     """The flat form of a model's trainable parameters. Building it moves the parameters into it.
 
@@ -70,66 +118,107 @@ class Layout:
     a dtype other than fp32, fp16, bf16.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, wire: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        wire: torch.dtype | None = None,
+        world_size: int = 1,
+        run_bytes: int | None = None,
+    ) -> None:
         trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         _refuse_untrainable(model, trainable)
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
         self.device = trainable[0][1].device
+        self.world_size = world_size
         matrices = [n for n, p in self.parameters.items() if p.ndim >= 2]
         vectors = [n for n, p in self.parameters.items() if p.ndim < 2]
+        wire = wire or policy.wire
+        run_bytes = run_bytes or default_run_bytes(
+            sum(self.parameters[n].numel() for n in matrices) * wire.itemsize
+            + sum(self.parameters[n].numel() for n in vectors) * 4
+        )
         self.segments: list[Segment] = []
         for name, members, weight, grad in (
-            ("matrices", matrices, policy.weights, wire or policy.wire),
+            ("matrices", matrices, policy.weights, wire),
             ("vectors", vectors, torch.float32, torch.float32),
         ):
             if members:
+                runs = self._cut(members, run_bytes // grad.itemsize)
                 masters = policy.masters or weight == torch.float32
-                self.segments.append(self._move(name, members, weight, grad, masters))
+                self.segments.append(self._move(name, runs, weight, grad, masters))
         _round_frozen(model, policy)
 
-    def _move(
-        self, name: str, members: list[str], weight: torch.dtype, grad: torch.dtype, masters: bool
-    ) -> Segment:
-        """Lay the named parameters out, copy their values in, and make them views of the result."""
-        first = sum(len(segment.slots) for segment in self.segments)
-        slots, end = [], 0
-        for index, member in enumerate(members, first):
+    def _cut(self, members: Sequence[str], run_numel: int) -> list[Run]:
+        """Give the named parameters offsets, and group them into runs of about `run_numel` elements.
+
+        The first run of the first segment is small, so that the wire starts while backward has far to go.
+        """
+        index = sum(len(segment.slots) for segment in self.segments)
+        stride = math.lcm(ALIGNMENT, self.world_size)
+        runs: list[Run] = []
+        slots: list[Slot] = []
+        start = end = 0
+        for position, member in enumerate(members):
             p = self.parameters[member]
-            slots.append(Slot(member, index, p.shape, _dense_stride(p), end, p.numel()))
-            end += -(-p.numel() // ALIGNMENT) * ALIGNMENT
-        exact = torch.zeros(end, dtype=torch.float32, device=self.device)
+            slots.append(Slot(member, index + position, p.shape, _dense_stride(p), end, p.numel()))
+            end += _round_up(p.numel(), ALIGNMENT)
+            limit = run_numel if runs or self.segments else min(run_numel, FIRST_RUN_BYTES // 2)
+            following = (
+                self.parameters[members[position + 1]].numel() if position + 1 < len(members) else None
+            )
+            if following is None or end - start + following > limit:
+                end = start + _round_up(end - start, stride)
+                runs.append(Run(tuple(slots), start, end))
+                slots, start = [], end
+        return runs
+
+    def _move(
+        self, name: str, runs: list[Run], weight: torch.dtype, grad: torch.dtype, masters: bool
+    ) -> Segment:
+        """Copy the parameters of these runs into flat memory, and make them views of it."""
+        exact = torch.zeros(runs[-1].end, dtype=torch.float32, device=self.device)
+        slots = [slot for run in runs for slot in run.slots]
         for slot in slots:
             slot.view(exact).copy_(self.parameters[slot.name].detach())
         weights = exact if weight == torch.float32 else exact.to(weight)
         for slot in slots:
             self.parameters[slot.name].grad = None  # autograd would add the first gradient to it
             self.parameters[slot.name].data = slot.view(weights)
-        grads = torch.zeros(end, dtype=grad, device=self.device)
-        return Segment(name, slots, weights, exact if masters else None, grads)
+        grads = torch.zeros(len(exact), dtype=grad, device=self.device)
+        return Segment(name, runs, weights, exact if masters else None, grads)
 
     @property
     def slots(self) -> Iterator[Slot]:
         """All slots, segment by segment, in the order of `Slot.index`."""
         return (slot for segment in self.segments for slot in segment.slots)
 
-    def masters(self) -> dict[str, Tensor]:
-        """fp32 values by parameter name: views of the masters, or widened weights where there are none."""
-        exact = [s.weight.float() if s.master is None else s.master for s in self.segments]
+    def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Views by parameter name of flat tensors, one per segment, each as long as its segment."""
         return {
             slot.name: slot.view(flat)
-            for segment, flat in zip(self.segments, exact, strict=True)
+            for segment, flat in zip(self.segments, flats, strict=True)
             for slot in segment.slots
         }
 
     def gradients(self) -> dict[str, Tensor]:
         """Views of the wire gradients by parameter name; scaled, valid from step() to the next backward."""
-        return {slot.name: slot.view(s.grad) for s in self.segments for slot in s.slots}
+        return self.named([segment.grad for segment in self.segments])
 
     def round_weights(self) -> None:
         """weights = RNE(masters), after the masters were set from outside."""
         for segment in self.segments:
             if segment.half and segment.master is not None:
                 segment.weight.copy_(segment.master)
+
+
+def default_run_bytes(total_bytes: int) -> int:
+    """An eighth of the model, within limits: runs of 25 MB never overlap on a model of 16 MB."""
+    return min(max(total_bytes // 8, MIN_RUN_BYTES), MAX_RUN_BYTES)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]]) -> None:

@@ -1,14 +1,14 @@
 """Gradients from autograd onto the wire: buckets, accumulation, overlap with backward.
 
-Owns the hooks on the parameters and every collective on gradients. Buckets are launched in one fixed order
-on every rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive;
-parameters without a gradient send zeros. Division by the number of ranks never happens here.
+Owns the hooks on the parameters and the order of the buckets. They are launched in one fixed order on every
+rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
+without a gradient send zeros. How a bucket travels is the business of `wires`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,27 +17,7 @@ from torch import Tensor, nn
 
 from launcher.engine.layout import Layout, Segment, Slot
 from launcher.engine.sums import SumOfSquares
-
-FIRST_BUCKET_BYTES = 1 << 20
-MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 25 << 20
-
-
-@dataclass
-class Bucket:
-    """A contiguous range of one segment's gradients that travels as one all-reduce.
-
-    `tail` elements behind the range belong to this bucket's message but to no parameter: the last bucket
-    carries one slot per rank there, in which a rank says that its own gradient was not finite.
-    """
-
-    index: int  # position in the order of launching
-    segment: Segment
-    slots: list[Slot]
-    message: Tensor
-    tail: Tensor
-    pending: int = 0
-    work: dist.Work | None = None
-    local_sums: Tensor | None = None
+from launcher.engine.wires import Bucket, ShardedSum, Transport
 
 
 @dataclass
@@ -58,25 +38,28 @@ class _Backward:
 
 
 class Reducer:
-    """All-reduces the sum of the gradients of all ranks and micro-batches, in the dtype of the wire."""
+    """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
+
+    `transports` says by the name of the segment how its buckets travel.
+    """
 
     def __init__(
         self,
         layout: Layout,
         group: dist.ProcessGroup | None,
+        transports: Mapping[str, Transport],
         micro_batches: int = 1,
-        bucket_bytes: int | None = None,
         overlap: bool = True,
-        predivide: int = 1,
     ) -> None:
         self._layout = layout
         self._group = group
         self._world_size = dist.get_world_size(group) if group else 1
         self._rank = dist.get_rank(group) if group else 0
         self._overlap = overlap
-        self._inverse = 1.0 / predivide
+        self._transports = transports
+        self._sharded = any(isinstance(transport, ShardedSum) for transport in transports.values())
         self._sums = SumOfSquares(layout.device)
-        self.buckets = _buckets(layout, self._world_size, bucket_bytes)
+        self.buckets = _buckets(layout, self._world_size)
         self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None
         self._summed: set[int] = set()  # slots whose accumulator holds a gradient of this step
@@ -115,11 +98,11 @@ class Reducer:
                 "build the Stepper with overlap=False."
             )
         if self._accumulated is not None:
-            self._accumulate(segment, slot, gradient)
+            self._accumulate(self._accumulated[segment.name], slot, gradient)
         elif again:
-            slot.view(segment.grad).add_(gradient * self._inverse)
+            slot.view(segment.grad).add_(gradient * self._transports[segment.name].before)
         else:
-            self._write(slot.view(segment.grad), gradient)
+            self._write(segment, slot.view(segment.grad), gradient)
         if self._backward.last and self._overlap and not again:
             self._ready(slot)
 
@@ -128,13 +111,8 @@ class Reducer:
 
         Every rank calls this once per step, so all ranks launch all buckets, in the same order.
         """
-        arrived = self._backward.arrived if self._accumulated is None else set()
         for bucket in self.buckets[self._next :]:
-            for slot in bucket.slots:
-                if self._accumulated is not None:
-                    self._write_accumulated(bucket.segment, slot)
-                elif slot.index not in arrived:
-                    slot.flat(bucket.segment.grad).zero_()
+            self._complete(bucket)
             self._launch(bucket)
         self._next = len(self.buckets)
 
@@ -142,14 +120,14 @@ class Reducer:
         """Wait for the buckets in order and look at each once while it is still in cache."""
         sums = []
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-                sums.append(self._sums(bucket.segment.grad, bucket.slots))
-            else:
-                assert bucket.local_sums is not None
-                sums.append(bucket.local_sums)
+            transport = self._transports[bucket.segment.name]
+            transport.settle(bucket)
+            assert bucket.local_sums is not None
+            alone = self._group is None  # then the look before the wire has seen all there is
+            sums.append(bucket.local_sums if alone else self._sums(transport.parts(bucket)))
         reduced = Reduced(torch.cat(sums), self.buckets[-1].tail, self._sent_bytes)
+        if self._sharded:
+            self._share_looks(reduced)
         self._backward, self._summed = _Backward(), set()
         self._next, self._sent_bytes = 0, 0
         return reduced
@@ -163,49 +141,68 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def _write(self, wire: Tensor, gradient: Tensor) -> None:
-        """Into the wire buffer, computed in fp32 and rounded once; the pre-divisor costs no pass."""
-        if self._inverse == 1.0:
+    def _share_looks(self, reduced: Reduced) -> None:
+        """Each rank has seen its piece only: add the sums. A SUM, because a MAX may drop a NaN."""
+        own = torch.zeros(self._world_size, dtype=torch.float64, device=self._layout.device)
+        own[self._rank] = self._own_gradient_is_bad()
+        replicated = self._replicated_slots()
+        looks = torch.cat([reduced.sums.masked_fill(replicated, 0.0) if self._rank else reduced.sums, own])
+        dist.all_reduce(looks, group=self._group)
+        reduced.sums, reduced.culprits = looks[: -self._world_size], looks[-self._world_size :]
+
+    def _replicated_slots(self) -> Tensor:
+        """[parameters] bool: those of segments that every rank holds whole; rank 0 alone counts them."""
+        flags = [
+            not isinstance(self._transports[bucket.segment.name], ShardedSum)
+            for bucket in self.buckets
+            for _ in bucket.slots
+        ]
+        return torch.tensor(flags, device=self._layout.device)
+
+    def _own_gradient_is_bad(self) -> Tensor:
+        looks = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
+        return ~torch.cat(looks).sum().isfinite()
+
+    def _write(self, segment: Segment, wire: Tensor, gradient: Tensor) -> None:
+        """Into the wire buffer, computed in fp32 and rounded once; a pre-divisor costs no pass."""
+        factor = self._transports[segment.name].before
+        if factor == 1.0:
             wire.copy_(gradient)
         else:
-            torch.mul(gradient, self._inverse, out=wire)
+            torch.mul(gradient, factor, out=wire)
 
-    def _accumulate(self, segment: Segment, slot: Slot, gradient: Tensor) -> None:
-        assert self._accumulated is not None
-        total = slot.view(self._accumulated[segment.name])
+    def _accumulate(self, totals: Tensor, slot: Slot, gradient: Tensor) -> None:
+        total = slot.view(totals)
         if slot.index in self._summed:
             total.add_(gradient)
         else:
             total.copy_(gradient)
             self._summed.add(slot.index)
 
-    def _write_accumulated(self, segment: Segment, slot: Slot) -> None:
-        assert self._accumulated is not None
-        if slot.index in self._summed:
-            self._write(slot.flat(segment.grad), slot.flat(self._accumulated[segment.name]))
-        else:
-            slot.flat(segment.grad).zero_()
+    def _complete(self, bucket: Bucket) -> None:
+        """Make the message whole: sums of micro-batches rounded once, zeros where nothing arrived."""
+        for slot in bucket.slots:
+            wire = slot.flat(bucket.segment.grad)
+            if self._accumulated is not None and slot.index in self._summed:
+                self._write(bucket.segment, wire, slot.flat(self._accumulated[bucket.segment.name]))
+            elif self._accumulated is not None or slot.index not in self._backward.arrived:
+                wire.zero_()
 
     def _ready(self, slot: Slot) -> None:
         self._home[slot.index].pending -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
-            if self._accumulated is not None:
-                for member in bucket.slots:
-                    self._write_accumulated(bucket.segment, member)
+            self._complete(bucket)
             self._launch(bucket)
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        """Look at this rank's own gradient, then send it. The look of earlier buckets rides in the tail."""
-        bucket.local_sums = self._sums(bucket.segment.grad, bucket.slots)
+        """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
+        bucket.local_sums = self._sums([slot.flat(bucket.segment.grad) for slot in bucket.slots])
         if bucket.tail.numel():
-            own = torch.cat([b.local_sums for b in self.buckets if b.local_sums is not None])
             bucket.tail.zero_()
-            bucket.tail[self._rank] = ~own.sum().isfinite()
-        if self._group is not None:
-            bucket.work = dist.all_reduce(bucket.message, group=self._group, async_op=True)
-            self._sent_bytes += bucket.message.numel() * bucket.message.element_size()
+            bucket.tail[self._rank] = self._own_gradient_is_bad()
+        self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)
 
 
 def _hook(reducer: Reducer, segment: Segment, slot: Slot) -> Callable[[nn.Parameter], None]:
@@ -229,29 +226,16 @@ def _accumulators(layout: Layout) -> dict[str, Tensor]:
     }
 
 
-def _buckets(layout: Layout, world_size: int, bucket_bytes: int | None) -> list[Bucket]:
-    """Cut the segments into messages: a small one first, so that the wire starts early.
-
-    The gradient buffer of the last segment is re-made with `world_size` elements behind its end.
-    """
+def _buckets(layout: Layout, world_size: int) -> list[Bucket]:
+    """One bucket per run. The last segment's gradients are re-made with `world_size` elements behind them."""
     last = layout.segments[-1]
     whole = torch.zeros(last.numel + world_size, dtype=last.grad.dtype, device=layout.device)
     last.grad = whole[: last.numel]
-    total = sum(segment.numel * segment.grad.element_size() for segment in layout.segments)
-    wish = bucket_bytes or min(max(total // 8, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
-    buckets: list[Bucket] = []
-    for segment in layout.segments:
-        groups: list[list[Slot]] = [[]]
-        for slot in segment.slots:
-            limit = wish if buckets or len(groups) > 1 else min(wish, FIRST_BUCKET_BYTES)
-            held = sum(s.numel for s in groups[-1]) * segment.grad.element_size()
-            if groups[-1] and held + slot.numel * segment.grad.element_size() > limit:
-                groups.append([])
-            groups[-1].append(slot)
-        ends = [group[0].offset for group in groups[1:]] + [segment.numel]
-        for group, end in zip(groups, ends, strict=True):
-            message = segment.grad[group[0].offset : end]
-            buckets.append(Bucket(len(buckets), segment, group, message, message[:0]))
-    buckets[-1].message = whole[buckets[-1].slots[0].offset :]
+    pairs = [(segment, run) for segment in layout.segments for run in segment.runs]
+    buckets = []
+    for index, (segment, run) in enumerate(pairs):
+        message = segment.grad[run.start : run.end]
+        buckets.append(Bucket(index, segment, run, message, message[:0]))
+    buckets[-1].message = whole[pairs[-1][1].start :]
     buckets[-1].tail = whole[last.numel :]
     return buckets

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.engine.policy import ScaleMode
+from launcher.engine.policy import Policy, ScaleMode
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Scaling:
     hysteresis: int = 1
     min: int = 1
     max: int = 2**24
+
+    @classmethod
+    def of(cls, policy: Policy) -> Scaling:
+        """What a policy uses unless told otherwise; a static scale is 1024, which rarely overflows."""
+        return cls(policy.scale_mode, init=1024 if policy.scale_mode == "static" else 65536)
 
     def __post_init__(self) -> None:
         for name in ("init", "min", "max"):
@@ -64,6 +69,13 @@ class LossScale:
     @property
     def applied(self) -> Tensor:
         return self.state[3]
+
+    def start_at(self, exponent: int) -> int:
+        """Set s, within its limits, before the first step; returns it."""
+        low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
+        exponent = min(max(exponent, low), high)
+        self.state[0] = exponent
+        return exponent
 
     def value(self) -> Tensor:
         """S as fp32, 0-dim: built from its bits, so it is exact."""

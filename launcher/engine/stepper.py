@@ -8,40 +8,26 @@ at all is allowed) and then step(); all ranks come out of step() with the same v
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
 from launcher.engine.buffers import Buffers
+from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
 from launcher.engine.policy import Emulation, Policy, choose_emulation
 from launcher.engine.reducer import Reducer
 from launcher.engine.result import StepResult
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
+from launcher.engine.shards import Shards
+from launcher.engine.state import EngineState, counters_of, refuse_other_names, set_counters
 from launcher.engine.update import Optimizer, Scalars, Updater
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How gradients travel. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
-
-    `predivide` None: 1 up to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps fp16 sums of
-    many ranks in range.
-    """
-
-    dtype: torch.dtype | None = None
-    bucket_bytes: int | None = None
-    overlap: bool = True
-    predivide: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.predivide is not None and (self.predivide < 1 or self.predivide & (self.predivide - 1)):
-            raise ValueError(f"wire predivide={self.predivide} is not a power of two (1, 2, 4, ...).")
+from launcher.engine.wires import Wire, choose_transports
 
 
 class Stepper:
@@ -60,7 +46,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | TorchOptimizer,
         policy: Policy | None = None,
         group: dist.ProcessGroup | None = None,
         *,
@@ -76,20 +62,23 @@ class Stepper:
         wire = wire or Wire()
         self.model = model
         self.policy = policy or Policy.fp16()
-        self._group = group
-        self._world_size = dist.get_world_size(group) if group else 1
+        self.group = group
+        world_size = dist.get_world_size(group) if group else 1
         _refuse_different_models(model, group)  # first: what comes next then raises on all ranks or on none
-        self.layout = Layout(model, self.policy, wire.dtype)
+        self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
         self.buffers = Buffers(model, group)
         self._take_values_of_rank_0()
         self._device = self.layout.device
         self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
-        self._predivide = wire.predivide or default_predivide(self._world_size)
-        self.reducer = Reducer(
-            self.layout, group, micro_batches, wire.bucket_bytes, wire.overlap, self._predivide
+        transports, self._divisor = choose_transports(wire, self.layout, group)
+        self.reducer = Reducer(self.layout, group, transports, micro_batches, wire.overlap)
+        self.shards = Shards(self.layout, transports, group)
+        self.updater: Updater | AdaptedUpdater = (
+            AdaptedUpdater(self.layout, self.shards.pieces, optimizer)
+            if isinstance(optimizer, TorchOptimizer)
+            else Updater(self.shards.pieces, optimizer, compiled)
         )
-        self.updater = Updater(self.layout, optimizer, compiled)
-        self.scale = LossScale(scaling or Scaling(mode=self.policy.scale_mode), self._device)
+        self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
         self._clip_norm = clip_norm
         rates = list(learning_rates) if learning_rates is not None else [optimizer.lr]
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
@@ -102,6 +91,22 @@ class Stepper:
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
         return self.policy.forward(self._device, self.emulation.used)
+
+    def calibrate(self, loss_sum: Callable[[], Tensor] | None) -> int | None:
+        """Start the loss scale where one dry backward says that it fits, before the first step.
+
+        `loss_sum` runs the forward pass on this rank's first batch (without `forward()`) and returns the
+        fp32 sum of its losses; None on a rank without a batch. Returns the exponent of the new scale, None
+        if the batch had nothing to say. A collective; needs `reference_count`. Waits for the device.
+        """
+        if self._reference is None:
+            raise ValueError(
+                "calibrate() needs reference_count, the usual number of samples per rank and step."
+            )
+        on_wire = self.layout.world_size / self._divisor
+        found = safe_exponent(self.model, loss_sum, self._reference, max(1.0, on_wire), self.group)
+        self.buffers.restore_if(torch.ones((), dtype=torch.bool, device=self._device))
+        return None if found is None else self.scale.start_at(found)
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Back-propagate one micro-batch.
@@ -144,7 +149,7 @@ class Stepper:
 
         scale = self.scale.value().double()
         assert self._reference is not None
-        unscale = self._predivide * self._reference / (scale * count)
+        unscale = self._divisor * self._reference / (scale * count)
         grad_norm = unscale * squares.sqrt()
         clip = torch.ones_like(grad_norm)
         if self._clip_norm is not None:
@@ -152,6 +157,7 @@ class Stepper:
         # take, not [...]: indexing with a 0-dim tensor asks the host for its value
         lr = self._rates.take(self.scale.applied.clamp(max=len(self._rates) - 1))
         self.updater.step(Scalars((unscale * clip).float(), lr, self.scale.applied + 1, skip))
+        self.shards.gather_weights()
         self.buffers.restore_if(skip)
         self.scale.advance(skip, bad_loss, overflow)
         self.clock.mark("update")
@@ -162,15 +168,65 @@ class Stepper:
         return result
 
     def named_masters(self) -> dict[str, Tensor]:
-        """fp32 values of the trainable parameters by name (views where the policy has masters)."""
-        return self.layout.masters()
+        """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
+        return self.shards.collect(self.shards.masters())
+
+    def state(self) -> EngineState:
+        """Everything needed to go on bit for bit, by name. Views where possible: clone() what must last.
+
+        Between steps only. A collective where the optimizer is sharded. Waits for the device.
+        """
+        assert self._done == 0, "a step is under way"
+        frozen = {n: p.detach().float() for n, p in self.model.named_parameters() if not p.requires_grad}
+        return EngineState(
+            weights=frozen | self.named_masters(),
+            optimizer=self.updater.named_states(self.shards),
+            buffers=dict(self.model.named_buffers()),
+            counters=counters_of(self.scale),
+        )
+
+    def load(self, state: EngineState) -> None:
+        """Go on from `state`, which may come from another number of ranks or another wire.
+
+        Raises ValueError, before anything is changed, for the state of another model or optimizer. A
+        collective where the optimizer is sharded.
+        """
+        refuse_other_names("weights", {n for n, _ in self.model.named_parameters()}, set(state.weights))
+        refuse_other_names("buffers", {n for n, _ in self.model.named_buffers()}, set(state.buffers))
+        self.updater.load_states(self.shards, state.optimizer)
+        self.shards.load_masters(state.weights)
+        for name, p in self.model.named_parameters():
+            if not p.requires_grad:
+                p.data.copy_(state.weights[name])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state.buffers[name])
+        self.buffers.snapshot()
+        set_counters(self.scale, state.counters)
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Flat tensors that must hold the same bits on all ranks, by a name for people.
+
+        Where the optimizer is sharded its masters and states have one owner each and are not among them.
+        """
+        found = {"loss scale and step counters": self.scale.state}
+        for segment in self.layout.segments:
+            kinds = {"weight": segment.weight}
+            for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
+                if piece.weight is segment.weight:
+                    kinds |= {"master": piece.master} if piece.half and piece.master is not None else {}
+                    kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}
+            found |= {
+                f"{slot.name} ({kind})": slot.flat(flat)
+                for kind, flat in kinds.items()
+                for slot in segment.slots
+            }
+        return found
 
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
-        kept = [self.scale.state, *self.buffers.tensors(), *self.reducer.tensors()]
-        for segment in self.layout.segments:
-            kept += [segment.weight, segment.grad, *self.updater.states[segment.name]]
-            kept += [segment.master] if segment.half and segment.master is not None else []
+        kept = [self.scale.state, *self.buffers.tensors(), *self.reducer.tensors(), *self.updater.tensors()]
+        kept += [tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)]
+        kept += [p.master for p in self.shards.pieces if p.half and p.master is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def _start_of_step(self) -> None:
@@ -188,15 +244,15 @@ class Stepper:
     def _send_counts(self) -> None:
         """The step's only collective beside the buckets; always the first of a step, on every rank."""
         self._counts_work = True
-        if self._group is not None:
-            self._counts_work = dist.all_reduce(self._counts, group=self._group, async_op=True)
+        if self.group is not None:
+            self._counts_work = dist.all_reduce(self._counts, group=self.group, async_op=True)
 
     def _agree_on_reference(self, count: int | Tensor) -> int:
         """n0 from the first step: the power of two nearest to the mean count per rank. A collective."""
         total = torch.zeros((), dtype=torch.float64, device=self._device) + count * self._micro_batches
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        return nearest_power_of_two(float(total) / self._world_size)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return nearest_power_of_two(float(total) / self.layout.world_size)
 
     def _refuse_unusable(self, loss_sum: Tensor) -> None:
         if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
@@ -216,24 +272,18 @@ class Stepper:
             )
 
     def _take_values_of_rank_0(self) -> None:
-        if self._group is None:
+        if self.group is None:
             return
         for segment in self.layout.segments:
             exact = segment.weight if segment.master is None else segment.master
-            dist.broadcast(exact, group=self._group, group_src=0)
+            dist.broadcast(exact, group=self.group, group_src=0)
         self.layout.round_weights()
         for p in self.model.parameters():
             if not p.requires_grad:
                 values = p.detach().contiguous()
-                dist.broadcast(values, group=self._group, group_src=0)
+                dist.broadcast(values, group=self.group, group_src=0)
                 p.detach().copy_(values)
         self.buffers.broadcast()
-
-
-def default_predivide(world_size: int) -> int:
-    """1 up to 8 ranks, else 2^ceil(log2(W) / 2)."""
-    exponent = (world_size - 1).bit_length()  # ceil(log2(W))
-    return 1 if world_size <= 8 else int(2 ** -(-exponent // 2))
 
 
 def _refuse_different_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -1,8 +1,8 @@
 """Optimizers: one pass over flat memory that scales, updates the masters and rounds the weights.
 
-Owns SGD and AdamW, written once as plain tensor expressions. On a CPU they run chunk by chunk, so that
-every operation after the first finds its operands in cache; where a compiler is available and worth its
-time the same expressions become one kernel. A skipped step writes nothing.
+Owns SGD and AdamW, each as tensor expressions that a compiler makes one kernel of, and as a call of torch's
+fused kernel, which on a CPU runs chunk by chunk, so that the widened gradient never leaves the cache. Both
+give the same values within rounding. A skipped step writes nothing.
 
 SGD with (Nesterov) momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD` without dampening.
 AdamW: Loshchilov and Hutter 2019, in the form of `torch.optim.AdamW`.
@@ -10,14 +10,16 @@ AdamW: Loshchilov and Hutter 2019, in the form of `torch.optim.AdamW`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from launcher.engine.layout import Layout, Segment
+from launcher.engine.layout import Piece
+from launcher.engine.shards import Shards
+from launcher.engine.state import refuse_other_names
 from launcher.engine.sums import CHUNK
 
 
@@ -26,13 +28,14 @@ class Scalars:
     """What one update needs besides the buffers: 0-dim tensors on the device.
 
     `multiplier` takes the wire gradient to the clipped mean gradient; `number` is the count of applied
-    steps, this one included; `skip` forbids writing.
+    steps, this one included; `skip` forbids writing. `factors` are those of the optimizer, fp32.
     """
 
     multiplier: Tensor  # fp32
     lr: Tensor  # fp64
     number: Tensor  # int64
     skip: Tensor  # bool
+    factors: tuple[Tensor, ...] = ()
 
 
 class Optimizer(Protocol):
@@ -46,8 +49,16 @@ class Optimizer(Protocol):
         """Names of the per-parameter fp32 states, all of which start at zero."""
         ...
 
+    def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
+        """What `update` takes from the rate and the step's number: once a step, not once an element."""
+        ...
+
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
         """Update `master` and `states` in place; `grad` (fp32, the clipped mean) may be overwritten."""
+        ...
+
+    def fused(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+        """The same by torch's fused kernel, which reads the rate and the number on the host."""
         ...
 
 
@@ -64,6 +75,9 @@ class SGD:
     def states(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
+    def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
+        return (scalars.lr.float(),)
+
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
         if self.weight_decay:
             grad.add_(master, alpha=self.weight_decay)
@@ -74,7 +88,22 @@ class SGD:
                 grad.add_(momentum, alpha=self.momentum)
             else:
                 grad.copy_(momentum)
-        master.sub_(grad.mul_(scalars.lr))
+        (lr,) = scalars.factors
+        master.sub_(grad.mul_(lr))
+
+    def fused(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+        torch._fused_sgd_(
+            [master],
+            [grad],
+            list(states),
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=float(scalars.lr),
+            dampening=0.0,
+            nesterov=self.nesterov,
+            maximize=False,
+            is_first_step=False,  # the momentum is there, and zero
+        )
 
 
 @dataclass(frozen=True)
@@ -90,89 +119,124 @@ class AdamW:
     def states(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        exp_avg, exp_avg_sq = states
+    def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
+        """What is left of a weight after its decay, the corrected rate, and the root's correction."""
         beta1, beta2 = self.betas
         correction1 = 1 - beta1 ** scalars.number.double()
         correction2 = 1 - beta2 ** scalars.number.double()
+        keep = 1 - scalars.lr * self.weight_decay
+        return keep.float(), (scalars.lr / correction1).float(), correction2.rsqrt().float()
+
+    def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+        exp_avg, exp_avg_sq = states
+        beta1, beta2 = self.betas
+        keep, rate, widen = scalars.factors
         exp_avg.lerp_(grad, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         torch.sqrt(exp_avg_sq, out=grad)
-        grad.div_(correction2.sqrt()).add_(self.eps)
+        grad.mul_(widen).add_(self.eps)
         torch.div(exp_avg, grad, out=grad)
-        master.mul_(1 - scalars.lr * self.weight_decay).sub_(grad.mul_(scalars.lr / correction1))
+        master.mul_(keep).sub_(grad.mul_(rate))
+
+    def fused(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+        exp_avg, exp_avg_sq = states
+        beta1, beta2 = self.betas
+        torch._fused_adamw_(
+            [master],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [scalars.number.float()],
+            lr=float(scalars.lr),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 class Updater:
-    """Runs an optimizer over a layout. Holds the optimizer's states, flat, fp32, zero at the start.
+    """Runs an optimizer over pieces. Holds the optimizer's states, flat, fp32, zero at the start.
 
     `compiled` turns the pass into one kernel with torch.compile (Triton on CUDA, C++ on a CPU). Both forms
     give the same values within rounding.
     """
 
-    def __init__(self, layout: Layout, optimizer: Optimizer, compiled: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], optimizer: Optimizer, compiled: bool) -> None:
         self.optimizer = optimizer
-        self._segments = layout.segments
-        self.states: dict[str, list[Tensor]] = {
-            segment.name: [
-                torch.zeros(segment.numel, dtype=torch.float32, device=layout.device)
-                for _ in optimizer.states
-            ]
-            for segment in layout.segments
-        }
+        self.pieces = list(pieces)
+        self.states = [  # by piece, then by state
+            [torch.zeros_like(piece.weight, dtype=torch.float32) for _ in optimizer.states]
+            for piece in self.pieces
+        ]
         run: Callable[..., None] = _predicated
         if compiled:
-            run = torch.compile(_predicated, dynamic=False)
-        elif layout.device.type == "cpu":
+            # one kernel for all lengths: the pieces of a sharded optimizer are many and unequal
+            run = torch.compile(_predicated, dynamic=True)
+        elif self.pieces[0].weight.device.type == "cpu":
             run = _chunked
         self._run = run
 
     def step(self, scalars: Scalars) -> None:
-        """Apply one update to all segments, or write nothing where `scalars.skip` is true."""
+        """Apply one update to all pieces, or write nothing where `scalars.skip` is true."""
         with torch.no_grad():
-            for segment in self._segments:
-                self._run(self.optimizer, segment, self.states[segment.name], scalars)
+            scalars = replace(scalars, factors=self.optimizer.factors(scalars))
+            for piece, states in zip(self.pieces, self.states, strict=True):
+                self._run(self.optimizer, piece, states, scalars)
 
-    def named_states(self) -> dict[str, dict[str, Tensor]]:
-        """Views of the states by state name, then parameter name."""
+    def named_states(self, shards: Shards) -> dict[str, Tensor]:
+        """fp32 values by `state/parameter`. A collective where they are sharded."""
         return {
-            state: {
-                slot.name: slot.view(self.states[segment.name][position])
-                for segment in self._segments
-                for slot in segment.slots
-            }
+            f"{state}/{name}": value
             for position, state in enumerate(self.optimizer.states)
+            for name, value in shards.collect([states[position] for states in self.states]).items()
         }
 
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor]) -> None:
+        """Take the states by `state/parameter`. Raises ValueError for those of another optimizer."""
+        names = shards.names
+        expected = {f"{state}/{name}" for state in self.optimizer.states for name in names}
+        refuse_other_names("optimizer states", expected, set(named))
+        for position, state in enumerate(self.optimizer.states):
+            values = {name: named[f"{state}/{name}"] for name in names}
+            shards.spread(values, [states[position] for states in self.states])
 
-def _chunked(optimizer: Optimizer, segment: Segment, states: list[Tensor], scalars: Scalars) -> None:
+    def tensors(self) -> list[Tensor]:
+        """All states."""
+        return [state for states in self.states for state in states]
+
+
+def _chunked(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
     """The pass on a CPU, a cache-sized chunk at a time. The host may look at the verdict there."""
     if scalars.skip:
         return
-    scratch = torch.empty(min(CHUNK, segment.numel))
-    for start in range(0, segment.numel, CHUNK):
+    scratch = torch.empty(min(CHUNK, piece.weight.numel()))
+    for start in range(0, piece.weight.numel(), CHUNK):
         part = slice(start, start + CHUNK)
-        weight = segment.weight[part]
+        weight = piece.weight[part]
         grad = scratch[: weight.numel()]
-        grad.copy_(segment.grad[part])  # widened first: a product with an fp16 tensor would be fp16
+        grad.copy_(piece.grad[part])  # widened first: a product with an fp16 tensor would be fp16
         grad.mul_(scalars.multiplier)
-        master = weight.float() if segment.master is None else segment.master[part]
-        optimizer.update(master, grad, [state[part] for state in states], scalars)
-        if segment.half:
+        master = weight.float() if piece.master is None else piece.master[part]
+        optimizer.fused(master, grad, [state[part] for state in states], scalars)
+        if piece.half:
             weight.copy_(master)
 
 
-def _predicated(optimizer: Optimizer, segment: Segment, states: list[Tensor], scalars: Scalars) -> None:
+def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
     """The same pass without a look by the host: old values are written back where the step is skipped."""
-    grad = segment.grad.float() * scalars.multiplier
-    old = segment.weight.float() if segment.master is None else segment.master
+    grad = piece.grad.float() * scalars.multiplier
+    old = piece.weight.float() if piece.master is None else piece.master
     new = old.clone()
     moved = [state.clone() for state in states]
     optimizer.update(new, grad, moved, scalars)
     for state, after in zip(states, moved, strict=True):
         state.copy_(torch.where(scalars.skip, state, after))
     new = torch.where(scalars.skip, old, new)
-    if segment.master is not None:
-        segment.master.copy_(new)
-    if segment.half:
-        segment.weight.copy_(new)
+    if piece.master is not None:
+        piece.master.copy_(new)
+    if piece.half:
+        piece.weight.copy_(new)

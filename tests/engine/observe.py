@@ -14,9 +14,9 @@ from tests.models import loss_sum
 def state_digest(stepper: Stepper, *, counters: bool = False) -> str:
     """sha256 over weights, masters, optimizer states and buffers, and the scale's counters if asked for."""
     tensors: list[Tensor] = list(stepper.model.state_dict().values())
-    for segment in stepper.layout.segments:
-        tensors += [segment.weight, *stepper.updater.states[segment.name]]
-        tensors += [] if segment.master is None else [segment.master]
+    tensors += [segment.weight for segment in stepper.layout.segments]
+    tensors += [piece.master for piece in stepper.shards.pieces if piece.master is not None]
+    tensors += stepper.updater.tensors()
     tensors += [stepper.scale.state] if counters else [stepper.scale.applied]
     digest = hashlib.sha256()
     for tensor in tensors:

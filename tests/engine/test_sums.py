@@ -21,7 +21,7 @@ def slots() -> list[Slot]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_largest_finite_elements_have_a_finite_sum(dtype) -> None:
     flat = torch.full((2 * SIZE,), torch.finfo(dtype).max, dtype=dtype)
-    sums = SumOfSquares(torch.device("cpu"))(flat, slots())
+    sums = SumOfSquares(torch.device("cpu"))([slot.flat(flat) for slot in slots()])
     exact = SIZE * torch.finfo(dtype).max ** 2
     assert sums.tolist() == pytest.approx([exact, exact, 0.0], rel=1e-5)
 
@@ -32,6 +32,6 @@ def test_the_largest_finite_elements_have_a_finite_sum(dtype) -> None:
 def test_one_element_that_is_not_finite_shows_in_its_own_sum_only(dtype, value, position) -> None:
     flat = torch.ones(2 * SIZE, dtype=dtype)
     flat[SIZE + position] = value
-    sums = SumOfSquares(torch.device("cpu"))(flat, slots())
+    sums = SumOfSquares(torch.device("cpu"))([slot.flat(flat) for slot in slots()])
     assert sums.isfinite().tolist() == [True, False, True]
     assert sums[0] == SIZE

@@ -1,0 +1,58 @@
+"""All that a training run is, by name: what must be kept for another process to go on bit for bit.
+
+Owns the form of the state in memory. Names and fp32 values do not depend on the number of ranks, the wire,
+sharding or the order of parameters, so a run may go on with others of these. Knows no files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.engine.scale import LossScale
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Tensors by name. `optimizer` has one entry per state and parameter: `exp_avg/fc.weight`.
+
+    `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters. `counters` are those
+    of the loss scale: exponent, clean steps in a row, lives, applied and skipped steps.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    counters: dict[str, int]
+
+    def clone(self) -> EngineState:
+        """A copy that later steps do not change."""
+        return EngineState(
+            {name: tensor.clone() for name, tensor in self.weights.items()},
+            {name: tensor.clone() for name, tensor in self.optimizer.items()},
+            {name: tensor.clone() for name, tensor in self.buffers.items()},
+            dict(self.counters),
+        )
+
+
+def counters_of(scale: LossScale) -> dict[str, int]:
+    """The loss scale's counters by name. Waits for the device."""
+    return dict(zip(LossScale.FIELDS, scale.state.tolist(), strict=True))
+
+
+def set_counters(scale: LossScale, counters: dict[str, int]) -> None:
+    values = [counters[name] for name in LossScale.FIELDS]
+    scale.state.copy_(torch.tensor(values, dtype=torch.int64))
+
+
+def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
+    """Raise ValueError unless a state holds exactly what this model and optimizer have."""
+    missing, unknown = sorted(expected - given), sorted(given - expected)
+    if missing or unknown:
+        raise ValueError(
+            f"the state does not fit: of the {kind}, {len(missing)} are missing ({', '.join(missing[:3])}) "
+            f"and {len(unknown)} are not known here ({', '.join(unknown[:3])}). Build the model and the "
+            "optimizer that the state was saved from."
+        )

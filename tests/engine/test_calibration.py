@@ -1,0 +1,81 @@
+"""The start of the loss scale from one dry backward: as high as fits, and without a trace."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from launcher.engine import SGD, Policy, Scaling, Stepper
+from tests.engine.observe import state_digest, train
+from tests.models import Planted, conv_net, loss_sum
+
+
+def planted(gradient: float, scaling: Scaling | None = None) -> tuple[Stepper, int | None]:
+    model = Planted()
+    stepper = Stepper(model, SGD(0.1), Policy.fp16(), scaling=scaling, reference_count=4)
+    return stepper, stepper.calibrate(lambda: model(gradient, 0.0))
+
+
+@pytest.mark.parametrize("gradient", [1e-6, 3e-4, 0.9, 1.0, 17.0, 2.0**10])
+def test_the_largest_gradient_ends_two_octaves_below_overflow(gradient) -> None:
+    stepper, exponent = planted(gradient)
+    scaled = gradient * 2**exponent / 4  # divided by the reference count
+    at_its_limit = exponent == 24
+    assert scaled <= 65504 / 4
+    assert at_its_limit or 2 * 2 * scaled > 65504 / 4
+    assert stepper.scale.value().item() == 2**exponent
+
+
+def test_the_first_step_is_not_skipped_where_the_default_start_would_be() -> None:
+    gradient = 50.0  # times 65536 / 4 is far beyond 65504
+    for calibrated in (False, True):
+        model = Planted()
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), reference_count=4)
+        if calibrated:
+            stepper.calibrate(lambda model=model: model(gradient, 0.0))
+        with stepper.forward():
+            loss = model(gradient, 0.0)
+        stepper.backward(loss, 4)
+        assert stepper.step().read().skipped is not calibrated
+
+
+@pytest.mark.parametrize("gradient", [0.0, math.inf, math.nan])
+def test_a_batch_that_says_nothing_leaves_the_start_alone(gradient) -> None:
+    stepper, exponent = planted(gradient)
+    assert exponent is None
+    assert stepper.scale.value().item() == 65536
+
+
+def test_limits_hold() -> None:
+    assert planted(1e-30)[1] == 24
+    assert planted(1e4, Scaling(min=4096, init=65536))[1] == 12
+
+
+def test_it_leaves_no_trace() -> None:
+    """Weights, masters, BatchNorm statistics, random state and the first step are as without it."""
+    outcomes = []
+    for calibrated in (False, True):
+        model = conv_net()
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), scaling=Scaling("static", 1024), reference_count=4)
+        x, classes = (
+            torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)),
+            torch.tensor([0, 1, 2, 0]),
+        )
+        before = state_digest(stepper), torch.random.get_rng_state()
+        if calibrated:
+            stepper.calibrate(lambda model=model, x=x, classes=classes: loss_sum(model(x), classes))
+            stepper.scale.start_at(10)
+        assert state_digest(stepper) == before[0]
+        assert torch.equal(torch.random.get_rng_state(), before[1])
+        assert all(p.grad is None for p in model.parameters())
+        train(stepper, x, classes)
+        outcomes.append(state_digest(stepper))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_it_needs_to_know_how_many_samples_a_step_has() -> None:
+    model = Planted()
+    with pytest.raises(ValueError, match="needs reference_count"):
+        Stepper(model, SGD(0.1), Policy.fp16()).calibrate(lambda: model(1.0, 1.0))

@@ -1,0 +1,146 @@
+"""A run that goes on from a state ends with the bits of the run that was never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
+from launcher.engine.state import EngineState
+from launcher.environment import WorkerEnv
+from tests.engine.observe import state_digest, train
+from tests.models import conv_net
+from tests.ranks.harness import run_ranks
+
+STEPS = 12
+OVERFLOWS = {2, 3, 7}  # steps with an inf in rank 0's input gradient: the scale moves, the step is skipped
+OPTIMIZERS = {
+    "sgd": SGD(0.1, 0.9, True, 1e-3),
+    "adamw": AdamW(0.01),
+    "adam of torch": TorchOptimizer(torch.optim.Adam, 0.01),
+}
+SCALING = Scaling(growth_interval=3, hysteresis=2, init=1024)  # moves often, so that its counters matter
+
+
+def stepper_of(env: WorkerEnv, optimizer, policy: Policy, wire: Wire | None = None) -> Stepper:
+    rates = [0.1 / (1 + step) for step in range(STEPS)]
+    return Stepper(
+        conv_net(seed=env.rank),
+        optimizer,
+        policy,
+        env.group,
+        scaling=SCALING if policy.arithmetic == torch.float16 else None,
+        wire=wire,
+        learning_rates=rates,
+        reference_count=4,
+    )
+
+
+def run(env: WorkerEnv, stepper: Stepper, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        generator = torch.Generator().manual_seed(100 * step + env.rank)
+        x = torch.randn(4, 3, 8, 8, generator=generator)
+        hook = None
+        if step in OVERFLOWS and env.rank == 0:
+            hook = stepper.model[0].weight.register_hook(lambda g: torch.full_like(g, float("inf")))
+        train(stepper, x, torch.randint(3, (4,), generator=generator))
+        if hook is not None:
+            hook.remove()
+
+
+def resume_everywhere(env: WorkerEnv, optimizer, policy: Policy, wire: Wire | None) -> tuple[str, list[str]]:
+    """The digest of the undisturbed run, and those of runs stopped after each number of steps."""
+    whole = stepper_of(env, optimizer, policy, wire)
+    run(env, whole, 0, STEPS)
+    digests = []
+    for stop in range(STEPS):
+        first = stepper_of(env, optimizer, policy, wire)
+        run(env, first, 0, stop)
+        second = stepper_of(env, optimizer, policy, wire)
+        second.load(first.state().clone())
+        run(env, second, stop, STEPS)
+        digests.append(state_digest(second, counters=True))
+    return state_digest(whole, counters=True), digests
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_resume_at_every_step_equals_the_undisturbed_run(name, policy) -> None:
+    for undisturbed, resumed in run_ranks(2, resume_everywhere, OPTIMIZERS[name], policy, None):
+        assert resumed == [undisturbed] * STEPS
+
+
+@pytest.mark.parametrize("wire", [Wire(shard=True), Wire(sum="fp32")], ids=["sharded", "fp32 sums"])
+def test_resume_on_the_other_wires(wire) -> None:
+    for undisturbed, resumed in run_ranks(2, resume_everywhere, AdamW(0.01), Policy.fp16(), wire):
+        assert resumed == [undisturbed] * STEPS
+
+
+LEFT_OUT: dict[str, Callable[[EngineState, EngineState], EngineState]] = {
+    "weights": lambda old, new: replace(old, weights=new.weights),
+    "optimizer": lambda old, new: replace(old, optimizer=new.optimizer),
+    "buffers": lambda old, new: replace(old, buffers=new.buffers),
+    **{
+        name: lambda old, new, name=name: replace(old, counters={**old.counters, name: new.counters[name]})
+        for name in ("exponent", "clean", "lives", "applied", "skipped")
+    },
+}
+
+
+@pytest.mark.parametrize("part", LEFT_OUT)
+def test_leaving_any_part_out_is_noticed(part) -> None:
+    """With that part as in a fresh stepper, the resumed run ends elsewhere."""
+    stop = 3 if part == "lives" else 5  # between two overflows, or in the middle of a count of clean steps
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    digests = []
+    for change in (lambda old, new: old, LEFT_OUT[part]):
+        first = stepper_of(env, AdamW(0.01), Policy.fp16())
+        run(env, first, 0, stop)
+        second = stepper_of(env, AdamW(0.01), Policy.fp16())
+        second.load(change(first.state().clone(), second.state().clone()))
+        run(env, second, stop, STEPS)
+        digests.append(state_digest(second, counters=True))
+    assert digests[0] != digests[1]
+
+
+def save_on_ranks(env: WorkerEnv, wire: Wire | None) -> EngineState:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+    run(env, stepper, 0, 5)
+    return stepper.state().clone()
+
+
+def load_on_ranks(env: WorkerEnv, wire: Wire | None, state: EngineState) -> bool:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+    stepper.load(state)
+    again = stepper.state()
+    kinds = (
+        (again.weights, state.weights),
+        (again.optimizer, state.optimizer),
+        (again.buffers, state.buffers),
+    )
+    equal = all(torch.equal(mine[name], theirs[name]) for mine, theirs in kinds for name in theirs)
+    return equal and again.counters == state.counters and all(len(a) == len(b) for a, b in kinds)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize("sharded", [(True, False), (False, True)])
+def test_a_state_fits_another_number_of_ranks_and_another_wire(before, after, sharded) -> None:
+    old, new = (Wire(shard=shard) for shard in sharded)
+    (state, *_) = run_ranks(before, save_on_ranks, old)
+    assert all(run_ranks(after, load_on_ranks, new, state))
+
+
+def test_the_state_of_another_model_is_refused_before_anything_changes() -> None:
+    stepper = Stepper(conv_net(), AdamW(0.01))
+    other = Stepper(torch.nn.Linear(3, 3), AdamW(0.01)).state()
+    before = state_digest(stepper)
+    with pytest.raises(
+        ValueError, match=r"of the weights, 8 are missing .* 2 are not known here \(bias, weight\)"
+    ):
+        stepper.load(other)
+    with pytest.raises(ValueError, match="of the optimizer states"):
+        stepper.load(replace(Stepper(conv_net(), SGD(0.1, 0.9)).state()))
+    assert state_digest(stepper) == before

@@ -1,0 +1,175 @@
+"""The three wires: the same step, the same bytes, different roundings; sharded masters and states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.environment import WorkerEnv
+from tests.engine.observe import train
+from tests.models import Planted, mlp
+from tests.ranks.harness import run_ranks
+
+WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
+SMALL = {name: Wire(bucket_bytes=256, sum=wire.sum, shard=wire.shard) for name, wire in WIRES.items()}
+
+
+def trained(env: WorkerEnv, wire: Wire, policy: Policy, steps: int, optimizer=None) -> dict:
+    """What a rank holds after some steps of an MLP on data of its own."""
+    torch.manual_seed(0)
+    model = mlp()
+    stepper = Stepper(
+        model, optimizer or AdamW(0.01), policy, env.group, wire=wire, clip_norm=1.0, reference_count=8
+    )
+    generator = torch.Generator().manual_seed(env.rank)
+    reports = []
+    for _ in range(steps):
+        x = torch.randn(8, model[0].in_features, generator=generator)
+        classes = torch.randint(model[2].out_features, (8,), generator=generator)
+        reports.append(train(stepper, x, classes))
+    masters = {name: value.clone() for name, value in stepper.named_masters().items()}
+    return {
+        "masters": masters,
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "norms": [report.grad_norm for report in reports],
+        "bytes": reports[-1].wire_bytes,
+        "state_bytes": stepper.state_bytes(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def all_wires(env: WorkerEnv, policy: Policy, steps: int) -> dict[str, dict]:
+    return {name: trained(env, wire, policy, steps) for name, wire in SMALL.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_wires_train_alike_in_fp32(world_size) -> None:
+    """With nothing to round, they differ by the order of fp32 sums only."""
+    ranks = run_ranks(world_size, all_wires, Policy.fp32(), 20)
+    native = ranks[0]["native"]["masters"]
+    for rank in ranks:
+        for name in WIRES:
+            for key, value in rank[name]["masters"].items():
+                assert torch.allclose(value, native[key], rtol=0, atol=3e-6), (name, key)
+                assert torch.equal(rank[name]["weights"][key], ranks[0][name]["weights"][key]), (name, key)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_fp16_weights_are_the_rounded_masters_on_all_ranks_for_every_wire(world_size) -> None:
+    ranks = run_ranks(world_size, all_wires, Policy.fp16(), 20)
+    for name in WIRES:
+        for key, master in ranks[0][name]["masters"].items():
+            for rank in ranks:
+                weight = rank[name]["weights"][key]
+                assert torch.equal(rank[name]["masters"][key], master), (name, key)
+                assert torch.equal(weight, master.to(weight.dtype)), (name, key)
+        assert ranks[0][name]["norms"] == pytest.approx(ranks[0]["native"]["norms"], rel=2e-3)
+
+
+def test_all_wires_send_the_same_bytes_and_shards_divide_the_memory() -> None:
+    ranks = run_ranks(2, large_states)
+    native, sharded = ranks[0]["native"], ranks[0]["sharded"]
+    assert ranks[0]["fp32"]["bytes"] == native["bytes"] == sharded["bytes"]
+    assert native["state_bytes"] / native["parameters"] <= 16.5
+    assert sharded["state_bytes"] / sharded["parameters"] <= 4 + 12 / 2 + 0.5
+
+
+def large_states(env: WorkerEnv) -> dict[str, dict]:
+    """One step of a model whose vectors are small beside its matrices."""
+    results = {}
+    for name, wire in WIRES.items():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(500, 500)
+        stepper = Stepper(model, AdamW(0.01), Policy.fp16(), env.group, wire=wire, reference_count=8)
+        report = train(stepper, torch.randn(8, 500), torch.zeros(8, dtype=torch.int64))
+        results[name] = {
+            "bytes": report.wire_bytes,
+            "state_bytes": stepper.state_bytes(),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        }
+    return results
+
+
+def plant(env: WorkerEnv, wire: Wire, matrix: float, scale: int = 1) -> dict:
+    """One step in which every rank's fp16 gradient is `matrix` times the scale throughout."""
+    model = Planted(5, 7, 11)
+    scaling = Scaling("static", init=scale)
+    stepper = Stepper(
+        model, SGD(1.0), Policy.fp16(), env.group, wire=wire, scaling=scaling, reference_count=1
+    )
+    before = model.matrix.detach().clone()
+    with stepper.forward():
+        loss = model(torch.full((5, 7), matrix), 0.0)
+    stepper.backward(loss, 1)
+    report = stepper.step().read()
+    moved = (before.float() - model.matrix.detach().float()).abs().max().item()
+    return {"skipped": report.skipped, "norm": report.grad_norm, "moved": moved, "report": report}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_60000_on_every_rank_overflows_native_and_gives_the_mean_elsewhere(world_size) -> None:
+    mean_norm = 60000 * 35**0.5
+    assert all(rank["skipped"] for rank in run_ranks(world_size, plant, WIRES["native"], 60000.0))
+    for name in ("fp32", "sharded"):
+        for rank in run_ranks(world_size, plant, WIRES[name], 60000.0):
+            assert not rank["skipped"], name
+            assert rank["norm"] == pytest.approx(mean_norm, rel=1e-3), name
+
+
+def plant_inf_on_last_rank(env: WorkerEnv, wire: Wire) -> tuple:
+    value = float("inf") if env.rank == env.world_size - 1 else 1.0
+    result = plant(env, wire, value)
+    report = result["report"]
+    return result["skipped"], result["moved"], report.culprit_ranks, report.culprit_parameters
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_overflow_is_skipped_and_named_on_every_wire(name, world_size) -> None:
+    expected = (True, 0.0, (world_size - 1,), ("matrix",))
+    assert run_ranks(world_size, plant_inf_on_last_rank, WIRES[name]) == [expected] * world_size
+
+
+def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
+    """The names of the collectives of a second step, in order."""
+    calls: list[str] = []
+    names = ["all_reduce", "all_to_all_single", "all_gather_single", "all_gather_into_tensor"]
+    for name in names:
+        original = getattr(dist, name, None)
+        if original is not None and not (name == "all_gather_into_tensor" and hasattr(dist, names[2])):
+            setattr(dist, name, recording(original, name, calls))
+    model = mlp()
+    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, wire=wire, reference_count=8)
+    x, classes = torch.randn(8, model[0].in_features), torch.zeros(8, dtype=torch.int64)
+    train(stepper, x, classes)
+    calls.clear()
+    train(stepper, x, classes)
+    return calls
+
+
+def recording(original, name, calls):
+    def record(*args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    return record
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("native", ["all_reduce"] * 3),
+        ("fp32", ["all_reduce", "all_to_all_single", "all_reduce", "all_gather_single"]),
+        (
+            "sharded",
+            ["all_reduce", "all_to_all_single", "all_reduce", "all_reduce", "all_gather_single"],
+        ),
+    ],
+)
+def test_no_collective_beyond_the_counts_the_buckets_and_the_shared_looks(name, expected) -> None:
+    """Counts, one bucket of matrices, one of vectors; sharded ranks also add up what each has seen."""
+    first, second = run_ranks(2, count_collectives, WIRES[name])
+    assert first == second
+    assert sorted(call.replace("into_tensor", "single") for call in first) == sorted(expected)
