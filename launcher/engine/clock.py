@@ -26,7 +26,9 @@ class StepClock:
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """End the part of this name now."""
+        """End the part of this name now. A step that is being captured into a graph is not timed."""
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()

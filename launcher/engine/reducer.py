@@ -40,7 +40,8 @@ class _Backward:
 class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
 
-    `transports` says by the name of the segment how its buckets travel.
+    `transports` says by the name of the segment how its buckets travel; `compiled` is for the sums that
+    decide on overflow.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Reducer:
         transports: Mapping[str, Transport],
         micro_batches: int = 1,
         overlap: bool = True,
+        compiled: bool = False,
     ) -> None:
         self._layout = layout
         self._group = group
@@ -58,7 +60,7 @@ class Reducer:
         self._overlap = overlap
         self._transports = transports
         self._sharded = any(isinstance(transport, ShardedSum) for transport in transports.values())
-        self._sums = SumOfSquares(layout.device)
+        self._sums = SumOfSquares(layout.device, compiled)
         self.buckets = _buckets(layout, self._world_size)
         self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None

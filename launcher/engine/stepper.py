@@ -21,11 +21,12 @@ from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
 from launcher.engine.policy import Emulation, Policy, choose_emulation
-from launcher.engine.reducer import Reducer
+from launcher.engine.reducer import Reduced, Reducer
 from launcher.engine.result import StepResult
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
 from launcher.engine.shards import Shards
 from launcher.engine.state import EngineState, counters_of, refuse_other_names, set_counters
+from launcher.engine.tally import Tally
 from launcher.engine.update import Optimizer, Scalars, Updater
 from launcher.engine.wires import Wire, choose_transports
 
@@ -71,7 +72,7 @@ class Stepper:
         self._device = self.layout.device
         self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
         transports, self._divisor = choose_transports(wire, self.layout, group)
-        self.reducer = Reducer(self.layout, group, transports, micro_batches, wire.overlap)
+        self.reducer = Reducer(self.layout, group, transports, micro_batches, wire.overlap, compiled)
         self.shards = Shards(self.layout, transports, group)
         self.updater: Updater | AdaptedUpdater = (
             AdaptedUpdater(self.layout, self.shards.pieces, optimizer)
@@ -85,6 +86,7 @@ class Stepper:
         self._micro_batches = micro_batches
         self._reference = reference_count
         self._names = [slot.name for slot in self.layout.slots]
+        self._tally = Tally(self._device, group)
         self.clock = StepClock(self._device)
         self._start_of_step()
 
@@ -119,9 +121,9 @@ class Stepper:
             self._reference = self._agree_on_reference(count)
         self._done += 1
         last = self._done == self._micro_batches
-        self._count(loss_sum, count)
+        self._tally.add(loss_sum, count)
         if last:
-            self._send_counts()
+            self._tally.send()
         self.reducer.begin_backward(last)
         factor = self.scale.value() / self._reference  # both powers of two: exact
         # Emulated arithmetic must reach the forward passes that activation checkpointing repeats in backward.
@@ -130,16 +132,19 @@ class Stepper:
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step."""
+        values, reduced = self.step_on_device()
+        return StepResult.capture(values, self.scale.state, reduced, self._names, self.clock.take())
+
+    def step_on_device(self) -> tuple[Tensor, Reduced]:
+        """`step()` without the report to the host: what a CUDA graph can capture."""
         if self._reference is None:
             self._reference = self._agree_on_reference(0)
-        if self._counts_work is None:
-            self._send_counts()
+        if not self._tally.sent:
+            self._tally.send()
         self.clock.mark("compute")
         self.reducer.flush()
         reduced = self.reducer.finish()
-        if isinstance(self._counts_work, dist.Work):
-            self._counts_work.wait()
-        count, loss_sum, bad_losses = self._counts.unbind()
+        count, loss_sum, bad_losses = self._tally.totals()
         self.clock.mark("wire")
 
         squares = reduced.sums.sum()
@@ -148,24 +153,20 @@ class Stepper:
         skip = overflow | bad_loss | (count == 0)
 
         scale = self.scale.value().double()
-        assert self._reference is not None
         unscale = self._divisor * self._reference / (scale * count)
         grad_norm = unscale * squares.sqrt()
-        clip = torch.ones_like(grad_norm)
-        if self._clip_norm is not None:
-            clip = (self._clip_norm / (grad_norm + 1e-6)).clamp(max=1.0)
         # take, not [...]: indexing with a 0-dim tensor asks the host for its value
         lr = self._rates.take(self.scale.applied.clamp(max=len(self._rates) - 1))
-        self.updater.step(Scalars((unscale * clip).float(), lr, self.scale.applied + 1, skip))
+        multiplier = (unscale * self._clip_factor(grad_norm)).float()
+        self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
         self.shards.gather_weights()
         self.buffers.restore_if(skip)
         self.scale.advance(skip, bad_loss, overflow)
         self.clock.mark("update")
-
-        values = torch.stack([loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses])
-        result = StepResult.capture(values, self.scale.state, reduced, self._names, self.clock.take())
         self._start_of_step()
-        return result
+        return torch.stack(
+            [loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses]
+        ), reduced
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
@@ -232,20 +233,13 @@ class Stepper:
     def _start_of_step(self) -> None:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
         self._done = 0
-        self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)
-        self._counts_work: dist.Work | bool | None = None
+        self._tally.restart()
 
-    def _count(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Add to what travels with the step: count, sum of losses, number of losses not finite."""
-        loss = loss_sum.detach().double()
-        n = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, float(count))
-        self._counts += torch.stack([n, loss, (~loss.isfinite()).double()])
-
-    def _send_counts(self) -> None:
-        """The step's only collective beside the buckets; always the first of a step, on every rank."""
-        self._counts_work = True
-        if self.group is not None:
-            self._counts_work = dist.all_reduce(self._counts, group=self.group, async_op=True)
+    def _clip_factor(self, grad_norm: Tensor) -> Tensor:
+        """min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`."""
+        if self._clip_norm is None:
+            return torch.ones_like(grad_norm)
+        return (self._clip_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
     def _agree_on_reference(self, count: int | Tensor) -> int:
         """n0 from the first step: the power of two nearest to the mean count per rank. A collective."""

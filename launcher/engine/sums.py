@@ -52,9 +52,9 @@ class SumOfSquares:
         """Widen, then one dot product: both run at memory speed, unlike norms of fp16 tensors."""
         dots = torch.empty(-(-part.numel() // DOT), dtype=wide)
         out = iter(dots.unbind())
-        for chunk in part.split(CHUNK):
+        for chunk in torch.split(part, CHUNK):
             scratch = self._scratch_for(wide)[: chunk.numel()].copy_(chunk)
-            for factor in scratch.split(DOT):
+            for factor in torch.split(scratch, DOT):
                 torch.dot(factor, factor, out=next(out))
         return dots.double().sum()
 

@@ -5,33 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.engine.layout import Slot
 from launcher.engine.sums import CHUNK, SumOfSquares
 
-SIZE = CHUNK + 3
+# Two that a compiled kernel reads side by side, one of an odd length, one without elements, two small ones.
+LENGTHS = (CHUNK, 8192, CHUNK + 3, 0, 7, 100)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Torch's own compiler uses torch.jit when it is first imported.
+COMPILED = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
 
 
-def slots() -> list[Slot]:
-    size = torch.Size([SIZE])
-    return [Slot(str(i), i, size, (1,), i * SIZE, SIZE) for i in range(2)] + [
-        Slot("empty", 2, torch.Size([0]), (1,), 2 * SIZE, 0)
-    ]
+@pytest.fixture(params=[False, pytest.param(True, marks=COMPILED)], ids=["plain", "compiled"])
+def sums(request) -> SumOfSquares:
+    return SumOfSquares(torch.device("cpu"), compiled=request.param)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_largest_finite_elements_have_a_finite_sum(dtype) -> None:
-    flat = torch.full((2 * SIZE,), torch.finfo(dtype).max, dtype=dtype)
-    sums = SumOfSquares(torch.device("cpu"))([slot.flat(flat) for slot in slots()])
-    exact = SIZE * torch.finfo(dtype).max ** 2
-    assert sums.tolist() == pytest.approx([exact, exact, 0.0], rel=1e-5)
+def split(flat: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.split(flat, LENGTHS))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_finite_elements_have_a_finite_sum(sums, dtype) -> None:
+    flat = torch.full((sum(LENGTHS),), torch.finfo(dtype).max, dtype=dtype)
+    exact = [length * torch.finfo(dtype).max ** 2 for length in LENGTHS]
+    assert sums(split(flat)).tolist() == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sums_are_those_of_fp64(sums, dtype) -> None:
+    flat = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = [part.double().square().sum().item() for part in split(flat)]
+    assert sums(split(flat)).tolist() == pytest.approx(exact, rel=3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("position", [0, CHUNK, SIZE - 1])
-def test_one_element_that_is_not_finite_shows_in_its_own_sum_only(dtype, value, position) -> None:
-    flat = torch.ones(2 * SIZE, dtype=dtype)
-    flat[SIZE + position] = value
-    sums = SumOfSquares(torch.device("cpu"))([slot.flat(flat) for slot in slots()])
-    assert sums.isfinite().tolist() == [True, False, True]
-    assert sums[0] == SIZE
+def test_one_element_that_is_not_finite_shows_in_its_own_sum_only(sums, dtype, value) -> None:
+    for index, length in enumerate(LENGTHS):
+        for position in {0, length // 2, length - 1} if length else ():
+            parts = split(torch.ones(sum(LENGTHS), dtype=dtype))
+            parts[index][position] = value
+            expected = [other != index for other in range(len(LENGTHS))]
+            assert sums(parts).isfinite().tolist() == expected, (index, position)

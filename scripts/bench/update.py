@@ -1,0 +1,292 @@
+"""Time of the whole update (check, norm, clip, optimizer, fp16 weights) against what stock torch offers.
+
+    python scripts/bench/update.py [--quick] [--json FILE] [--threads 2 1] [--models resnet50 bert_base]
+
+On the parameter shapes of ResNet-50 and BERT-base, for AdamW and for SGD with Nesterov momentum. All
+contenders live in one process and take turns, A B C A B C, so that they see the same machine; reported are
+minimum and median. The bytes per parameter are those that a copy would move in the same time. The compiled
+pass is watched: a compilation after the warm-up ends the benchmark with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from launcher.engine import SGD, AdamW, Policy
+from launcher.engine.layout import Layout
+from launcher.engine.sums import SumOfSquares
+from launcher.engine.update import Optimizer, Piece, Scalars, Updater
+from scripts.bench.baselines import CLIP_NORM, LOSS_SCALE, FusedAlone, PerTensor, StockComposition
+
+DATE = "2026-11-20"
+Shapes = dict[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer under torch's options and as the engine's value."""
+
+    torch_options: Mapping[str, Any]
+    ours: Optimizer
+
+
+RULES = {
+    "adamw": Rule({"lr": 1e-4, "weight_decay": 0.01}, AdamW(1e-4, weight_decay=0.01)),
+    "sgd": Rule(
+        {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
+        SGD(1e-3, momentum=0.9, nesterov=True, weight_decay=5e-4),
+    ),
+}
+
+
+def resnet50_shapes() -> Shapes:
+    """ImageNet's ResNet-50: a 7x7 stem, 3 + 4 + 6 + 3 bottleneck blocks, 1000 classes."""
+    shapes = convolution("conv1", "bn1", 64, 3, 7)
+    channels = 64
+    for stage, (depth, width) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True), 1):
+        for block in range(depth):
+            name = f"layer{stage}.{block}"
+            shapes |= convolution(f"{name}.conv1", f"{name}.bn1", width, channels, 1)
+            shapes |= convolution(f"{name}.conv2", f"{name}.bn2", width, width, 3)
+            shapes |= convolution(f"{name}.conv3", f"{name}.bn3", 4 * width, width, 1)
+            if block == 0:
+                shapes |= convolution(f"{name}.downsample.0", f"{name}.downsample.1", 4 * width, channels, 1)
+            channels = 4 * width
+    return shapes | linear("fc", 1000, channels)
+
+
+def bert_base_shapes() -> Shapes:
+    """BERT-base, uncased: three embeddings, 12 layers of width 768, and the pooler."""
+    width, inner = 768, 3072
+    shapes = {
+        f"embeddings.{name}.weight": torch.Size((rows, width))
+        for name, rows in (("word", 30522), ("position", 512), ("token_type", 2))
+    }
+    shapes |= norm("embeddings.norm", width)
+    for layer in range(12):
+        name = f"encoder.{layer}"
+        for part in ("query", "key", "value", "attention_output"):
+            shapes |= linear(f"{name}.{part}", width, width)
+        shapes |= norm(f"{name}.attention_norm", width)
+        shapes |= linear(f"{name}.intermediate", inner, width) | linear(f"{name}.output", width, inner)
+        shapes |= norm(f"{name}.output_norm", width)
+    return shapes | linear("pooler", width, width)
+
+
+def tiny_shapes() -> Shapes:
+    """For a test of the benchmark itself."""
+    return convolution("conv", "bn", 40, 30, 3) | linear("fc", 200, 90)
+
+
+def convolution(name: str, norm_name: str, out: int, channels: int, kernel: int) -> Shapes:
+    return {f"{name}.weight": torch.Size((out, channels, kernel, kernel))} | norm(norm_name, out)
+
+
+def norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": torch.Size((width,)), f"{name}.bias": torch.Size((width,))}
+
+
+def linear(name: str, out: int, width: int) -> Shapes:
+    return {f"{name}.weight": torch.Size((out, width)), f"{name}.bias": torch.Size((out,))}
+
+
+MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
+    "resnet50": (resnet50_shapes, 25_557_032),
+    "bert_base": (bert_base_shapes, 109_482_240),
+    "tiny": (tiny_shapes, 29_080),
+}
+
+
+class Contender(Protocol):
+    def step(self) -> None: ...
+
+
+class Copy:
+    """The measure of the machine's memory: as many fp32 elements as there are parameters, copied."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self._source, self._target = torch.randn(num_parameters), torch.zeros(num_parameters)
+
+    def step(self) -> None:
+        self._target.copy_(self._source)
+
+
+class Ours:
+    """The engine's update as a step runs it after the wire: one look at the gradient, then one pass."""
+
+    def __init__(self, shapes: Shapes, optimizer: Optimizer, compiled: bool) -> None:
+        self._layout = Layout(holder_of(shapes), Policy.fp16())
+        for segment in self._layout.segments:
+            for slot in segment.slots:  # what lies between the slots stays zero
+                slot.flat(segment.grad).normal_()
+        self._sums = SumOfSquares(self._layout.device, compiled)
+        self._runs = [
+            [slot.flat(segment.grad) for slot in run.slots]
+            for segment in self._layout.segments
+            for run in segment.runs
+        ]
+        pieces = [Piece(segment.weight, segment.master, segment.grad) for segment in self._layout.segments]
+        self._updater = Updater(pieces, optimizer, compiled)
+        self._lr = torch.tensor(optimizer.lr, dtype=torch.float64)
+        self._number = torch.ones((), dtype=torch.int64)
+
+    def step(self) -> None:
+        squares = torch.cat([self._sums(parts) for parts in self._runs]).sum()
+        unscale = 1 / LOSS_SCALE
+        clip = (CLIP_NORM / (unscale * squares.sqrt() + 1e-6)).clamp(max=1.0)
+        self._updater.step(Scalars((unscale * clip).float(), self._lr, self._number, ~squares.isfinite()))
+        self._number = self._number + 1
+
+
+def holder_of(shapes: Shapes) -> nn.Module:
+    """A module with parameters of these shapes and nothing else."""
+    holder = nn.Module()
+    for name, shape in shapes.items():
+        holder.register_parameter(name.replace(".", "_"), nn.Parameter(torch.randn(shape)))
+    return holder
+
+
+def contenders_for(shapes: Shapes, optimizer: str, slow: bool) -> dict[str, Contender]:
+    rule, sizes = RULES[optimizer], list(shapes.values())
+    contenders: dict[str, Contender] = {
+        "copy": Copy(sum(size.numel() for size in sizes)),
+        "fused alone": FusedAlone(sizes, optimizer, rule.torch_options),
+        "stock composition": StockComposition(sizes, optimizer, rule.torch_options),
+        "per tensor": PerTensor(sizes, optimizer, rule.torch_options),
+        "ours, plain": Ours(shapes, rule.ours, compiled=False),
+        "ours, compiled": Ours(shapes, rule.ours, compiled=True),
+    }
+    return contenders if slow else {k: v for k, v in contenders.items() if k != "per tensor"}
+
+
+def measure(contenders: Mapping[str, Contender], repeats: int) -> dict[str, list[float]]:
+    """Seconds by contender. They take turns; the first two rounds touch memory, compile, and do not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    compiled = 0
+    for repeat in range(-2, repeats):
+        if repeat == 0:
+            compiled = num_compilations()
+        for name, contender in contenders.items():
+            began = time.perf_counter()
+            contender.step()
+            if repeat >= 0:
+                times[name].append(time.perf_counter() - began)
+    if num_compilations() != compiled:
+        raise RuntimeError(f"{num_compilations() - compiled} graphs were compiled again between steps")
+    return times
+
+
+def num_compilations() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, dict[str, float]]:
+    """By contender; ratios of medians and of minima to the fused optimizer and to the stock composition."""
+    rows = {}
+    for name, seconds in times.items():
+        row = {"min_ms": 1e3 * min(seconds), "median_ms": 1e3 * statistics.median(seconds)}
+        row["bytes_per_parameter_at_copy_speed"] = 8 * min(seconds) / min(times["copy"])
+        for other in ("fused alone", "stock composition"):
+            key = other.replace(" ", "_")
+            row[f"min_over_{key}"] = min(seconds) / min(times[other])
+            row[f"median_over_{key}"] = statistics.median(seconds) / statistics.median(times[other])
+        rows[name] = row
+    rows["copy"]["gb_per_s"] = 8e-9 * num_parameters / min(times["copy"])
+    return rows
+
+
+def tell(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    print(f"\n{title}; copy: {rows['copy']['gb_per_s']:.1f} GB/s read and written")
+    print(
+        f"{'':18} {'min ms':>8} {'median':>8} {'/ fused':>8} {'median':>7} {'/ stock':>8} {'median':>7} "
+        f"{'B/p':>6}"
+    )
+    for name, row in rows.items():
+        print(
+            f"{name:18} {row['min_ms']:8.1f} {row['median_ms']:8.1f} {row['min_over_fused_alone']:8.2f} "
+            f"{row['median_over_fused_alone']:7.2f} {row['min_over_stock_composition']:8.2f} "
+            f"{row['median_over_stock_composition']:7.2f} {row['bytes_per_parameter_at_copy_speed']:6.1f}"
+        )
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux tells it, or what Python knows."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "huge_pages_for_tensors": os.environ.get("THP_MEM_ALLOC_ENABLE") == "1",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": DATE,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    models = ["tiny"] if arguments.quick else arguments.models
+    repeats = 2 if arguments.quick else arguments.repeats
+    cases = []
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for model in models:
+            make, num_parameters = MODELS[model]
+            shapes = make()
+            assert sum(shape.numel() for shape in shapes.values()) == num_parameters
+            for optimizer in RULES:
+                gc.collect()
+                torch._dynamo.reset()  # each case compiles for itself
+                contenders = contenders_for(shapes, optimizer, slow=not arguments.skip_per_tensor)
+                rows = summary(measure(contenders, repeats), num_parameters)
+                del contenders
+                tell(f"{model}, {num_parameters:,} parameters, {optimizer}, {threads} threads", rows)
+                cases.append({"model": model, "optimizer": optimizer, "threads": threads, "rows": rows})
+                if arguments.json:  # after each case: a long run that is ended has shown something
+                    arguments.json.write_text(json.dumps(report(cases, repeats), indent=2) + "\n")
+
+
+def report(cases: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
+    return {
+        "what": "whole update: check, norm, clip, optimizer, fp16 weights",
+        "machine": machine(),
+        "n": repeats,
+        "cases": cases,
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["resnet50", "bert_base"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--skip-per-tensor", action="store_true", help="leave the slowest contender out")
+    parser.add_argument("--quick", action="store_true", help="two repeats, a tiny model: a test of this file")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

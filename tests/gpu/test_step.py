@@ -1,0 +1,182 @@
+"""On a GPU: no step waits for the device, a captured step gives the same bits, accuracy is the usual one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
+from launcher.recipe import load_recipe
+from tests.configs import composed
+from tests.models import conv_net
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+
+
+def batch_of(step: int, size: int = 64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, classes = (
+        torch.randn(size, 3, 8, 8, generator=generator),
+        torch.randint(3, (size,), generator=generator),
+    )
+    return x.to(DEVICE), classes.to(DEVICE)
+
+
+def stepper_of(policy: Policy, compiled: bool = False) -> Stepper:
+    scaling = Scaling(init=2**24, growth_interval=4)  # overflows at first, grows again: both verdicts occur
+    return Stepper(
+        conv_net().to(DEVICE),
+        AdamW(0.01),
+        policy,
+        scaling=scaling if policy.arithmetic == torch.float16 else None,
+        clip_norm=1.0,
+        learning_rates=[0.01, 0.005, 0.002],
+        reference_count=64,
+        compiled=compiled,
+    )
+
+
+def forward_backward(stepper: Stepper, x: Tensor, classes: Tensor) -> None:
+    with stepper.forward():
+        loss = F.cross_entropy(stepper.model(x).float(), classes, reduction="sum")
+    stepper.backward(loss, len(classes))
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["fp32", "amp_fp16", "fp16", "pure_fp16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_step_waits_for_the_device(name, compiled) -> None:
+    stepper = stepper_of(Policy.named(name), compiled)
+    batches = [batch_of(step) for step in range(6)]
+    for x, classes in batches[:2]:  # compiles, chooses algorithms
+        forward_backward(stepper, x, classes)
+        stepper.step().read()
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        results = []
+        for x, classes in batches[2:]:
+            forward_backward(stepper, x, classes)
+            results.append(stepper.step())
+    assert [result.read().applied_steps + result.read().skipped_steps for result in results] == [3, 4, 5, 6]
+
+
+def test_a_step_captured_in_a_cuda_graph_gives_the_same_bits() -> None:
+    eager, captured = stepper_of(Policy.fp16()), stepper_of(Policy.fp16())
+    steps = [batch_of(step) for step in range(20)]
+    warm_up = 3
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x, classes in steps[:warm_up]:
+            forward_backward(captured, x, classes)
+            captured.step_on_device()
+    torch.cuda.current_stream().wait_stream(side)
+
+    x, classes = (tensor.clone() for tensor in steps[warm_up])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # records, does not run
+        forward_backward(captured, x, classes)
+        captured.step_on_device()
+    for new_x, new_classes in steps[warm_up:]:
+        x.copy_(new_x)
+        classes.copy_(new_classes)
+        graph.replay()
+    for new_x, new_classes in steps:
+        forward_backward(eager, new_x, new_classes)
+        eager.step()
+    torch.cuda.synchronize()
+    assert eager.scale.state.tolist() == captured.scale.state.tolist()
+    assert eager.scale.state[4] > 0, "no step was skipped: the test says less than it should"
+    assert state_digest_on_host(eager) == state_digest_on_host(captured)
+
+
+def state_digest_on_host(stepper: Stepper) -> list[list[float]]:
+    state = stepper.state()
+    tensors = [*state.weights.values(), *state.optimizer.values(), *state.buffers.values()]
+    return [tensor.double().flatten().tolist() for tensor in tensors]
+
+
+def accuracy_after(train_step, model: nn.Module, forward, seed: int, epochs: int = 6) -> float:
+    """Accuracy on the held-out digits; `train_step(x, classes)` does one update."""
+    recipe = load_recipe(composed())
+    images, labels = (recipe.train.columns[name].to(DEVICE) for name in ("image", "label"))
+    generator = torch.Generator().manual_seed(seed)
+    assert recipe.eval_transform is not None
+    for _ in range(epochs):
+        for indices in torch.randperm(len(labels), generator=generator).split(64):
+            batch = {"image": images[indices.to(DEVICE)], "label": labels[indices.to(DEVICE)]}
+            train_step(recipe.eval_transform(batch)["image"], batch["label"])
+    model.eval()
+    held_out = recipe.eval_transform({name: c.to(DEVICE) for name, c in recipe.validation.columns.items()})
+    with torch.no_grad(), forward():
+        predicted = model(held_out["image"]).argmax(dim=1)
+    return (predicted == held_out["label"]).float().mean().item()
+
+
+def fresh_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return load_recipe(composed()).build_model().to(DEVICE)
+
+
+def ours(seed: int) -> float:
+    model = fresh_model(seed)
+    stepper = Stepper(model, SGD(0.05, 0.9, True, 5e-4), Policy.fp16(), reference_count=64)
+
+    def step(x: Tensor, classes: Tensor) -> None:
+        forward_backward(stepper, x, classes)
+        stepper.step()
+
+    return accuracy_after(step, model, stepper.forward, seed)
+
+
+def autocast_and_grad_scaler(seed: int) -> float:
+    model = fresh_model(seed)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
+    )
+    scaler = torch.amp.GradScaler("cuda")
+
+    def forward() -> contextlib.AbstractContextManager[None]:
+        return torch.autocast("cuda", dtype=torch.float16)
+
+    def step(x: Tensor, classes: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with forward():
+            loss = F.cross_entropy(model(x), classes)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return accuracy_after(step, model, forward, seed)
+
+
+def test_accuracy_is_that_of_autocast_with_grad_scaler() -> None:
+    seeds = range(3)
+    mean_ours = sum(map(ours, seeds)) / len(seeds)
+    mean_theirs = sum(map(autocast_and_grad_scaler, seeds)) / len(seeds)
+    assert abs(mean_ours - mean_theirs) < 0.01
+    assert mean_ours > 0.95
+
+
+def test_the_digest_helper_sees_a_difference() -> None:
+    one, other = stepper_of(Policy.fp16()), stepper_of(Policy.fp16())
+    assert state_digest_on_host(one) == state_digest_on_host(other)
+    other.shards.pieces[0].master[0] += 1e-3
+    assert state_digest_on_host(one) != state_digest_on_host(other)
