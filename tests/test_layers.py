@@ -14,9 +14,9 @@ LAYERS = (
     {"environment", "telemetry", "arguments", "overview"},
     {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
     {"checkpoint", "consistency"},
-    {"loop", "watch", "evaluate", "report"},
+    {"loop", "watch", "evaluate", "culprit", "gradients", "report", "export"},
     {"equipment", "closing", "worker"},
-    {"supervisor", "rendezvous", "overrides", "compose", "jobs", "sweep"},
+    {"supervisor", "rendezvous", "overrides", "compose", "experiments", "jobs", "sweep"},
     {"cli"},
     {"__main__"},
 )

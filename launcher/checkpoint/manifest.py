@@ -1,0 +1,130 @@
+"""What the files of a checkpoint must be, and whether they are.
+
+Owns manifest.json: size and SHA-256 of each file, and its own digest, so that no flipped bit can pass for
+another format or file. Never follows a symbolic link out of a checkpoint and reads nothing but plain files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launcher.checkpoint.tensors import Written
+from launcher.errors import ConfigError
+
+FORMAT = 1
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+STEP = "step-"
+
+
+def step_name(step: int) -> str:
+    """The directory of a step's checkpoint: eight digits, more where they are needed."""
+    return f"{STEP}{step:08d}"
+
+
+def verify(path: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint, in words; empty where every byte is as it was written.
+
+    Raises ConfigError for one that a newer version has written, which is not damage.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return [f"{path.name} is {'a symbolic link' if path.is_symlink() else 'not a directory'}"]
+    try:
+        files = read_manifest(path)
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST} cannot be read: {error}"]
+    return [problem for name, entry in files.items() for problem in _problems_of(path / name, entry)]
+
+
+def looks_whole(path: Path) -> bool:
+    """Whether all files are there in full length: a quick look, for what this process has written itself."""
+    try:
+        entries = read_manifest(path)
+        return all((path / name).lstat().st_size == entry.size_bytes for name, entry in entries.items())
+    except (OSError, ValueError):
+        return False
+
+
+def read_manifest(path: Path) -> dict[str, Written]:
+    """What each file of a checkpoint must be. Raises OSError, ValueError, ConfigError for a newer format."""
+    try:
+        content = _content_of(read_regular(path / MANIFEST))
+        if content["format"] != FORMAT:
+            raise ConfigError(
+                f"{path} has format {content['format']}; this version reads format {FORMAT}. "
+                "Go on with the version that wrote it, or begin a new run with another run.dir."
+            )
+        if path.name.startswith(STEP) and path.name != step_name(content["step"]):
+            raise ValueError(f"it is that of step {content['step']}")
+        files = {name: Written(**entry) for name, entry in content["files"].items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if set(files) != {WEIGHTS, OPTIMIZER, STATE}:
+        raise ValueError(f"it lists {', '.join(sorted(files))}")
+    return files
+
+
+def _content_of(raw: bytes) -> dict[str, Any]:
+    """Raises ValueError for every text but what `manifest_text` made."""
+    content = json.loads(raw).get("content") if raw else None
+    if not isinstance(content, dict) or raw != manifest_text(content):
+        raise ValueError("it is incomplete or has been changed")
+    return content
+
+
+def manifest_text(content: Mapping[str, Any]) -> bytes:
+    """The file's bytes. Later formats keep this frame, so that an older version can tell them from damage."""
+    text = json.dumps(content, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{{"content": {text}, "sha256": "{digest}"}}\n'.encode()
+
+
+def manifest_of(step: int, files: Mapping[str, Written]) -> bytes:
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: asdict(written) for name, written in files.items()},
+    }
+    return manifest_text(content)
+
+
+def manifest_digest(path: Path) -> str:
+    """One string that is equal for equal checkpoints. Raises OSError or ValueError."""
+    return hashlib.sha256(read_regular(path / MANIFEST)).hexdigest()
+
+
+def read_regular(file: Path) -> bytes:
+    """The bytes of a plain file. Raises OSError, and ValueError for anything else."""
+    with open(_open_regular(file), "rb") as opened:
+        return opened.read()
+
+
+def _open_regular(file: Path) -> int:
+    """A descriptor of a plain file: a link could lead out of the run, a pipe would never end."""
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise ValueError(f"{file.name} is not a plain file")
+    return os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+
+
+def _problems_of(file: Path, entry: Written) -> list[str]:
+    try:
+        with open(_open_regular(file), "rb") as opened:
+            size_bytes = os.fstat(opened.fileno()).st_size
+            if size_bytes != entry.size_bytes:
+                return [f"{file.name} has {size_bytes} bytes instead of {entry.size_bytes}"]
+            if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
+                return [f"{file.name} has been changed: its SHA-256 is not that of the manifest"]
+    except FileNotFoundError:
+        return [f"{file.name} is missing"]
+    except (OSError, ValueError) as error:
+        return [f"{file.name} cannot be read: {error}"]
+    return []

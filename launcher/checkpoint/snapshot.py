@@ -1,0 +1,246 @@
+"""All that a run is between two steps, as plain tensors on the host and JSON values.
+
+Owns what must survive a crash, how it is taken from a running job and given back to one, and the refusal of
+another run's state. Knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.config import Config
+from launcher.engine import Stepper
+from launcher.engine.state import EngineState
+from launcher.environment import WorkerEnv
+from launcher.errors import ConfigError
+
+SHOWN = 3  # differences that an error names; more would hide the rest of it
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: whole and partial epochs, finished steps, samples trained on."""
+
+    epoch: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The recipe's metric, measured with the weights it is saved with; which of two runs is better."""
+
+    name: str
+    value: float
+    lower_is_better: bool = False
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Under which conditions a state was saved. A run may go on under others; this is for people."""
+
+    world_size: int
+    reference_count: int  # n0 of the loss boundary, per rank
+    wire: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same for a run to be the same run. Rates, epochs, ranks and wire may change."""
+
+    recipe: str
+    model: str
+    optimizer: str
+    precision: str
+    data: str
+    seed: int
+    num_samples: int
+    batch_size: int
+    drop_last: bool
+    tensors: dict[str, list[int]]  # shapes of parameters and buffers by name
+
+    @classmethod
+    def of(cls, config: Config, model: nn.Module, num_samples: int) -> Identity:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return cls(
+            recipe=config.recipe.name,
+            model=config.model.name,
+            optimizer=config.optim.name,
+            precision=config.precision.name,
+            data=config.data.name,
+            seed=config.seed,
+            num_samples=num_samples,
+            batch_size=config.data.batch_size,
+            drop_last=config.data.drop_last,
+            tensors={name: list(tensor.shape) for name, tensor in tensors},
+        )
+
+    def differences(self, saved: Identity) -> list[str]:
+        """In words, what `saved` has that this run has not; empty for the same run."""
+        mine, theirs = asdict(self), asdict(saved)
+        shapes, saved_shapes = mine.pop("tensors"), theirs.pop("tensors")
+        found = [
+            f"{key} is {theirs[key]} there and {value} here"
+            for key, value in mine.items()
+            if theirs[key] != value
+        ]
+        for name in sorted(shapes.keys() | saved_shapes.keys()):
+            there, here = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
+            if there != here:
+                found.append(f"{name} is {there} there and {here} here")
+        return found
+
+    def refuse_other(self, saved: Identity, where: str) -> None:
+        """Raise ConfigError unless `saved`, found in `where`, is of this run."""
+        found = self.differences(saved)
+        if found:
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise ConfigError(
+                f"{where} belongs to another run: {'; '.join(found[:SHOWN])}{more}. A run goes on only with "
+                "the model, data and optimizer it began with: give the overrides it was started with "
+                "(overrides.txt of its run), or begin a new run with another run.dir."
+            )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run after `progress.step` steps. All tensors are contiguous, on the host, its own.
+
+    `engine.buffers` are those of all ranks, averaged as for an evaluation; `rank_buffers` [world_size, ...]
+    hold what each rank had, where they differ (BatchNorm statistics do between two evaluations).
+    `random` holds the states of torch's generators: `cpu` and, on GPUs, `cuda`, uint8 [world_size, bytes].
+    `names` maps each key of the model's state_dict to the tensor that it is: tied weights are kept once.
+    `metric` is None where these weights have not been evaluated. `extra` is the caller's JSON.
+    """
+
+    engine: EngineState
+    progress: Progress
+    identity: Identity
+    origin: Origin
+    random: dict[str, Tensor]
+    names: dict[str, str]
+    rank_buffers: dict[str, Tensor] = field(default_factory=dict)
+    metric: Metric | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def take(
+    stepper: Stepper,
+    env: WorkerEnv,
+    identity: Identity,
+    origin: Origin,
+    progress: Progress,
+    metric: Metric | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Snapshot | None:
+    """Copy the run's state to the host, between steps. A collective: all ranks call it.
+
+    The leader gets the snapshot, the only copy; the others, who write nothing, get None.
+    """
+    random = _random_states(env)
+    state = stepper.state()
+    buffers = _buffers_by_rank(state.buffers, env)
+    if not env.is_leader:
+        return None
+    return Snapshot(
+        engine=EngineState(
+            weights=_on_host(state.weights),
+            optimizer=_on_host(state.optimizer),
+            buffers={name: _of_all_ranks(rows) for name, rows in buffers.items()},
+            counters=dict(state.counters),
+        ),
+        progress=progress,
+        identity=identity,
+        origin=origin,
+        random=random,
+        names=_state_dict_names(stepper.model),
+        rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
+        metric=metric,
+        extra=dict(extra or {}),
+    )
+
+
+def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> None:
+    """Go on from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
+
+    Raises ConfigError, on all ranks alike, for the state of another model or optimizer. On another number of
+    ranks all begin with the same buffers, and ranks beyond those saved share the random states of the first.
+    """
+    engine = snapshot.engine
+    if env.world_size == snapshot.origin.world_size:
+        own = {name: rows[env.rank] for name, rows in snapshot.rank_buffers.items()}
+        engine = replace(engine, buffers=engine.buffers | own)
+    try:
+        stepper.load(engine)
+    except ValueError as error:
+        raise ConfigError(f"the checkpoint of step {snapshot.progress.step} does not fit: {error}") from error
+    states = {name: rows[env.rank % len(rows)].clone() for name, rows in snapshot.random.items()}
+    torch.set_rng_state(states["cpu"])
+    if env.device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], env.device)
+
+
+def _random_states(env: WorkerEnv) -> dict[str, Tensor]:
+    """All ranks' generator states, on the host: uint8 [world_size, bytes]. A collective."""
+    own = {"cpu": torch.get_rng_state()}
+    if env.device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(env.device)
+    return {name: _gathered(state, env) for name, state in own.items()}
+
+
+def _buffers_by_rank(buffers: Mapping[str, Tensor], env: WorkerEnv) -> dict[str, Tensor]:
+    """All ranks' values on the host, [world_size, *shape] by name. A collective, one for all buffers."""
+    flat = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers.values()]
+    if not flat:
+        return {}
+    rows = torch.split(_gathered(torch.cat(flat), env), [len(part) for part in flat], dim=1)
+    return {
+        # cloned, because bytes can only be seen as wider numbers from an aligned address
+        name: part.clone(memory_format=torch.contiguous_format)
+        .view(buffer.dtype)
+        .reshape(env.world_size, *buffer.shape)
+        for (name, buffer), part in zip(buffers.items(), rows, strict=True)
+    }
+
+
+def _alike(rows: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    patterns = rows.flatten(1) if rows.ndim > 1 else rows.unsqueeze(1)
+    bits = patterns.view(torch.uint8)
+    return torch.equal(bits, bits[:1].expand_as(bits))
+
+
+def _of_all_ranks(rows: Tensor) -> Tensor:
+    """The mean where the ranks differ, as `Buffers.average` has it; a count is that of rank 0."""
+    if not rows.is_floating_point() or _alike(rows):
+        return rows[0].clone()
+    return (rows.float().sum(dim=0) / len(rows)).to(rows.dtype)
+
+
+def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
+    if env.group is None:
+        return state.unsqueeze(0).clone()
+    own = state.to(env.device)
+    rows = [torch.empty_like(own) for _ in range(env.world_size)]
+    dist.all_gather(rows, own, group=env.group)
+    return torch.stack(rows).cpu()
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def _state_dict_names(model: nn.Module) -> dict[str, str]:
+    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        key: own[id(value)] for key, value in model.state_dict(keep_vars=True).items() if id(value) in own
+    }

@@ -1,0 +1,120 @@
+"""Tensors by name in a safetensors file, and the digest of what was written.
+
+Owns the writing, so that bytes go from the tensors to the file and the digest in one pass, without a second
+copy in memory. Reading is the safetensors library's. Never executes anything it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from launcher.errors import StorageError
+
+# The words of the format: https://huggingface.co/docs/safetensors
+_WORDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file holds, as its writer knows it."""
+
+    size_bytes: int
+    sha256: str
+
+
+def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
+    """Create `path` from `parts`, on the disk before this returns. Raises OSError, also where it exists."""
+    with open(path, "xb") as file:
+        return _write_through(file, parts)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
+    """Create a safetensors file of contiguous CPU tensors, on the disk before this returns.
+
+    Raises OSError, and StorageError for a dtype that the format has no word for.
+    """
+    # Wide elements first, as the library does: every tensor is aligned when the file is mapped into memory.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        size_bytes = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _word(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size_bytes],
+        }
+        offset += size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return write_bytes(path, len(text).to_bytes(8, "little"), text, *(_bytes_of(tensors[n]) for n in names))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """What `write_tensors` was given, mapped from the file. Raises StorageError for anything else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise StorageError(
+            f"{path} cannot be read as safetensors: {error}. Nothing but safetensors and JSON is read. "
+            "Take another checkpoint with checkpoint.resume=PATH."
+        ) from error
+    return found
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Dtype and shape by name, for people and for comparison."""
+    return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+
+
+def _write_through(file: BinaryIO, parts: tuple[bytes | memoryview, ...]) -> Written:
+    digest, size_bytes = hashlib.sha256(), 0
+    for part in parts:
+        file.write(part)
+        digest.update(part)
+        size_bytes += len(part)
+    file.flush()
+    os.fsync(file.fileno())
+    return Written(size_bytes, digest.hexdigest())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _word(name: str, dtype: torch.dtype) -> str:
+    word = _WORDS.get(dtype)
+    if word is None:
+        raise StorageError(
+            f"{name} is {dtype}, which a checkpoint cannot hold. "
+            f"It holds {', '.join(str(known).removeprefix('torch.') for known in _WORDS)}."
+        )
+    return word

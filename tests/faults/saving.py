@@ -1,0 +1,212 @@
+"""What child processes of the fault tests do with checkpoints, and the faults that they call upon themselves.
+
+The faults wrap the operating system's calls in the child alone: the product knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.harness import _PRELOADED
+
+CALLS = ("open", "mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
+CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 4096, 16384, 1 << 18
+
+
+def in_a_child(work: Callable[..., Any], *args: Any) -> tuple[Any, Connection]:
+    """Start `work(pipe, *args)` in a process forked from one that has imported torch; (process, pipe)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def outcome_of(work: Callable[..., Any], *args: Any) -> tuple[int, list[Any]]:
+    """The exit code of the child (negative: the signal) and all that it sent."""
+    process, pipe = in_a_child(work, *args)
+    said = []
+    try:
+        while True:
+            said.append(pipe.recv())
+    except EOFError:
+        process.join(30)
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
+    return process.exitcode, said
+
+
+class _Killer:
+    """Counts calls to the operating system and dies before the n-th; before a write, or in its middle."""
+
+    def __init__(self, at: int, torn: bool) -> None:
+        self.calls, self._at, self._torn = 0, at, torn
+
+    def install(self) -> None:
+        for name in CALLS:
+            setattr(os, name, self._before(getattr(os, name)))
+        original = builtins.open
+        builtins.open = lambda *args, **kwargs: self._file(original(*args, **kwargs))  # type: ignore[assignment]
+
+    def count(self, file: Any = None, data: Any = None) -> None:
+        self.calls += 1
+        if self.calls == self._at:
+            if file is not None and self._torn:
+                file.write(bytes(data)[: len(data) // 2])
+                file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count()
+            return call(*args, **kwargs)
+
+        return counted
+
+    def _file(self, file: Any) -> Any:
+        self.count()
+        return _CountedFile(file, self) if file.writable() else file
+
+
+class _CountedFile:
+    def __init__(self, file: Any, killer: _Killer) -> None:
+        self._file, self._killer = file, killer
+
+    def write(self, data: Any) -> int:
+        self._killer.count(self._file, data)
+        return int(self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _CountedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> None:
+    """For each n a grandchild that dies before the n-th call of a save, in `folder`/n beside a copy of `old`.
+
+    The grandchildren are forked, so that each costs milliseconds. Sends, by n, the signal that each died of;
+    the last one lives, because its save has fewer calls.
+    """
+    from launcher.checkpoint import publish, retain
+    from tests.snapshots import snapshot
+
+    made, signals = snapshot(2), []
+    while not signals or signals[-1]:
+        directory = folder / str(len(signals) + 1)
+        shutil.copytree(old, directory / old.name)
+        child = os.fork()
+        if child == 0:
+            _Killer(len(signals) + 1, torn).install()
+            publish(directory, made)
+            retain(directory, keep=1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
+        signals.append(os.WTERMSIG(status))
+    pipe.send(signals)
+
+
+def save_for_ever(pipe: Connection, directory: Path) -> None:
+    """Write one checkpoint after the other behind the training; sends each step that is safely there."""
+    from launcher.checkpoint import Writer
+    from tests.snapshots import snapshot
+
+    with Writer(directory, keep=2) as writer:
+        for step in range(1, 10_000):
+            report = writer.publish(lambda step=step: snapshot(step, num_values=20_000))  # type: ignore[misc]
+            if report is not None:
+                pipe.send(report.step if report.error is None else str(report.error))
+
+
+def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> None:
+    """Write three, the second of them while no file may be longer than `limit_bytes`."""
+    from launcher.checkpoint import Writer
+    from tests.snapshots import snapshot
+
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Writer(directory, keep=2) as writer:
+        for step, limit in ((1, hard), (2, limit_bytes), (3, hard)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            writer.publish(lambda step=step: snapshot(step))  # type: ignore[misc]
+            _tell(pipe, writer.wait())
+            _tell(pipe, writer.wait())
+            pipe.send(sorted(path.name for path in directory.iterdir()))
+
+
+def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
+    """The same on a file system of 128 KiB of which the second checkpoint would take more than is left."""
+    from launcher.checkpoint import Writer, newest_intact
+    from tests.snapshots import snapshot
+
+    try:
+        _mount_alone(b"tmpfs", directory, b"tmpfs", 0, b"size=128k")
+    except OSError as error:
+        pipe.send(f"cannot mount: {error}")
+        return
+    with Writer(directory, keep=2) as writer:
+        for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
+            writer.publish(lambda step=step, n=num_values: snapshot(step, num_values=n))  # type: ignore[misc]
+            _tell(pipe, writer.wait())
+    found = newest_intact(directory)
+    pipe.send((found.path and found.path.name, sorted(path.name for path in directory.iterdir())))
+
+
+def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
+    """One that fits, then one into the same place after it has become read-only."""
+    from launcher.checkpoint import Writer
+    from tests.snapshots import snapshot
+
+    with Writer(directory, keep=2) as writer:
+        writer.publish(lambda: snapshot(1))
+        _tell(pipe, writer.wait())
+        try:
+            _mount_alone(bytes(directory), directory, None, MS_BIND, None)
+            _mount(bytes(directory), directory, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)
+        except OSError as error:
+            pipe.send(f"cannot mount: {error}")
+            return
+    with Writer(directory, keep=2) as writer:
+        writer.publish(lambda: snapshot(2))
+        _tell(pipe, writer.wait())
+
+
+def _tell(pipe: Connection, report: Any) -> None:
+    if report is None:
+        pipe.send(None)
+    else:
+        pipe.send((report.step, report.path and report.path.name, report.error and str(report.error)))
+
+
+def _mount_alone(source: bytes, target: Path, kind: bytes | None, flags: int, data: bytes | None) -> None:
+    """Mount something that only this process and its threads see, and that goes with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno() or errno.EPERM))
+    _mount(b"none", Path("/"), None, MS_REC | MS_PRIVATE, None)
+    _mount(source, target, kind, flags, data)
+
+
+def _mount(source: bytes, target: Path, kind: bytes | None, flags: int, data: bytes | None) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(source, bytes(target), kind, ctypes.c_ulong(flags), data):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,374 @@
+"""What survives: kills at every instant of a save, damage of every file, full disks, views that differ."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.checkpoint import agree, load, newest_intact, publish, resume, retain, verify
+from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS
+from launcher.environment import WorkerEnv
+from launcher.errors import ConfigError, LauncherError, StorageError
+from tests.faults import saving
+from tests.ranks.harness import run_ranks
+from tests.snapshots import IDENTITY, publish_steps, same, snapshot
+
+FILES = (WEIGHTS, OPTIMIZER, STATE, MANIFEST)
+
+
+def assert_all_intact(directory: Path) -> None:
+    """Whatever bears a final name is complete."""
+    assert {path.name: verify(path) for path in directory.glob("step-*") if verify(path)} == {}
+
+
+# G5: SIGKILL at any instant of a save loses nothing
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["before the call", "in the middle of a write"])
+def test_a_kill_at_any_call_of_a_save_loses_nothing(tmp_path: Path, torn) -> None:
+    (old,) = publish_steps(tmp_path / "old", 1)
+    code, said = saving.outcome_of(saving.die_at_every_call, tmp_path / "killed", old, torn)
+    assert code == 0
+    (signals,) = said
+    assert signals[-1] == 0
+    assert set(signals[:-1]) == {signal.SIGKILL}
+    assert len(signals) > 25, "the calls of a save are no longer wrapped"
+    survivors = [what_is_left(tmp_path / "killed" / str(at + 1)) for at in range(len(signals))]
+    assert survivors == sorted(survivors), "once the new one is there, it stays"
+    assert set(survivors) == {1, 2}, "some kills came before the rename and some after it"
+
+
+def what_is_left(directory: Path) -> int:
+    """The step that a killed save has left behind, complete; a later save clears the rest away."""
+    assert_all_intact(directory)
+    found = newest_intact(directory)
+    assert found.path is not None
+    assert found.damaged == ()
+    step = int(found.path.name[-1])
+    assert same(load(found.path), snapshot(step))
+    publish(directory, snapshot(3))
+    retain(directory, keep=1)
+    assert [path.name for path in directory.iterdir()] == ["step-00000003"], "leftovers stay for ever"
+    return step
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    """A kill leaves what the kernel has taken; only this order survives a power cut as well."""
+    told = []
+
+    def told_fsync(descriptor: int, fsync=os.fsync) -> None:
+        told.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def told_rename(source: Path, target: Path, rename=os.rename) -> None:
+        told.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", told_fsync)
+    monkeypatch.setattr(os, "rename", told_rename)
+    final = publish(tmp_path / "checkpoints", snapshot(1))
+    parent, *files, staged, renamed, last = told
+    assert parent == tmp_path, "a new directory for checkpoints is synced too"
+    assert [file.name for file in files] == list(FILES)
+    assert {file.parent for file in files} == {staged}
+    assert staged.parent == final.parent
+    assert renamed == final
+    assert last == final.parent
+
+
+def test_kills_at_random_moments_lose_nothing_that_was_reported(tmp_path: Path) -> None:
+    moments = random.Random(4)
+    reached = 0
+    for attempt in range(8):
+        directory = tmp_path / str(attempt)
+        process, pipe = saving.in_a_child(saving.save_for_ever, directory)
+        first = pipe.recv() if pipe.poll(30) else None
+        assert first == 1
+        time.sleep(moments.uniform(0.0, 0.06))
+        process.kill()
+        process.join()
+        reported = first
+        try:
+            while True:
+                reported = pipe.recv()
+        except EOFError:
+            pipe.close()
+        assert_all_intact(directory)
+        found = newest_intact(directory).path
+        assert found is not None
+        assert int(found.name[5:]) >= reported
+        assert same(load(found), snapshot(int(found.name[5:]), num_values=20_000))
+        reached += reported
+    assert reached > 8, "the children were killed too early to have met a save in mid-write"
+
+
+# G6: damage is detected, never loaded
+
+
+def truncate(path: Path, share: float) -> None:
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+def flip(path: Path, position: int, bit: int) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        position %= path.stat().st_size
+        value = os.pread(file.fileno(), 1, position)[0]
+        os.pwrite(file.fileno(), bytes([value ^ 1 << bit]), position)
+
+
+DAMAGE = {
+    "truncated to nothing": lambda path: truncate(path, 0),
+    "truncated to half": lambda path: truncate(path, 0.5),
+    "truncated to 99.9 %": lambda path: truncate(path, 0.999),
+    "first bit": lambda path: flip(path, 0, 0),
+    "bit in the middle": lambda path: flip(path, path.stat().st_size // 2, 3),
+    "last bit": lambda path: flip(path, -1, 7),
+    "missing": lambda path: path.unlink(),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_set_aside_and_the_older_one_taken(tmp_path: Path, name, damage) -> None:
+    old, new = publish_steps(tmp_path, 1, 2)
+    DAMAGE[damage](new / name)
+    with pytest.raises(StorageError, match=name.replace(".", r"\.")):
+        load(new)
+    found = newest_intact(tmp_path)
+    assert found.path == old
+    assert same(load(old), snapshot(1))
+    (damaged,) = found.damaged
+    assert damaged.name == "step-00000002"
+    assert all(problem.startswith(name) for problem in damaged.problems)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000002", "step-00000001"]
+    assert newest_intact(tmp_path).damaged == ()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_noticed(tmp_path: Path, name) -> None:
+    """Each bit of the manifest, and a bit in every 13th byte of the others."""
+    (path,) = publish_steps(tmp_path, 1)
+    original = (path / name).read_bytes()
+    whole = name == MANIFEST
+    for position in range(0, len(original), 1 if whole else 13):
+        for bit in range(8) if whole else (position % 8,):
+            flip(path / name, position, bit)
+            assert verify(path), f"bit {bit} of byte {position}"
+            flip(path / name, position, bit)
+    assert not verify(path)
+
+
+def unfinished(directory: Path) -> Path:
+    """A newer directory that lacks what is written last."""
+    (path,) = publish_steps(directory, 9)
+    (path / MANIFEST).unlink()
+    return path
+
+
+def test_a_newer_unfinished_directory_is_passed_over(tmp_path: Path) -> None:
+    publish_steps(tmp_path, 1, 2)
+    unfinished(tmp_path)
+    (tmp_path / "step-00000010").touch()
+    (tmp_path / ".unfinished-step-00000011-0a1b2c3d").mkdir()
+    found = newest_intact(tmp_path)
+    assert found.path == tmp_path / "step-00000002"
+    assert [damage.name for damage in found.damaged] == ["step-00000010", "step-00000009"]
+
+
+def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path) -> None:
+    old, new = publish_steps(tmp_path, 1, 2)
+    new.rename(tmp_path / "step-00000007")
+    found = newest_intact(tmp_path)
+    assert found.path == old
+    assert "it is that of step 2" in found.damaged[0].problems[0]
+
+
+@pytest.mark.parametrize("second", ["", "again"])
+def test_nothing_intact_is_a_fresh_start_unless_resume_was_demanded(tmp_path: Path, second) -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    for path in publish_steps(tmp_path, 1, 2):
+        truncate(path / WEIGHTS, 0.5)
+    if second:  # the names of an earlier set-aside are taken
+        (tmp_path / "damaged-step-00000002").mkdir()
+    with pytest.raises(
+        StorageError, match=r"there is no intact checkpoint\. Damaged: step-00000002"
+    ) as refusal:
+        resume(env, tmp_path, str(tmp_path), IDENTITY)
+    assert refusal.value.exit_code == 8
+    start = resume(env, tmp_path, "auto", IDENTITY)
+    assert start.snapshot is None
+    assert [damage.name for damage in start.damaged] == ["step-00000002", "step-00000001"]
+    assert (tmp_path / "damaged-step-00000002-2").exists() == bool(second)
+
+
+# G7: a full disk is an error, not a loss
+
+
+def test_a_file_size_limit_is_reported_once_and_costs_one_checkpoint(tmp_path: Path) -> None:
+    code, said = saving.outcome_of(saving.save_with_a_limit, tmp_path, 100)
+    assert code == 0
+    first, none, after_first, second, none_again, after_second, third, _, after_third = said
+    assert first == (1, "step-00000001", None)
+    assert none is None
+    assert after_first == ["step-00000001"]
+    assert second[:2] == (2, None)
+    assert "step 2 cannot be written" in second[2]
+    assert "File too large" in second[2]
+    assert none_again is None, "reported once"
+    assert after_second == ["step-00000001"], "nothing of the failed one is left"
+    assert third == (3, "step-00000003", None), "the run goes on, and so do its checkpoints"
+    assert after_third == ["step-00000001", "step-00000003"]
+    assert same(load(tmp_path / "step-00000001"), snapshot(1))
+
+
+def test_a_full_disk_costs_one_checkpoint(tmp_path: Path) -> None:
+    code, said = saving.outcome_of(saving.save_on_a_full_disk, tmp_path)
+    if isinstance(said[0], str):
+        pytest.skip(said[0])
+    first, second, third, (newest, names) = said
+    assert code == 0
+    assert first == (1, "step-00000001", None)
+    assert second[:2] == (2, None)
+    assert "No space left on device" in second[2]
+    assert third == (3, "step-00000003", None)
+    assert (newest, names) == ("step-00000003", ["step-00000001", "step-00000003"])
+
+
+def test_a_read_only_directory_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    code, said = saving.outcome_of(saving.save_in_a_read_only_place, tmp_path)
+    if isinstance(said[1], str):
+        pytest.skip(said[1])
+    first, second = said
+    assert code == 0
+    assert first == (1, "step-00000001", None)
+    assert "Read-only file system" in second[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert same(load(tmp_path / "step-00000001"), snapshot(1))
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(StorageError, match="cannot be written") as failure:
+        publish(tmp_path / "checkpoints", snapshot(1))
+    assert failure.value.exit_code == 8
+    with pytest.raises(StorageError, match="cannot be listed"):
+        newest_intact(tmp_path / "checkpoints")
+
+
+# G8: retention never deletes the last good ones
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [3]), (2, [2, 3]), (5, [1, 2, 3])])
+def test_newer_unfinished_ones_push_nothing_out(tmp_path: Path, keep, kept) -> None:
+    good = publish_steps(tmp_path, 1, 2, 3)
+    for step, name in ((4, WEIGHTS), (5, STATE), (6, OPTIMIZER)):
+        (path,) = publish_steps(tmp_path, step)
+        truncate(path / name, 0.5)
+    unfinished(tmp_path)
+    retain(tmp_path, keep, own=set(tmp_path.iterdir()))  # even of those that we wrote ourselves
+    assert [path for path in good if path.exists()] == [good[step - 1] for step in kept]
+    assert newest_intact(tmp_path).path == good[2]
+
+
+def test_a_damaged_newer_one_of_another_process_pushes_nothing_out(tmp_path: Path) -> None:
+    good, bad = publish_steps(tmp_path, 1, 2)
+    flip(bad / WEIGHTS, -1, 0)
+    assert retain(tmp_path, 1) == []
+    assert newest_intact(tmp_path).path == good
+
+
+# G9: one rank decides what to resume
+
+
+def views(folder: Path) -> dict[str, tuple[list[Path], str]]:
+    """For each case the directory that each of two ranks sees, and the expected outcome."""
+    made: dict[str, tuple[list[Path], str]] = {}
+
+    def case(name: str, outcome: str, *steps_by_rank: tuple[int, ...]) -> list[Path]:
+        directories = [folder / f"{name}-{rank}" for rank in range(len(steps_by_rank))]
+        for directory, steps in zip(directories, steps_by_rank, strict=True):
+            publish_steps(directory, *steps)
+        made[name] = (directories * (2 // len(directories)), outcome)
+        return directories
+
+    case("the same", "2", (1, 2))
+    case("equal copies", "2", (1, 2), (1, 2))
+    case("nothing anywhere", "None", ())
+    case("only rank 1 lacks the newest", "refused: on rank 1", (1, 2), (1,))
+    case("only rank 0 lacks the newest", "1", (1,), (1, 2))
+    case("only rank 0 has any", "refused: on rank 1", (1,), ())
+    case("only rank 1 has any", "refused: on rank 1", (), (1,))
+    shared = case("newest damaged", "1", (1, 2))[0]
+    flip(shared / "step-00000002" / WEIGHTS, -1, 0)
+    _, theirs = case("rank 1 sees damage", "refused: on rank 1", (1, 2), (1, 2))
+    flip(theirs / "step-00000002" / OPTIMIZER, -1, 0)
+    _, theirs = case("another of that step", "refused: on rank 1", (1, 2), (1,))
+    publish(theirs, snapshot(2, metric=0.5))
+    mine, _ = case("rank 0 sees damage", "1", (1, 2), (1, 2))
+    flip(mine / "step-00000002" / OPTIMIZER, -1, 0)
+    (folder / "a file-0").touch()
+    made["a file"] = ([folder / "a file-0"] * 2, "refused: the checkpoints")
+    return made
+
+
+def resume_each(env: WorkerEnv, cases: dict[str, tuple[list[Path], str]]) -> dict[str, str]:
+    outcomes = {}
+    for name, (directories, _) in cases.items():
+        try:
+            found = resume(env, directories[env.rank], "auto", IDENTITY).snapshot
+            outcomes[name] = str(found and found.progress.step)
+        except LauncherError as error:
+            outcomes[name] = f"refused: {error}" if isinstance(error, StorageError) else repr(error)
+    return outcomes
+
+
+def test_all_ranks_resume_the_same_step_or_all_refuse(tmp_path: Path) -> None:
+    cases = views(tmp_path)
+    first, second = run_ranks(2, resume_each, cases)
+    assert first == second
+    for name, (_, expected) in cases.items():
+        assert first[name].startswith(expected), f"{name}: {first[name]}"
+
+
+def agree_on_both(env: WorkerEnv, directory: Path) -> list[str]:
+    """An ordinary choice, then one of a path that only some ranks can read."""
+    texts = [str(agree(env, directory).path)]
+    for wish in (str(directory / "step-00000001"), str(directory / "nowhere"), "never"):
+        try:
+            texts.append(str(agree(env, directory, wish).path))
+        except LauncherError as error:
+            texts.append(f"{error.exit_code}")
+    return texts
+
+
+def test_three_ranks_agree_on_what_was_asked_for(tmp_path: Path) -> None:
+    publish_steps(tmp_path, 1, 2)
+    expected = [str(tmp_path / "step-00000002"), str(tmp_path / "step-00000001"), "2", "None"]
+    assert run_ranks(3, agree_on_both, tmp_path) == [expected] * 3
+
+
+def resume_with_another_seed_on_rank_1(env: WorkerEnv, directory: Path) -> str:
+    """What one rank alone refuses, all ranks have to hear of."""
+    identity = replace(IDENTITY, seed=7) if env.rank == 1 else IDENTITY
+    try:
+        resume(env, directory, "auto", identity)
+    except ConfigError as error:
+        return str(error)
+    return "resumed"
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
+    publish_steps(tmp_path, 1)
+    first, second = run_ranks(2, resume_with_another_seed_on_rank_1, tmp_path)
+    assert first == second
+    assert first.startswith(
+        f"on rank 1: {tmp_path / 'step-00000001'} belongs to another run: seed is 0 there"
+    )

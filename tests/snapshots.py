@@ -1,0 +1,91 @@
+"""Snapshots and checkpoints for tests: small, deterministic, different at every step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint import Identity, Metric, Origin, Progress, Snapshot, publish
+from launcher.checkpoint.manifest import MANIFEST, manifest_text
+from launcher.checkpoint.tensors import write_bytes
+from launcher.engine.state import EngineState
+
+IDENTITY = Identity(
+    recipe="cnn",
+    model="small",
+    optimizer="adamw",
+    precision="fp16",
+    data="digits",
+    seed=0,
+    num_samples=100,
+    batch_size=10,
+    drop_last=False,
+    tensors={"fc.weight": [3, 4], "fc.bias": [3], "norm.count": []},
+)
+
+
+def snapshot(
+    step: int = 100,
+    metric: float | None = None,
+    lower_is_better: bool = False,
+    num_values: int = 4,
+    **changes: Any,
+) -> Snapshot:
+    """A state whose every value depends on `step`; `num_values` sets the width of its one matrix."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {
+        "fc.weight": torch.randn(3, num_values, generator=generator),
+        "fc.bias": torch.full((3,), step / 7),
+    }
+    made = Snapshot(
+        engine=EngineState(
+            weights=weights,
+            optimizer={f"exp_avg/{name}": tensor * 2 for name, tensor in weights.items()},
+            buffers={"norm.count": torch.tensor(step)},
+            counters={"exponent": 16, "clean": step, "lives": 1, "applied": step, "skipped": 2},
+        ),
+        progress=Progress(epoch=step // 10, step=step, samples=step * 10),
+        identity=IDENTITY,
+        origin=Origin(world_size=2, reference_count=4, wire="fp16 native"),
+        random={"cpu": torch.randint(256, (2, 64), generator=generator).to(torch.uint8)},
+        names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
+        rank_buffers={"norm.count": torch.tensor([step, step + 1])},
+        metric=None if metric is None else Metric("accuracy", metric, lower_is_better),
+        extra={"wandb": "run-1", "best": float("inf")},
+    )
+    return replace(made, **changes)
+
+
+def publish_steps(directory: Path, *steps: int) -> list[Path]:
+    return [publish(directory, snapshot(step)) for step in steps]
+
+
+def same(one: Snapshot, other: Snapshot) -> bool:
+    """Equal in every field, tensors bit by bit with dtype and shape."""
+    return comparable(one) == comparable(other)
+
+
+def comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (str(value.dtype), tuple(value.shape), data)
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: comparable(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
+
+
+def forge(checkpoint: Path, name: str, content: bytes) -> None:
+    """Replace a file and its entry in the manifest, as someone would who means harm."""
+    os.unlink(checkpoint / name)
+    written = write_bytes(checkpoint / name, content)
+    manifest = json.loads((checkpoint / MANIFEST).read_bytes())["content"]
+    manifest["files"][name] = {"size_bytes": written.size_bytes, "sha256": written.sha256}
+    (checkpoint / MANIFEST).write_bytes(manifest_text(manifest))
