@@ -94,6 +94,7 @@ def obey(arguments: Arguments, leader: Leader) -> int:
 
 def train(arguments: Arguments, leader: Leader) -> int:
     """Compose and check everything that was asked for, then run it, or let Hydra answer about it."""
+    from launcher.experiments import with_experiment
     from launcher.jobs import compose_jobs
 
     request = request_of(arguments)
@@ -101,11 +102,11 @@ def train(arguments: Arguments, leader: Leader) -> int:
         return ask_hydra(request, ["--hydra-help"])
     if "--shell-completion" in arguments.flags:
         return ask_hydra(request, ["--shell-completion", *request.overrides])
-    configs = compose_jobs(request)
+    configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
-    if request.multirun:
-        return run_sweep(request, configs, leader)
+    if expanded.multirun:
+        return run_sweep(expanded, configs, leader)
     (config,) = configs
     run_one(config, request.overrides, leader)
     return 0
@@ -144,10 +145,23 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> in
     from launcher import sweep
 
     progress = SweepProgress(len(configs), leader)
-    sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
+    directory = sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
     done = progress.started - len(progress.exit_codes)
     print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
+    if directory is not None:
+        compare_jobs(directory)
     return progress.exit_codes[0] if progress.exit_codes else 0
+
+
+def compare_jobs(directory: Path) -> None:
+    """Picture and tables of a sweep; what goes wrong there is a warning, for the jobs are done."""
+    from launcher.report.comparison import write_comparison
+
+    try:
+        for path in write_comparison(directory):
+            print(f"sweep: {path}", flush=True)
+    except Exception as error:
+        print(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def ask_hydra(request: Request, argv: Sequence[str]) -> int:
@@ -174,6 +188,7 @@ def config_directories(arguments: Arguments) -> list[Path]:
 
 
 def write_reports(words: Sequence[str]) -> None:
+    from launcher.report.comparison import is_sweep, write_comparison
     from launcher.report.page import write_report
 
     if not words:
@@ -183,7 +198,8 @@ def write_reports(words: Sequence[str]) -> None:
     for word in words:
         if not Path(word).is_dir():
             raise ConfigError(f"report {word}: there is no such directory.")
-        print(write_report(Path(word)))
+        written = write_comparison(Path(word)) if is_sweep(Path(word)) else [write_report(Path(word))]
+        print(*written, sep="\n")
 
 
 def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:

@@ -18,6 +18,7 @@ from launcher.engine import Stepper
 from launcher.environment import WorkerEnv
 from launcher.errors import StorageError
 from launcher.evaluate import Evaluation, classification_report_text, confusion_matrix
+from launcher.report.exponents import draw_exponents
 from launcher.report.figures import draw_confusion_matrix, draw_curves
 from launcher.report.page import write_report
 from launcher.telemetry import Telemetry
@@ -110,6 +111,7 @@ def write_page(run_dir: Path, telemetry: Telemetry) -> None:
     try:
         draw_curves(run_dir)
         draw_confusion_matrix(run_dir)
+        draw_exponents(run_dir)
         write_report(run_dir)
     except Exception as error:  # a picture is no reason to fail a run that is complete
         telemetry.warn(f"the report could not be drawn: {type(error).__name__}: {error}")

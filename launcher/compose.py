@@ -27,6 +27,7 @@ from launcher.resources import conf_dir, group_choices
 
 HYDRA_VERSION = "1.3"
 PATH_KEYS = (("data", "path"), ("recipes", "path"))
+SWEEP = "sweep"  # what an experiment's file asks for; it is spent before a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 
 
@@ -57,7 +58,9 @@ class Request:
 
 def config_of(composed: DictConfig) -> Config:
     """The config of a tree that Hydra composed, without its `hydra` section, for a checked job."""
-    return validation.parse(with_absolute_paths(as_plain(composed, resolve=True)))
+    tree = as_plain(composed, resolve=True)
+    tree.pop(SWEEP, None)
+    return validation.parse(with_absolute_paths(tree))
 
 
 class Forest:
@@ -88,6 +91,7 @@ class Forest:
             )
         OmegaConf.set_struct(composed, False)
         del composed["hydra"]
+        composed.pop(SWEEP, None)
         unresolved = as_plain(composed, resolve=False)
         for key, value in unresolved.items():
             problem = code_problem(f"`{key}` in the config files", str(key), value)

@@ -25,6 +25,7 @@ class RunConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     name: str
+    sync_bn: bool  # BatchNorm statistics over the samples of all ranks in training
     options: dict[str, Any]  # the model's own keys, as its YAML lists them
 
 
@@ -78,7 +79,39 @@ class AdamWConfig:
     clip_norm: float | None
 
 
-OptimConfig = SgdConfig | AdamWConfig
+@dataclass(frozen=True)
+class AdamConfig:
+    """Adam, NAdam and RAdam of torch.optim; weight decay is added to the gradient."""
+
+    name: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class RmspropConfig:
+    name: str
+    lr: float
+    alpha: float
+    eps: float
+    momentum: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class AdagradConfig:
+    name: str
+    lr: float
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConfig
 
 
 @dataclass(frozen=True)
@@ -89,7 +122,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    mode: str  # dynamic, static, none
+    mode: str  # dynamic, static, none, auto (dynamic, from a start found by one dry backward)
     init: int  # powers of two
     growth_interval: int
     hysteresis: int
@@ -109,9 +142,17 @@ class PrecisionConfig:
 @dataclass(frozen=True)
 class WireConfig:
     dtype: str  # auto, fp16, bf16, fp32
+    sum: str  # native: in the wire's dtype; fp32: exchanged in half, summed in fp32, rounded once
+    shard: bool  # masters and optimizer states divided among the ranks
+    compression: str  # none; everything else is refused with the reason
     bucket_mb: str | float  # auto or MB
     overlap: bool
     predivide: str | int  # auto or a power of two
+
+
+@dataclass(frozen=True)
+class ConsistencyConfig:
+    every_steps: int | None  # compare the ranks' replicas, bit by bit; null: only where it must be
 
 
 @dataclass(frozen=True)
@@ -121,6 +162,11 @@ class TrackerConfig:
     mode: str  # auto, online, offline
     group: str | None
     tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    gradients_every_steps: int | None  # how they lie in the range of fp16; null or 0: never
 
 
 @dataclass(frozen=True)
@@ -146,12 +192,22 @@ class Config:
     schedule: ScheduleConfig
     precision: PrecisionConfig
     wire: WireConfig
+    consistency: ConsistencyConfig
     tracker: TrackerConfig
+    telemetry: TelemetryConfig
     launch: LaunchConfig
     recipes: RecipesConfig
 
 
-OPTIMIZERS: dict[str, type[SgdConfig] | type[AdamWConfig]] = {"sgd": SgdConfig, "adamw": AdamWConfig}
+OPTIMIZERS: dict[str, type[OptimConfig]] = {
+    "sgd": SgdConfig,
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "nadam": AdamConfig,
+    "radam": AdamConfig,
+    "rmsprop": RmspropConfig,
+    "adagrad": AdagradConfig,
+}
 
 
 def to_dict(config: Config) -> dict[str, Any]:

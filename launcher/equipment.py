@@ -11,23 +11,35 @@ import importlib.util
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from launcher.config import Config, OptimConfig, SgdConfig, WireConfig
-from launcher.data import BatchPlan
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.config import AdamWConfig, Config, OptimConfig, SgdConfig, WireConfig
+from launcher.data import Batch, BatchPlan
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.scale import nearest_power_of_two
+from launcher.engine.sync_batchnorm import synchronised
 from launcher.environment import WorkerEnv
+from launcher.errors import ConfigError
+from launcher.gradients import GradientLooks
 from launcher.recipe import Recipe
 from launcher.schedule import learning_rates
+from launcher.telemetry import Telemetry
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
 # One thread, 11.7 M parameters: the plain AdamW pass takes 2.3 ns per parameter, the compiled one 0.7.
 # Compiling takes 16 s where nothing is cached.
 SECONDS_SAVED_PER_PARAMETER = 1.6e-9
@@ -36,7 +48,10 @@ SECONDS_TO_COMPILE = 30.0
 
 def apply_switches(config: Config) -> None:
     """Process-wide switches of torch that the config names."""
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
+        # Not called without need: it imports the compiler, which takes a second and keeps a process group
+        # alive, so that the other ranks would not notice at once that this one has failed.
+        torch.use_deterministic_algorithms(config.train.deterministic)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.train.tf32
@@ -53,17 +68,44 @@ def uses_channels_last(config: Config, device: torch.device) -> bool:
     return device.type == "cuda" if wish == "auto" else bool(wish)
 
 
-def build_model(config: Config, recipe: Recipe, device: torch.device) -> nn.Module:
-    model = recipe.build_model().to(device)
-    if uses_channels_last(config, device):
+def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
+    """The recipe's model on the device, its batch norms synchronised if asked for. A collective then."""
+    model = recipe.build_model().to(env.device)
+    if uses_channels_last(config, env.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
+    if not config.model.sync_bn or env.group is None:
+        return model
+    refuse_uneven_micro_batches(plan)
+    # A group of its own: these collectives run while those of the gradients are under way.
+    group = torch.distributed.new_group(timeout=timedelta(seconds=config.launch.init_timeout_s))
+    try:
+        return synchronised(model, group)
+    except ValueError as error:
+        raise ConfigError(f"model.sync_bn=true: {error}") from error
 
 
-def build_optimizer(optim: OptimConfig) -> SGD | AdamW:
+def refuse_uneven_micro_batches(plan: BatchPlan) -> None:
+    """With synchronised batch norms each forward pass is a collective: a rank with fewer would be missed."""
+    plans = [dataclasses.replace(plan, rank=rank) for rank in range(plan.world_size)]
+    for step in {0, plan.steps_per_epoch - 1}:  # all others are as full as the first
+        passes = [len(each.micro_positions(step)) for each in plans]
+        if len(set(passes)) > 1:
+            raise ConfigError(
+                "model.sync_bn=true needs equally many micro-batches on all ranks, but the "
+                f"{len(plan.global_batch(step))} samples of step {step + 1} of an epoch make {passes}. "
+                "Choose another data.batch_size or data.micro_batch, or set data.drop_last=true."
+            )
+
+
+def build_optimizer(optim: OptimConfig) -> SGD | AdamW | TorchOptimizer:
     if isinstance(optim, SgdConfig):
         return SGD(optim.lr, optim.momentum, optim.nesterov, optim.weight_decay)
-    return AdamW(optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    if isinstance(optim, AdamWConfig):
+        return AdamW(optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    options = dataclasses.asdict(optim)
+    for ours in ("name", "lr", "clip_norm"):
+        del options[ours]
+    return TorchOptimizer(TORCH_OPTIMIZERS[optim.name], optim.lr, options)
 
 
 def build_scaling(config: Config) -> Scaling:
@@ -72,7 +114,7 @@ def build_scaling(config: Config) -> Scaling:
     if policy.arithmetic != torch.float16:
         return Scaling(mode="none")  # only fp16 has too small a range
     return Scaling(
-        mode=scale.mode,  # type: ignore[arg-type]  # validated against the same words
+        mode="dynamic" if scale.mode == "auto" else scale.mode,  # type: ignore[arg-type]  # validated
         init=scale.init,
         growth_interval=scale.growth_interval,
         hysteresis=scale.hysteresis,
@@ -87,6 +129,8 @@ def build_wire(wire: WireConfig) -> Wire:
         bucket_bytes=None if wire.bucket_mb == "auto" else int(float(wire.bucket_mb) * 2**20),
         overlap=wire.overlap,
         predivide=None if wire.predivide == "auto" else int(wire.predivide),
+        sum=wire.sum,  # type: ignore[arg-type]  # validated against the same words
+        shard=wire.shard,
     )
 
 
@@ -112,6 +156,14 @@ def build_stepper(
     )
 
 
+def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:
+    """Start the loss scale from one dry backward over this rank's first micro-batch; what came of it."""
+    found = stepper.calibrate((lambda: recipe.loss(model, first[0]).sum) if first else None)
+    if found is None:
+        return "auto: the first batch has no gradient to judge by; it starts where precision.scale.init says"
+    return f"auto: starts at 2^{found} = {2**found}, two octaves below overflow on the first batch"
+
+
 def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
     """The model's forward through torch.compile."""
     # Inductor drops a cast to half and back, and with it the rounding that emulation is there for.
@@ -130,6 +182,14 @@ def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool,
     if saved < SECONDS_TO_COMPILE:
         return False, f"plain: compiling would save {saved:.0f} s of this run and may take as long"
     return True, f"compiled with C++: saves about {saved:.0f} s of this run"
+
+
+def gradient_looks(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: Telemetry) -> GradientLooks:
+    """How often this rank looks at the gradients: they are equal on all ranks, so only the leader does."""
+    every_steps = config.telemetry.gradients_every_steps or None
+    if not env.is_leader or config.wire.shard:  # sharded: no rank holds the whole reduced gradient
+        every_steps = None
+    return GradientLooks(stepper.layout.gradients, telemetry, every_steps, env.device)
 
 
 def exchange_device_names(env: WorkerEnv, store: dist.Store | None, job: str) -> list[str]:
@@ -156,7 +216,11 @@ def decisions(
     yield "batch", _division(plan)
     numel = sum(segment.numel for segment in stepper.layout.segments)
     steps = plan.steps_per_epoch * config.train.epochs
+    if config.optim.name in TORCH_OPTIMIZERS:
+        yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
     yield "update", compiles_update(env.device, numel, min(steps, config.train.max_steps or steps))[1]
+    if config.wire.shard and config.telemetry.gradients_every_steps:
+        yield "gradients", "not looked at: with wire.shard=true no rank holds the whole reduced gradient"
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
 

@@ -35,6 +35,12 @@ class DivergedError(LauncherError):
     exit_code = 5
 
 
+class ReplicaError(LauncherError):
+    """The ranks, which should hold the same bits, do not."""
+
+    exit_code = 9
+
+
 class StalledError(LauncherError):
     """A rank did not arrive where the others waited for it."""
 

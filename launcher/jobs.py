@@ -123,7 +123,8 @@ def compose_job(overrides: tuple[str, ...], forest: Forest, findings: Findings) 
         if override.is_hydra_override():
             continue
         key, value = override.key_or_group, value_of(override)
-        unknown = list(unknown_keys(key, value, forest.known(choices)))
+        known = forest.known(choices) | forest.groups.keys()  # a group may leave no key of its own name
+        unknown = list(unknown_keys(key, value, known))
         findings.add(*(unknown_problem(key, value, choices, forest) for key, value in unknown))
         if not unknown:
             kept.append(override.input_line or "")
@@ -143,7 +144,7 @@ def unknown_problem(key: str, value: Any, choices: tuple[str, ...], forest: Fore
         if inner in paths_of(choice_values(directories, group, choice))
     ]
     if having:
-        return f"{written}: only {', '.join(having)} has this key."
+        return f"{written}: this key belongs to {' and '.join(having)} only."
     return texts.unknown_key(written, key, forest.known(choices))
 
 

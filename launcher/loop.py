@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from launcher.config import TrainConfig
+from launcher.consistency import check_replicas
 from launcher.data import Batch, DeviceBatches
 from launcher.engine import Stepper, StepResult
 from launcher.recipe import Loss
@@ -23,11 +25,17 @@ class Course:
     steps_per_epoch: int
     total_steps: int
     eval_every_epochs: int
+    check_every_steps: int | None = None
 
     @classmethod
-    def of(cls, steps_per_epoch: int, epochs: int, max_steps: int | None, eval_every_epochs: int) -> Course:
-        total = steps_per_epoch * epochs
-        return cls(steps_per_epoch, min(total, max_steps or total), eval_every_epochs)
+    def of(cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None) -> Course:
+        total = steps_per_epoch * train.epochs
+        steps = min(total, train.max_steps or total)
+        return cls(steps_per_epoch, steps, train.eval_every_epochs, check_every_steps)
+
+    def checks_after(self, step: int) -> bool:
+        """Whether the ranks' replicas are compared after this step."""
+        return self.check_every_steps is not None and step % self.check_every_steps == 0
 
     def evaluates_after(self, step: int) -> bool:
         """After every `eval_every_epochs` whole epochs, and at the end of the run."""
@@ -61,6 +69,8 @@ def train(
         if step == 0:
             watch.catch_up()
             first_step_done()
+        if course.checks_after(moment.step):
+            check_replicas(stepper)
         if course.evaluates_after(moment.step):
             watch.catch_up()
             stepper.buffers.average()

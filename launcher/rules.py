@@ -87,12 +87,19 @@ betas = Rule(
     lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(share.holds, value)),
 )
 
+no_compression = Rule(
+    "none (powerSGD, 1-bit and top-k keep an error memory between steps, and with a dynamic loss scale one "
+    "inf poisons it for ever; wire.dtype halves the bytes without a memory)",
+    lambda value: value == "none",
+)
+
 RULES: Mapping[str, Rule] = {
     "seed": whole(0, 2**63 - 1),
     "recipe.name": name,
     "recipe.uses": name,
     "run.dir": optional(text),
     "model.name": name,
+    "model.sync_bn": flag,
     "model.options": options,
     "data.name": name,
     "data.path": optional(text),
@@ -116,6 +123,7 @@ RULES: Mapping[str, Rule] = {
     "optim.momentum": share,
     "optim.nesterov": flag,
     "optim.betas": betas,
+    "optim.alpha": share,
     "optim.eps": positive,
     "optim.weight_decay": not_negative,
     "optim.clip_norm": optional(positive),
@@ -123,7 +131,7 @@ RULES: Mapping[str, Rule] = {
     "schedule.warmup_fraction": share,
     "precision.name": one_of(*PRECISIONS),
     "precision.emulate": auto_or(flag),
-    "precision.scale.mode": one_of("dynamic", "static", "none"),
+    "precision.scale.mode": one_of("dynamic", "static", "none", "auto"),
     "precision.scale.init": power_of_two,
     "precision.scale.growth_interval": whole(1),
     "precision.scale.hysteresis": whole(1),
@@ -132,14 +140,19 @@ RULES: Mapping[str, Rule] = {
     "precision.scale.max_bad_losses": whole(1),
     "precision.scale.max_floor_skips": whole(1),
     "wire.dtype": one_of("auto", "fp16", "bf16", "fp32"),
+    "wire.sum": one_of("native", "fp32"),
+    "wire.shard": flag,
+    "wire.compression": no_compression,
     "wire.bucket_mb": auto_or(positive),
     "wire.overlap": flag,
     "wire.predivide": auto_or(power_of_two),
+    "consistency.every_steps": optional(whole(1)),
     "tracker.name": one_of("wandb", "none"),
     "tracker.project": name,
     "tracker.mode": one_of("auto", "online", "offline"),
     "tracker.group": optional(text),
     "tracker.tags": texts,
+    "telemetry.gradients_every_steps": optional(whole(0)),
     "launch.init_timeout_s": positive,
     "launch.stall_s": positive,
     "recipes.path": optional(text),

@@ -30,9 +30,10 @@ NAME_LENGTH = 100
 RunOne = Callable[[Config, Sequence[str]], None]
 
 
-def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> None:
+def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> Path | None:
     """Call `run_one(config, overrides)` for each job of a request whose jobs have all been checked.
 
+    Returns the directory of the sweep, None if Hydra has run no job.
     `run_one` must not raise: Hydra would go on, and tell only at the end, and only of the first.
     """
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
@@ -43,11 +44,15 @@ def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> None
     if not any(line.startswith("hydra.sweep.dir=") for line in request.overrides):
         settings.append(f"hydra.sweep.dir={quoted(str(new_directory(recipes)))}")
 
+    directories: list[Path] = []
+
     def task(composed: DictConfig) -> None:
         own = HydraConfig.get()
+        directories.append(Path(own.sweep.dir).absolute())
         run_one(job_config(composed, own), tuple(own.overrides.task))
 
     call_hydra(request, ["--multirun", *settings, *request.overrides], task)
+    return directories[0] if directories else None
 
 
 def call_hydra(request: Request, argv: Sequence[str], task: Callable[[DictConfig], None]) -> None:

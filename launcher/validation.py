@@ -83,6 +83,11 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             {"data.batch_size", "data.micro_batch"},
             f"data.micro_batch={micro}: must be at most data.batch_size={batch}, a whole update.",
         )
+    if leaves["model.sync_bn"] is True and leaves["train.compile"] is True:
+        yield (
+            {"model.sync_bn", "train.compile"},
+            "model.sync_bn=true: excludes train.compile=true: its collectives cannot be compiled.",
+        )
     if leaves.get("optim.nesterov") is True and leaves.get("optim.momentum") == 0:
         yield (
             {"optim.nesterov"},

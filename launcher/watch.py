@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from launcher.config import ScaleConfig
 from launcher.engine import StepReport, StepResult
+from launcher.engine.statistics import ExponentCounts
 from launcher.errors import DataError, DivergedError
+from launcher.gradients import GradientLooks
 from launcher.telemetry import Telemetry
 
 PARTS = ("data", "compute", "wire", "update")
+SCALES_TOLD = 10  # the latest changes of the loss scale that an error names
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,34 @@ class Totals:
     last: StepReport | None = None
 
 
+class Inspector(Protocol):
+    """Looks closer once a step has gone wrong. All ranks ask the same at the same step."""
+
+    def broken_weights(self) -> str: ...
+
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int]) -> str: ...
+
+
 class Watch:
     """Sees every step of a run, in order."""
 
     def __init__(
-        self, telemetry: Telemetry, limits: ScaleConfig, log_every_steps: int, device: torch.device
+        self,
+        telemetry: Telemetry,
+        limits: ScaleConfig,
+        log_every_steps: int,
+        device: torch.device,
+        inspector: Inspector,
+        gradients: GradientLooks,
     ) -> None:
         self._telemetry = telemetry
         self._limits = limits
         self._every = log_every_steps
         self._device = device
-        self._waiting: tuple[Moment, StepResult, float] | None = None
+        self._inspector = inspector
+        self._gradients = gradients
+        self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_TOLD)  # (first step, scale)
+        self._waiting: tuple[Moment, StepResult, ExponentCounts | None, float] | None = None
         self._previous = time.perf_counter()  # when the step before ended
         self._last: Moment | None = None
         self._window = _Window()
@@ -66,7 +89,7 @@ class Watch:
         """Take a step in; report the one before, which the device has finished by now."""
         self._report_waiting()
         now = time.perf_counter()
-        self._waiting = (moment, result, now - self._previous)
+        self._waiting = (moment, result, self._gradients.look(moment.step), now - self._previous)
         self._previous = now
 
     def catch_up(self) -> None:
@@ -82,7 +105,7 @@ class Watch:
     def _report_waiting(self) -> None:
         if self._waiting is None:
             return
-        (moment, result, seconds), self._waiting = self._waiting, None
+        (moment, result, counts, seconds), self._waiting = self._waiting, None
         report = result.read()
         self._last = moment
         self._window.reports.append(report)
@@ -90,9 +113,13 @@ class Watch:
         self.totals.last = report
         self.totals.wire_bytes_per_step = report.wire_bytes
         self._telemetry.advance(moment.epoch, moment.step)
+        if not self._scales or self._scales[-1][1] != report.scale:
+            self._scales.append((moment.step, report.scale))
         if report.skipped:
             self._tell_of_skip(moment, report)
             self._end_if_diverged(moment, report)
+        elif counts is not None:
+            self._gradients.tell(moment.epoch, moment.step, report.scale, counts)
         if moment.step % self._every == 0:
             self._log(moment)
 
@@ -108,23 +135,43 @@ class Watch:
         )
 
     def _end_if_diverged(self, moment: Moment, report: StepReport) -> None:
-        where = f"ranks {list(report.culprit_ranks)}, parameters {', '.join(report.culprit_parameters[:5])}"
+        """Raise where going on is no use. The same on all ranks, so the inspector may communicate."""
         if report.count == 0:
             raise DataError(
                 f"step {moment.step} had no sample on any rank. Each step needs at least one: check the data."
             )
+        broken = self._inspector.broken_weights() if report.bad_losses else ""
+        if broken:
+            raise DivergedError(
+                f"the loss was not finite in step {moment.step}, because weights are not: {broken}. No later "
+                "step can mend that. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
+                f"optim.clip_norm.\n{self._evidence(moment, report)}"
+            )
         if report.bad_loss_steps >= self._limits.max_bad_losses:
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
-                f"{moment.step} ({where}). That is not the loss scale's fault: check the input for NaN, "
-                "lower optim.lr, or set optim.clip_norm."
+                f"{moment.step}. That is not the loss scale's fault: check the input for NaN, lower "
+                f"optim.lr, or set optim.clip_norm.\n{self._evidence(moment, report)}"
             )
         if report.floor_skips >= self._limits.max_floor_skips:
             raise DivergedError(
                 f"the gradient overflowed in {report.floor_skips} steps in a row at loss scale "
-                f"{report.scale:g}, the smallest allowed, the last being step {moment.step} ({where}). "
-                "Lower optim.lr, or try precision=amp_fp16 or precision=fp32."
+                f"{report.scale:g}, the smallest allowed, the last being step {moment.step}. Lower optim.lr, "
+                "or try precision=amp_fp16 or precision=fp32."
+                f"\n{self._evidence(moment, report)}"
             )
+
+    def _evidence(self, moment: Moment, report: StepReport) -> str:
+        """What is known of a step that ends the run: ranks, parameters, loss scale, and a closer look."""
+        names = report.culprit_parameters
+        parameters = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
+        lines = [
+            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {parameters}",
+            f"Loss scale: {scales}",
+            self._inspector.explain(moment.epoch, moment.step, report.culprit_ranks),
+        ]
+        return "\n".join(lines)
 
     def _log(self, moment: Moment) -> None:
         window, self._window = self._window, _Window()

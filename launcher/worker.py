@@ -21,6 +21,7 @@ from torch import nn
 
 from launcher import closing, equipment
 from launcher.config import Config
+from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import Stepper
 from launcher.environment import LaunchEnv, WorkerEnv, join, tighten
@@ -143,14 +144,17 @@ def _run_joined(
         seed=config.seed,
         drop_last=config.data.drop_last,
     )
-    course = Course.of(
-        plan.steps_per_epoch, config.train.epochs, config.train.max_steps, config.train.eval_every_epochs
-    )
-    model = equipment.build_model(config, recipe, env.device)
+    course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+    model = equipment.build_model(config, recipe, env, plan)
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
     network = equipment.compiled(model, stepper) if config.train.compile else model
     batches = DeviceBatches(recipe.train, plan, recipe.train_transform)
-    watch = Watch(telemetry, config.precision.scale, config.train.log_every_steps, env.device)
+    culprit = Culprit(stepper, recipe.loss, batches, env.group)
+    if config.precision.scale.mode == "auto":
+        first = batches.step(0, 0)
+        telemetry.decision("loss scale", equipment.calibrate(stepper, recipe, model, first[:1]))
+    looks = equipment.gradient_looks(config, env, stepper, telemetry)
+    watch = Watch(telemetry, config.precision.scale, config.train.log_every_steps, env.device, culprit, looks)
     assembled = _Job(config, env, telemetry, recipe, network, stepper)
 
     if env.is_leader:

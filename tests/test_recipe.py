@@ -1,31 +1,17 @@
 import ast
 import dataclasses
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from launcher.config import (
-    AugmentConfig,
-    Config,
-    DataConfig,
-    LaunchConfig,
-    ModelConfig,
-    PrecisionConfig,
-    RecipeConfig,
-    RecipesConfig,
-    RunConfig,
-    ScaleConfig,
-    ScheduleConfig,
-    SgdConfig,
-    TrackerConfig,
-    TrainConfig,
-    WireConfig,
-)
+from launcher.config import RecipeConfig, RecipesConfig
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import cross_entropy, load_recipe, model_builder, registry_of
+from tests.configs import composed
 
 OWN_RECIPE = """
 from torch import nn
@@ -55,19 +41,11 @@ def pixels(config: Config) -> Recipe:
 
 
 def config_of(uses="resnet", model="resnet18", path=None, **options):
-    return Config(
-        seed=0,
+    config = composed("data.batch_size=16", "data.augment.crop_padding=0", "precision=fp32")
+    return replace(
+        config,
         recipe=RecipeConfig("test", uses),
-        run=RunConfig("/tmp"),
-        model=ModelConfig(model, options),
-        data=DataConfig("digits", None, 16, None, 0.2, False, AugmentConfig(0, False), {}),
-        train=TrainConfig(1, None, 1, 1, False, "auto", False, True),
-        optim=SgdConfig("sgd", 0.1, 0.9, True, 0.0, None),
-        schedule=ScheduleConfig("cosine", 0.1),
-        precision=PrecisionConfig("fp32", "auto", ScaleConfig("none", 1, 1, 1, 1, 1, 1, 1)),
-        wire=WireConfig("auto", "auto", True, "auto"),
-        tracker=TrackerConfig("none", "launcher", "auto", None, ()),
-        launch=LaunchConfig(60.0, 60.0),
+        model=replace(config.model, name=model, options=options),
         recipes=RecipesConfig(None if path is None else str(path)),
     )
 

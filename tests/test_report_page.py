@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from launcher.report import figures
+from launcher.report import exponents, figures
+from launcher.report.exponents import draw_exponents, worst_layers
 from launcher.report.figures import draw_confusion_matrix, draw_curves
 from launcher.report.page import write_report
 from launcher.telemetry.events import EventLog
@@ -193,7 +194,7 @@ def test_the_curves_show_the_recorded_values(tmp_path, monkeypatch):
     """The lines themselves, not pixels: each panel holds what the events say, without non-finite values."""
     write_events(tmp_path)
     drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
     draw_curves(tmp_path)
     lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in drawn[0].axes}
     training, held_out = lines["loss"]
@@ -204,3 +205,58 @@ def test_the_curves_show_the_recorded_values(tmp_path, monkeypatch):
     assert skipped == [[20, 32768.0], [40, 16384.0], [60, 8192.0]]
     assert scale[0] == [5, 65536.0]
     assert scale[-1] == [60, 8192.0]
+
+
+def gradients_event(scale=1024.0, histogram=None):
+    """Exponents -20 and -19 hold elements, and 5 of 100 are zero."""
+    histogram = histogram or [{-20: 45, -19: 50}.get(exponent, 0) for exponent in range(-40, 17)]
+    shares = {"zero_share": 0.05, "zero_share_at_scale_1": 0.5, "near_max_share": 0.0}
+    layers = {f"layer{k}.{HOSTILE}": {**shares, "zero_share": k / 100} for k in range(40)}
+    numbers = {"zeros": 5, "first_exponent": -40, "histogram": histogram, "layers": layers}
+    return {"event": "gradients", "time": 0.0, "step": 100, "scale": scale, **shares, **numbers}
+
+
+def write_gradients(run_dir, *events):
+    log = EventLog(run_dir / "metrics.jsonl")
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(
+    tmp_path, monkeypatch
+):
+    write_gradients(tmp_path, gradients_event(scale=1.0), gradients_event())
+    drawn = []
+    monkeypatch.setattr(exponents, "save", lambda figure, path: drawn.append(figure) or path)
+    draw_exponents(tmp_path)
+    (figure,) = drawn
+    histogram, _ = figure.axes
+    bars = {
+        (bar.get_x(), round(bar.get_height(), 6)) for bar in histogram.patches if bar.get_height() in (45, 50)
+    }
+    assert {place for place, _ in bars} >= {-30, -29}  # the latest event: 2^10 lower at scale 1
+    legend = [text.get_text() for text in histogram.get_legend().get_texts()]
+    assert legend == ["at scale 1: another 45.00 % would be zero", "as sent, at scale 2^10: 5.00 % are zero"]
+
+
+@pytest.mark.parametrize("event", [gradients_event(), gradients_event(1.0), gradients_event(1.0, [0] * 57)])
+def test_any_gradients_can_be_drawn_and_the_page_shows_them(tmp_path, event):
+    write_gradients(tmp_path, event)
+    path = draw_exponents(tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "Gradients in the range of fp16" in Page(write_report(tmp_path)).text
+
+
+def test_without_a_look_at_the_gradients_there_is_no_picture(tmp_path):
+    write_events(tmp_path)
+    assert draw_exponents(tmp_path) is None
+    assert "Gradients in the range" not in Page(write_report(tmp_path)).text
+
+
+def test_the_layers_with_most_zeros_come_first():
+    event = gradients_event()
+    for k, shares in enumerate(event["layers"].values()):
+        shares["zero_share_at_scale_1"] = k / 100
+    assert [name.split(".")[0] for name, _ in worst_layers(event)[:2]] == ["layer39", "layer38"]
+    assert len(worst_layers(event)) == exponents.MAX_LAYERS

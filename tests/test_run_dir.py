@@ -26,7 +26,11 @@ def sample_config(directory: str = "", tracker: str = "wandb", mode: str = "auto
             "seed": 3,
             "recipe": {"name": "tiny", "uses": "resnet"},
             "run": {"dir": directory},
-            "model": {"name": "resnet18", "options": {"stem": "small", "widths": [64, 128]}},
+            "model": {
+                "name": "resnet18",
+                "sync_bn": False,
+                "options": {"stem": "small", "widths": [64, 128]},
+            },
             "data": {
                 "name": "digits",
                 "path": None,
@@ -70,8 +74,18 @@ def sample_config(directory: str = "", tracker: str = "wandb", mode: str = "auto
                     "max_floor_skips": 20,
                 },
             },
-            "wire": {"dtype": "auto", "bucket_mb": "auto", "overlap": True, "predivide": "auto"},
+            "wire": {
+                "dtype": "auto",
+                "sum": "native",
+                "shard": False,
+                "compression": "none",
+                "bucket_mb": "auto",
+                "overlap": True,
+                "predivide": "auto",
+            },
+            "consistency": {"every_steps": 200},
             "tracker": {"name": tracker, "project": "launcher", "mode": mode, "group": "g", "tags": ["a"]},
+            "telemetry": {"gradients_every_steps": 100},
             "launch": {"init_timeout_s": 300.0, "stall_s": 300.0},
             "recipes": {"path": None},
         }
@@ -210,7 +224,7 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
 def test_the_config_is_written_as_people_type_it(tmp_path):
     config = run_dir.prepare(sample_config(str(tmp_path / "run")), ["recipe=tiny", "optim=adamw"])
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert written["model"] == {"name": "resnet18", "stem": "small", "widths": [64, 128]}
+    assert written["model"] == {"name": "resnet18", "sync_bn": False, "stem": "small", "widths": [64, 128]}
     assert written["data"]["noise"] == 0.1
     assert written["data"]["augment"] == {"crop_padding": 1, "flip": False}
     assert written["run"] == {"dir": str(tmp_path / "run")}

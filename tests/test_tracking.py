@@ -169,7 +169,7 @@ def test_the_offline_file_holds_config_losses_accuracy_and_loss_scale(offline):
         records = list(offline_records(directory))
         run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
         config = {update.key: json.loads(update.value_json) for update in run.config.update}
-        assert config["model"] == {"name": "resnet18", "stem": "small", "widths": [64, 128]}
+        assert config["model"] == {"name": "resnet18", "sync_bn": False, "stem": "small", "widths": [64, 128]}
         assert config["optim"]["lr"] == 1e-3
         assert (run.project, run.run_group, list(run.tags)) == ("launcher", "g", ["a"])
         rows = history_of(records)

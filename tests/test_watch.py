@@ -8,7 +8,9 @@ import torch
 from launcher.config import ScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
+from launcher.gradients import GradientLooks
 from launcher.telemetry import Telemetry
+from launcher.telemetry.wandb_sink import history_row
 from launcher.watch import Moment, Watch
 
 LIMITS = ScaleConfig(
@@ -38,6 +40,7 @@ CLEAN = StepReport(
     culprit_parameters=(),
     spans_ms={"compute": 3.0, "wire": 1.0},
 )
+GRADIENTS = {"fc.weight": torch.tensor([[0.0, 1.0], [-2.0, 20000.0]]).half(), "fc.bias": torch.ones(4)}
 OVERFLOW = replace(
     CLEAN, skipped=True, skipped_steps=1, culprit_ranks=(1,), culprit_parameters=("fc.weight",)
 )
@@ -74,8 +77,31 @@ def recorder() -> Recorder:
     return Recorder()
 
 
-def watch_over(recorder: Recorder, reports: list[StepReport], every: int = 2) -> Watch:
-    watch = Watch(Telemetry([recorder]), LIMITS, every, torch.device("cpu"))
+class Inspector:
+    """Says what it is told to say, and keeps what it was asked."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.asked: list[tuple] = []
+
+    def broken_weights(self) -> str:
+        return self.broken
+
+    def explain(self, *question) -> str:
+        self.asked.append(question)
+        return "seen again"
+
+
+def watch_over(
+    recorder: Recorder,
+    reports: list[StepReport],
+    every: int = 2,
+    inspector: Inspector | None = None,
+    gradients_every: int | None = None,
+) -> Watch:
+    telemetry = Telemetry([recorder])
+    looks = GradientLooks(lambda: GRADIENTS, telemetry, gradients_every, torch.device("cpu"))
+    watch = Watch(telemetry, LIMITS, every, torch.device("cpu"), inspector or Inspector(), looks)
     for step, report in enumerate(reports, 1):
         watch.see(Moment(0, step), Ready(report))
     return watch
@@ -115,7 +141,7 @@ def test_a_skip_names_ranks_and_parameters(recorder) -> None:
     ("report", "error", "words"),
     [
         (replace(OVERFLOW, bad_loss_steps=3), DivergedError, "the loss was not finite in 3 steps"),
-        (replace(OVERFLOW, floor_skips=4), DivergedError, "overflowed in 4 steps in a row.*fc.weight"),
+        (replace(OVERFLOW, floor_skips=4), DivergedError, "(?s)overflowed in 4 steps in a row.*fc.weight"),
         (replace(OVERFLOW, count=0), DataError, "no sample on any rank"),
     ],
 )
@@ -128,3 +154,69 @@ def test_a_run_that_cannot_recover_is_ended(recorder, report, error, words) -> N
 @pytest.mark.parametrize("report", [replace(OVERFLOW, bad_loss_steps=2), replace(OVERFLOW, floor_skips=3)])
 def test_a_run_below_the_limits_goes_on(recorder, report) -> None:
     watch_over(recorder, [report, CLEAN]).catch_up()
+
+
+def test_the_end_tells_ranks_parameters_scales_and_what_was_seen_again(recorder) -> None:
+    names = tuple(f"layer{number}.weight" for number in range(7))
+    last = replace(OVERFLOW, scale=1.0, floor_skips=4, culprit_parameters=names)
+    halved = [replace(CLEAN, scale=2.0**exponent) for exponent in range(12, 0, -1)]
+    inspector = Inspector()
+    watch = watch_over(recorder, [CLEAN, CLEAN, *halved, last], inspector=inspector)
+    with pytest.raises(DivergedError) as caught:
+        watch.catch_up()
+    lines = str(caught.value).splitlines()
+    assert lines[1].startswith("Gradient not finite on ranks [1], in parameters: layer0.weight")
+    assert lines[1].endswith("and 2 more")
+    assert lines[2].startswith("Loss scale: 512 from step 6, 256 from step 7")
+    assert lines[2].endswith("1 from step 15")
+    assert lines[3] == "seen again"
+    assert inspector.asked == [(0, 15, (1,))]
+
+
+def test_a_bad_loss_over_broken_weights_ends_the_run_at_once(recorder) -> None:
+    bad = replace(OVERFLOW, bad_losses=1, bad_loss_steps=1)
+    watch = watch_over(recorder, [bad], inspector=Inspector("conv1.weight (master inf)"))
+    with pytest.raises(DivergedError, match=r"step 1, because weights are not: conv1\.weight \(master inf\)"):
+        watch.catch_up()
+
+
+def test_an_overflow_is_no_reason_to_look_at_the_weights(recorder) -> None:
+    watch_over(recorder, [OVERFLOW, CLEAN], inspector=Inspector("never asked")).catch_up()
+
+
+@pytest.mark.parametrize(
+    ("every", "skipped", "told"),
+    [
+        (2, (), [2, 4, 6]),
+        (3, (), [3, 6]),
+        (3, (3, 4), [5, 6]),  # a skipped step has nothing to show: the next clean one is told instead
+        (1, (), [1, 2, 3, 4, 5, 6]),
+        (7, (), []),
+        (0, (), []),
+        (None, (), []),
+    ],
+)
+def test_gradients_are_told_every_so_many_clean_steps(recorder, every, skipped, told) -> None:
+    reports = [OVERFLOW if step in skipped else CLEAN for step in range(1, 7)]
+    watch_over(recorder, reports, gradients_every=every).catch_up()
+    assert [event["step"] for event in recorder.of("gradients")] == told
+
+
+def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
+    watch_over(recorder, [CLEAN], gradients_every=1).catch_up()
+    (event,) = recorder.of("gradients")
+    assert (event["scale"], event["epoch"], event["zeros"]) == (1024.0, 0, 1)
+    assert event["layers"] == {
+        "fc.weight": {"zero_share": 0.25, "zero_share_at_scale_1": 0.25, "near_max_share": 0.25},
+        "fc.bias": {"zero_share": 0.0, "zero_share_at_scale_1": 0.0, "near_max_share": 0.0},
+    }
+    assert (event["zero_share"], event["near_max_share"]) == (1 / 8, 1 / 8)
+    counts = dict(enumerate(event["histogram"], event["first_exponent"]))
+    assert {exponent: count for exponent, count in counts.items() if count} == {0: 5, 1: 1, 14: 1}
+    assert list(history_row(event)) == [
+        "step",
+        "gradients/scale",
+        "gradients/zero_share",
+        "gradients/zero_share_at_scale_1",
+        "gradients/near_max_share",
+    ]

@@ -36,7 +36,7 @@ def draw_curves(run_dir: Path) -> Path | None:
         return None
     evaluations = [event for event in events if event["event"] == "eval"]
     overflows = [event for event in events if event["event"] == "overflow"]
-    figure = _figure(10.0, 6.6)
+    figure = figure_of(10.0, 6.6)
     loss, metric, rate, last = figure.subplots(2, 2, sharex=True).flat
     _draw_loss(loss, steps, evaluations)
     _draw_metric(metric, steps, evaluations)
@@ -47,7 +47,7 @@ def draw_curves(run_dir: Path) -> Path | None:
         _draw_series(last, steps, "grad_norm", "gradient norm", logarithmic=True)
     for axes in (rate, last):
         axes.set_xlabel("step")
-    return _save(figure, run_dir / CURVES)
+    return save(figure, run_dir / CURVES)
 
 
 def draw_confusion_matrix(run_dir: Path) -> Path | None:
@@ -60,7 +60,7 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
         return None
     classes = [str(name) for name in result.get("classes") or range(len(counts))]
     side_inches = min(14.0, 3.2 + 0.42 * len(counts))
-    figure = _figure(side_inches + 1.2, side_inches)
+    figure = figure_of(side_inches + 1.2, side_inches)
     axes = figure.subplots()
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
     # The square root of the share, so that a few mistakes among many samples still show.
@@ -75,23 +75,23 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
     right = sum(counts[k][k] for k in range(len(counts)))
     total = sum(map(sum, counts))
     axes.set_title(f"{right:,} of {total:,} right", loc="left", fontsize=11)
-    return _save(figure, run_dir / CONFUSION_MATRIX)
+    return save(figure, run_dir / CONFUSION_MATRIX)
 
 
 def _draw_loss(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
     _draw_series(axes, steps, "loss", "loss")
-    points = _points(evaluations, "loss")
+    points = points_of(evaluations, "loss")
     if points:
         axes.plot(*zip(*points, strict=True), color=HELD_OUT, marker="o", markersize=3.5, label="held out")
-    values = [value for _, value in _points(steps, "loss") + points]
+    values = [value for _, value in points_of(steps, "loss") + points]
     if values and min(values) > 0 and max(values) / min(values) > 20:
-        _use_log_scale(axes, values)
+        use_log_scale(axes, values)
     axes.legend(frameon=False)
 
 
 def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
     """Accuracy where the task has it, else how fast training was."""
-    points = _points(evaluations, "accuracy")
+    points = points_of(evaluations, "accuracy")
     if not points:
         _draw_series(axes, steps, "samples_per_s", "samples / s")
         return
@@ -109,7 +109,7 @@ def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event
 
 def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) -> None:
     """The loss scale as steps of powers of two, and where an overflow cost an update."""
-    changes = sorted(_points(steps, "scale") + _points(overflows, "scale"))
+    changes = sorted(points_of(steps, "scale") + points_of(overflows, "scale"))
     axes.step(
         [step for step, _ in changes],
         [value for _, value in changes],
@@ -119,7 +119,7 @@ def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) 
     )
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")
-    skipped = _points(overflows, "scale")
+    skipped = points_of(overflows, "scale")
     if skipped:
         axes.plot(
             [step for step, _ in skipped],
@@ -133,17 +133,17 @@ def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) 
 
 
 def _draw_series(axes: Axes, steps: Sequence[Event], key: str, label: str, logarithmic: bool = False) -> None:
-    points = _thinned(_points(steps, key))
+    points = _thinned(points_of(steps, key))
     axes.set_ylabel(label)
     if not points:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=FAINT)
         return
     axes.plot(*zip(*points, strict=True), color=TRAIN, linewidth=1.3, label="training")
     if logarithmic and all(value > 0 for _, value in points):
-        _use_log_scale(axes, [value for _, value in points])
+        use_log_scale(axes, [value for _, value in points])
 
 
-def _use_log_scale(axes: Axes, values: Sequence[float]) -> None:
+def use_log_scale(axes: Axes, values: Sequence[float]) -> None:
     """A logarithmic axis whose numbers read as numbers, also over less than a decade."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -178,7 +178,7 @@ def _name_classes(axes: Axes, classes: Sequence[str]) -> None:
     axes.tick_params(length=0)
 
 
-def _points(events: Sequence[Event], key: str) -> list[tuple[int, float]]:
+def points_of(events: Sequence[Event], key: str) -> list[tuple[int, float]]:
     """(step, value) of the events that have a finite value."""
     pairs = [(event["step"], event.get(key)) for event in events]
     return [(step, value) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)]
@@ -189,7 +189,7 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return points if every == 1 else [*points[::every], points[-1]]
 
 
-def _figure(width_inches: float, height_inches: float) -> Figure:
+def figure_of(width_inches: float, height_inches: float) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_inches, height_inches), dpi=120)
@@ -197,7 +197,7 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(FAINT)

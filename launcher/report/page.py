@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launcher.report.exponents import GRADIENTS
 from launcher.report.figures import CONFUSION_MATRIX, CURVES
 from launcher.report.markup import facts, listing, page, picture, preformatted, section, table, tiles
 from launcher.telemetry.events import FILE_NAME, read_events
@@ -37,6 +38,7 @@ class RunFiles:
     classification_report: str
     curves: bytes
     confusion_matrix: bytes
+    gradients: bytes
 
     @classmethod
     def read(cls, run_dir: Path) -> RunFiles:
@@ -50,6 +52,7 @@ class RunFiles:
             classification_report=_if_there(run_dir / "classification_report.txt", _text, ""),
             curves=_if_there(run_dir / CURVES, Path.read_bytes, b""),
             confusion_matrix=_if_there(run_dir / CONFUSION_MATRIX, Path.read_bytes, b""),
+            gradients=_if_there(run_dir / GRADIENTS, Path.read_bytes, b""),
         )
 
     def of(self, event: str) -> list[dict[str, Any]]:
@@ -71,6 +74,7 @@ def render(run: RunFiles) -> str:
         section("Evaluations", _evaluations(run)),
         section("Mistakes by class", picture(run.confusion_matrix, "confusion matrix")),
         section("Classification report", preformatted(run.classification_report)),
+        section("Gradients in the range of fp16", picture(run.gradients, "histogram of gradient exponents")),
         section("Where the time goes", _time(run)),
         section("Skipped steps", _overflows(run)),
         section("Decisions", listing(f"{each['topic']} {each['text']}" for each in run.of("decision"))),

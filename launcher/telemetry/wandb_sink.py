@@ -163,8 +163,8 @@ def _named(record: Record) -> Iterator[tuple[str, Any]]:
             yield SCALE_NAMES.get(key, f"scale/overflow_{key}"), _readable(value)
         elif event == "eval":
             yield f"eval/{key}", value
-        elif event in ("gpu", "gradients"):
-            yield f"{event}/{key}", value
+        elif event == "gpu" or (event == "gradients" and isinstance(value, float)):
+            yield f"{event}/{key}", value  # layers and histogram stay in metrics.jsonl
 
 
 def _in_one_line(error: Exception) -> str:

@@ -1,0 +1,57 @@
+"""Do all ranks still hold the same bits?
+
+Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters and optimizer
+states. Compares integers (sums of bit patterns), so that no NaN and no rounding can hide a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.engine import Stepper
+from launcher.errors import ReplicaError
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHOWN = 5  # names in an error; more would hide the rest of it
+
+
+def check_replicas(stepper: Stepper) -> None:
+    """Raise ReplicaError, on all ranks alike, if any replica differs. A collective: all ranks call it."""
+    if stepper.group is None:
+        return
+    replicas = stepper.replicas()
+    own = checksums(replicas)
+    extremes = torch.cat([own, -own])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=stepper.group)
+    largest, smallest = extremes[: len(own)], -extremes[len(own) :]
+    # Every rank sees the same extremes, so all of them go on here, or none does.
+    if bool((largest != smallest).any()):
+        raise ReplicaError(_difference(list(replicas), own, stepper.group))
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
+    """int64 [tensors]: the sum of each tensor's bit patterns, whatever the order of its elements."""
+    sums = [flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64) for flat in tensors.values()]
+    return torch.stack(sums)
+
+
+def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
+    """Which ranks hold something else than most ranks do, and in which tensors. A collective."""
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    table = torch.stack(rows).cpu()  # [rank, tensor]
+    usual = table.mode(dim=0).values
+    odd = table != usual
+    ranks = odd.any(dim=1).nonzero().flatten().tolist()
+    tensors = [names[index] for index in odd.any(dim=0).nonzero().flatten().tolist()]
+    shown = ", ".join(tensors[:SHOWN]) + (f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else "")
+    return (
+        f"the ranks no longer hold the same bits: rank(s) {', '.join(map(str, ranks))} differ from the "
+        f"others in {len(tensors)} of {len(names)} tensors ({shown}). With two ranks either may be the wrong "
+        "one. Nothing computed since the last check can be trusted: look for a faulty device or for code "
+        "that changes weights on one rank only, and start again."
+    )

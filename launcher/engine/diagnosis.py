@@ -1,0 +1,192 @@
+"""What became not finite first: one forward pass, watched module by module.
+
+Owns the hooks of that one pass and takes them off again whatever happens. It looks only when asked, after
+something has gone wrong, and changes neither weights nor buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Kind = Literal["nan", "inf"]
+MAX_ROWS = 64  # rows of an output that are named; more would say nothing
+
+
+@dataclass(frozen=True)
+class ModuleFinding:
+    """A module whose output was not finite.
+
+    `input_range` is the smallest and largest finite value that went in, None where nothing finite did.
+    `rows` are the first positions along the output's first dimension that hold such a value, out of
+    `num_rows`: the samples, where the model keeps them apart.
+    """
+
+    name: str  # as in named_modules(); "" is the model itself
+    type: str
+    kind: Kind  # nan where the output holds both
+    position: int  # calls of modules that had ended before it, in this pass
+    inputs_finite: bool
+    input_range: tuple[float, float] | None
+    rows: tuple[int, ...]
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What one forward pass showed.
+
+    `origin` is the first module that made a value that is not finite from values that were; `first` the
+    first whose output was not finite, whatever it was given. `largest` names the module with the largest
+    finite output, as a measure of how near the rest was to overflow.
+    """
+
+    origin: ModuleFinding | None
+    first: ModuleFinding | None
+    input_finite: bool  # of the whole model
+    parameters: tuple[str, ...]  # those that hold a value that is not finite
+    largest: tuple[str, float] | None
+
+    @property
+    def finding(self) -> ModuleFinding | None:
+        return self.origin or self.first
+
+
+def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
+    """The first module of `model` whose output is not finite although its inputs were.
+
+    `run` does the forward pass, in whatever context it needs; None where no module is to blame. A module
+    counts when its call ends, so of a module and its parent the inner one is named.
+    """
+    return diagnose(model, run).origin
+
+
+def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
+    """Watch one forward pass. Buffers that it moves (BatchNorm statistics) are put back."""
+    observer = _Observer()
+    with torch.no_grad(), buffers_kept(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            for hook in (
+                module.register_forward_pre_hook(observer.enter, with_kwargs=True),
+                module.register_forward_hook(observer.leaver(name), with_kwargs=True),
+            ):
+                hooks.callback(hook.remove)
+        run()
+    return Diagnosis(
+        observer.origin,
+        observer.first,
+        observer.input_finite,
+        tuple(nonfinite_parameters(model)),
+        observer.largest,
+    )
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that hold inf or nan, as the model computes with them."""
+    return [name for name, p in model.named_parameters() if not bool(p.detach().isfinite().all())]
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model's buffers hold the values that they held before."""
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+
+
+@dataclass
+class _Inputs:
+    finite: bool
+    range: tuple[float, float] | None
+
+
+@dataclass
+class _Observer:
+    """Sees every call of a module begin and end. Inputs are read first: the module may overwrite them."""
+
+    origin: ModuleFinding | None = None
+    first: ModuleFinding | None = None
+    input_finite: bool = True
+    largest: tuple[str, float] | None = None
+    _open: list[_Inputs] = field(default_factory=list)
+    _ended: int = 0
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = list(_floats((args, kwargs)))
+        inputs = _Inputs(all(_finite(tensor) for tensor in tensors), _range(tensors))
+        if not self._open and not self._ended:
+            self.input_finite = inputs.finite
+        self._open.append(inputs)
+
+    def leaver(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._leave(name, module, list(_floats(output)))
+
+        return leave
+
+    def _leave(self, name: str, module: nn.Module, outputs: list[Tensor]) -> None:
+        inputs = self._open.pop()
+        bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
+        if bad is None:
+            self._compare(name, _range(outputs))
+        elif self.origin is None:
+            finding = ModuleFinding(
+                name,
+                type(module).__name__,
+                "nan" if bool(bad.isnan().any()) else "inf",
+                self._ended,
+                inputs.finite,
+                inputs.range,
+                _rows(bad),
+                len(bad) if bad.ndim else 1,
+            )
+            self.first = self.first or finding
+            self.origin = finding if inputs.finite else None
+        self._ended += 1
+
+    def _compare(self, name: str, ends: tuple[float, float] | None) -> None:
+        if ends is not None:
+            size = max(map(abs, ends))
+            if self.largest is None or size > self.largest[1]:
+                self.largest = (name, size)
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors within, however nested, that have elements."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value.detach()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _floats(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _floats(item)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _range(tensors: list[Tensor]) -> tuple[float, float] | None:
+    finite = [tensor[tensor.isfinite()] for tensor in tensors]
+    ends = [part.aminmax() for part in finite if part.numel()]
+    if not ends:
+        return None
+    return min(float(low) for low, _ in ends), max(float(high) for _, high in ends)
+
+
+def _rows(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.ndim == 0:
+        return (0,)
+    bad = ~tensor.isfinite().flatten(1).all(1) if tensor.ndim > 1 else ~tensor.isfinite()
+    return tuple(bad.nonzero().flatten()[:MAX_ROWS].tolist())

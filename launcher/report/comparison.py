@@ -1,0 +1,224 @@
+"""Runs of a sweep side by side: their curves on one picture, and a table.
+
+Owns which runs belong together (those that differ in the seed alone) and the files comparison.png,
+summary.md and summary.csv. Reads the files of the runs only, and takes what is there.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.overview import description
+from launcher.report.figures import FAINT, INK, figure_of, points_of, save, use_log_scale
+from launcher.resources import choice_file, conf_dir, group_choices, natural_order
+from launcher.telemetry.events import FILE_NAME, read_events
+from launcher.telemetry.files import read_json, write_text
+from launcher.telemetry.wording import duration, metric, metric_title, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
+COLORS = ("#2f6ca3", "#d4722a", "#b3261e", "#3a8f5c", "#7a5aa6", "#8c6d3f", "#4a4a4a", "#c2528b")
+REPEATED = "seed"  # the key whose values repeat a setting rather than make another
+RESULT_KEYS = ("state", "metric_name", "metric", "steps", "skipped_steps", "seconds", "samples_per_s")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep, as far as it has come."""
+
+    directory: Path
+    overrides: dict[str, str]
+    result: dict[str, Any]
+    steps: dict[int, float]  # training loss by step
+    accuracies: dict[int, float]  # held out
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The jobs that differ in nothing but the seed."""
+
+    label: str
+    jobs: tuple[Job, ...]
+
+    def mean(self, curves: Sequence[Mapping[int, float]]) -> dict[int, float]:
+        """The mean at each step that all of these curves have."""
+        common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
+        return {step: statistics.fmean(curve[step] for curve in curves) for step in sorted(common)}
+
+
+def is_sweep(directory: Path) -> bool:
+    """Whether this is a folder of runs rather than a run."""
+    return not (directory / FILE_NAME).exists() and bool(job_directories(directory))
+
+
+def job_directories(sweep_dir: Path) -> list[Path]:
+    found = [file.parent for file in sweep_dir.glob(f"*/{FILE_NAME}")]
+    return sorted(found, key=lambda path: (not path.name.split("_")[0].isdigit(), natural_order(path.name)))
+
+
+def write_comparison(sweep_dir: Path) -> list[Path]:
+    """Writes picture and tables into the sweep's directory. Raises OSError, ValueError."""
+    jobs = [read_job(directory) for directory in job_directories(sweep_dir)]
+    settings = settings_of(jobs)
+    note = note_of(jobs)
+    table, rows = sweep_dir / TABLE, sweep_dir / ROWS
+    write_text(table, markdown(sweep_dir.name, settings, note))
+    write_text(rows, as_csv(jobs))
+    return [draw(settings, sweep_dir / COMPARISON), table, rows]
+
+
+def read_job(directory: Path) -> Job:
+    events = read_events(directory / FILE_NAME)
+    steps = points_of([event for event in events if event["event"] == "step"], "loss")
+    accuracies = points_of([event for event in events if event["event"] == "eval"], "accuracy")
+    result, overrides = directory / "result.json", directory / "overrides.txt"
+    lines = overrides.read_text(encoding="utf-8").splitlines() if overrides.exists() else []
+    return Job(
+        directory,
+        {key: value for key, _, value in (line.partition("=") for line in lines)},
+        read_json(result) if result.exists() else {"state": "not finished"},
+        dict(steps),
+        dict(accuracies),
+    )
+
+
+def settings_of(jobs: Sequence[Job]) -> list[Setting]:
+    """The jobs by what distinguishes them, in the order in which they ran."""
+    keys = [key for key in varied_keys(jobs) if key != REPEATED]
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        values = [job.overrides.get(key, "-") for key in keys]
+        named = values if len(keys) == 1 else [f"{k}={v}" for k, v in zip(keys, values, strict=True)]
+        groups.setdefault(", ".join(named) or "all", []).append(job)
+    return [Setting(label, tuple(members)) for label, members in groups.items()]
+
+
+def varied_keys(jobs: Sequence[Job]) -> list[str]:
+    """The overridden keys that have not the same value in all jobs."""
+    keys = dict.fromkeys(key for job in jobs for key in job.overrides)
+    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+
+
+def note_of(jobs: Sequence[Job]) -> str:
+    """What the experiment that these jobs belong to says of itself; empty without one."""
+    names = {job.overrides.get("experiment", "") for job in jobs}
+    known = group_choices(conf_dir()).get("experiment", ())
+    if len(names) != 1 or not names <= set(known):
+        return ""
+    return description(choice_file([conf_dir()], "experiment", names.pop()))
+
+
+def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
+    """A row per setting: mean and standard deviation over its seeds."""
+    name = next(
+        (str(j.result["metric_name"]) for s in settings for j in s.jobs if "metric_name" in j.result), ""
+    )
+    lines = [f"# {title}", "", *([note, ""] if note else [])]
+    head = ["", "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
+    lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines += [f"| {' | '.join(cells(setting, name))} |" for setting in settings]
+    return "\n".join(
+        [*lines, "", "Mean ± standard deviation over the seeds.", "", f"![curves]({COMPARISON})", ""]
+    )
+
+
+def cells(setting: Setting, metric_name: str) -> list[str]:
+    done = [job for job in setting.jobs if job.result["state"] == "done"]
+    ended = f"{len(done)}" if len(done) == len(setting.jobs) else f"{len(done)} of {len(setting.jobs)} done"
+    values = [job.result["metric"] for job in done if job.result.get("metric") is not None]
+    losses = [job.steps[max(job.steps)] for job in done if job.steps]
+    seconds = [job.result["seconds"] for job in done]
+    return [
+        setting.label.replace("|", "\\|"),
+        ended,
+        spread(values, lambda value: metric(metric_name, value)),
+        spread(losses, number),
+        number(sum(job.result["skipped_steps"] for job in done)) if done else "-",
+        duration(statistics.fmean(seconds)) if seconds else "-",
+    ]
+
+
+def spread(values: Sequence[float], shown: Any) -> str:
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return str(shown(values[0]))
+    return f"{shown(statistics.fmean(values))} ± {shown(statistics.stdev(values))}"
+
+
+def as_csv(jobs: Sequence[Job]) -> str:
+    """A row per job, with what distinguishes it."""
+    keys = varied_keys(jobs)
+    metrics = list(dict.fromkeys(name for job in jobs for name in job.result.get("metrics", ())))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["job", *keys, *RESULT_KEYS, *metrics])
+    for job in jobs:
+        measured = job.result.get("metrics", {})
+        writer.writerow(
+            [job.directory.name]
+            + [job.overrides.get(key, "") for key in keys]
+            + [job.result.get(key, "") for key in RESULT_KEYS]
+            + [measured.get(name, "") for name in metrics]
+        )
+    return text.getvalue()
+
+
+def draw(settings: Sequence[Setting], path: Path) -> Path:
+    """Loss and accuracy: a colour per setting, a thin line per seed, a bold one for their mean."""
+    figure = figure_of(11.0, 4.6)
+    loss, accuracy = figure.subplots(1, 2)
+    values = draw_curves_of(loss, settings, [[job.steps for job in s.jobs] for s in settings], 1.0)
+    draw_curves_of(accuracy, settings, [[job.accuracies for job in s.jobs] for s in settings], 100.0)
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) / min(positive) > 20:
+        use_log_scale(loss, positive)
+    loss.set_ylabel("loss, training")
+    accuracy.set_ylabel("accuracy, held out (%)")
+    if any(len(setting.jobs) > 1 for setting in settings):
+        accuracy.set_title("thin: one seed, bold: their mean", loc="right", fontsize=9, color=FAINT)
+    for axes in (loss, accuracy):
+        axes.set_xlabel("step")
+    if any(axes.lines for axes in (loss, accuracy)):
+        (loss if loss.lines else accuracy).legend(frameon=False)
+    return save(figure, path)
+
+
+def draw_curves_of(
+    axes: Axes, settings: Sequence[Setting], curves: Sequence[Sequence[Mapping[int, float]]], factor: float
+) -> list[float]:
+    """Draws, and returns the values that it has drawn."""
+    drawn: list[float] = []
+    for index, (setting, of_jobs) in enumerate(zip(settings, curves, strict=True)):
+        color = COLORS[index % len(COLORS)]
+        present = [curve for curve in of_jobs if curve]
+        marker = "o" if present and max(map(len, present)) < 30 else None
+        for curve in present if len(present) > 1 else ():
+            axes.plot(
+                list(curve), [factor * v for v in curve.values()], color=color, linewidth=0.7, alpha=0.45
+            )
+            drawn += curve.values()
+        mean = setting.mean(present)
+        if mean:
+            axes.plot(
+                list(mean),
+                [factor * value for value in mean.values()],
+                label=setting.label,
+                color=color,
+                linewidth=4.5 if index == 0 else 2.2,  # the first shows where another lies on top of it
+                marker=marker,
+                markersize=3.5,
+            )
+            drawn += mean.values()
+    if not drawn:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=INK)
+    return [value for value in drawn if math.isfinite(value)]

@@ -1,0 +1,79 @@
+"""Replicas that drift apart are caught at the next comparison, with the rank and the tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher.consistency import check_replicas
+from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.environment import WorkerEnv
+from launcher.errors import ReplicaError
+from tests.engine.observe import train
+from tests.models import mlp
+from tests.ranks.harness import run_ranks
+
+FAULTS = {
+    "weight": "0.weight (weight)",
+    "master": "0.weight (master)",
+    "state": "0.weight (optimizer state 1)",
+    "vector": "0.bias (weight)",
+    "scale": "loss scale and step counters",
+}
+
+
+def flip_one_bit(stepper: Stepper, fault: str) -> None:
+    matrices = stepper.shards.pieces[0]
+    last = next(slot for slot in stepper.layout.slots if slot.name == "0.weight")
+    tensor = {
+        "weight": last.flat(matrices.weight),
+        "master": last.flat(matrices.master),
+        "state": last.flat(stepper.updater.states[0][1]),
+        "vector": stepper.model[0].bias.data,
+        "scale": stepper.scale.state,
+    }[fault]
+    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits[-1] ^= 1
+
+
+def drift(env: WorkerEnv, fault: str | None) -> str:
+    stepper = Stepper(mlp(), AdamW(0.01), Policy.fp16(), env.group, reference_count=8)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + env.rank)
+        train(stepper, torch.randn(8, 8, generator=generator), torch.zeros(8, dtype=torch.int64))
+        check_replicas(stepper)
+    if fault is not None and env.rank == 1:
+        flip_one_bit(stepper, fault)
+    try:
+        check_replicas(stepper)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def test_equal_replicas_pass() -> None:
+    assert run_ranks(3, drift, None) == [""] * 3
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_bit_on_one_rank_is_caught_and_named(fault) -> None:
+    texts = run_ranks(3, drift, fault)
+    assert len(set(texts)) == 1
+    assert f"rank(s) 1 differ from the others in 1 of 15 tensors ({FAULTS[fault]})" in texts[0]
+
+
+def drift_sharded(env: WorkerEnv) -> str:
+    stepper = Stepper(mlp(), AdamW(0.01), Policy.fp16(), env.group, reference_count=8, wire=Wire(shard=True))
+    train(stepper, torch.randn(8, 8), torch.zeros(8, dtype=torch.int64))
+    check_replicas(stepper)
+    if env.rank == 0:
+        stepper.model[0].weight.data.view(torch.int16)[0, 0] ^= 1
+    try:
+        check_replicas(stepper)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def test_sharded_ranks_compare_the_weights_that_they_share() -> None:
+    assert all("0.weight (weight)" in text for text in run_ranks(2, drift_sharded))

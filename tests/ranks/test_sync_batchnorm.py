@@ -1,0 +1,130 @@
+"""Batch norm over all ranks equals one process with the large batch, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.data import BatchPlan
+from launcher.engine import SGD, Policy, Stepper
+from launcher.engine.sync_batchnorm import synchronised
+from launcher.environment import WorkerEnv
+from launcher.equipment import refuse_uneven_micro_batches
+from launcher.errors import ConfigError
+from tests.engine.observe import train
+from tests.models import conv_net, features
+from tests.ranks.harness import run_ranks
+
+SIZES = [3, 1, 4, 2]  # samples per rank: one of them alone could not be normalised
+KINDS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
+
+
+def data(dimensions: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Input with a large mean, where a difference of squares would lose the variance; and a weight."""
+    generator = torch.Generator().manual_seed(dimensions)
+    shape = (samples, 5, *[3] * (dimensions - 1))
+    return 300 + torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def norm(dimensions: int, momentum: float | None) -> nn.Module:
+    module = KINDS[dimensions](5, momentum=momentum)
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(0.5, 2, 5))
+        module.bias.copy_(torch.linspace(-1, 1, 5))
+    return module
+
+
+def passes(module: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Two training passes; the last one's output and gradients, and the buffers after both."""
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        output = module(leaf)
+        (output * weight).sum().backward()
+    found = {"output": output.detach(), "input": leaf.grad}
+    found |= {f"grad {name}": p.grad for name, p in module.named_parameters()}
+    return found | dict(module.named_buffers())
+
+
+def on_a_rank(env: WorkerEnv, dimensions: int, momentum: float | None) -> dict[str, Tensor]:
+    start = sum(SIZES[: env.rank])
+    share = slice(start, start + SIZES[env.rank])
+    x, weight = data(dimensions, sum(SIZES[: env.world_size]))
+    return passes(synchronised(norm(dimensions, momentum), dist.new_group()), x[share], weight[share])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dimensions", "momentum"), [(2, 1, 0.1), (3, 2, 0.3), (4, 3, None), (2, 4, 0.1)]
+)
+def test_outputs_gradients_and_statistics_are_those_of_the_large_batch(
+    world_size, dimensions, momentum
+) -> None:
+    ranks = run_ranks(world_size, on_a_rank, dimensions, momentum)
+    x, weight = data(dimensions, sum(SIZES[:world_size]))
+    exact = passes(norm(dimensions, momentum).double(), x.double(), weight.double())
+    for name, expected in exact.items():
+        parts = [found[name] for found in ranks]
+        if name in ("output", "input"):
+            whole = torch.cat(parts)
+        elif name.startswith("grad"):
+            whole = torch.stack(parts).sum(0)
+        else:
+            whole = parts[0]
+            assert all(torch.equal(part, whole) for part in parts), name
+        torch.testing.assert_close(
+            whole.double(), expected.double(), rtol=2e-3, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def trained(env: WorkerEnv, policy: Policy, synchronise: bool) -> dict[str, Tensor]:
+    """Masters and buffers after some steps on this rank's part of one data set."""
+    model = conv_net()
+    if synchronise and env.group is not None:
+        model = synchronised(model, dist.new_group())
+    stepper = Stepper(model, SGD(0.1, 0.9), policy, env.group, reference_count=8)
+    for step in range(5):
+        x, classes = features(8, step, (3, 8, 8))
+        share = slice(8 * env.rank // env.world_size, 8 * (env.rank + 1) // env.world_size)
+        assert not train(stepper, x[share], classes[share]).skipped
+    return {**stepper.named_masters(), **dict(model.named_buffers())}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of any element."""
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit"), [(Policy.fp32(), 1e-5), (Policy.fp16(), 5e-3)], ids=["fp32", "fp16"]
+)
+def test_training_on_ranks_is_training_on_one(policy: Policy, limit: float) -> None:
+    (alone,) = run_ranks(1, trained, policy, False)
+    together = run_ranks(2, trained, policy, True)[0]
+    apart = run_ranks(2, trained, policy, False)[0]
+    assert distance(together, alone) < limit
+    assert distance(apart, alone) > 2 * limit  # without it they do not: the comparison can fail
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "micro", "world_size", "drop_last", "accepted"),
+    [
+        (100, 50, None, 4, False, True),
+        (101, 50, None, 4, False, False),  # one sample for four ranks
+        (101, 50, None, 4, True, True),
+        (64, 16, 2, 3, False, True),  # 5, 5 and 6 samples: three passes each
+        (64, 13, 2, 3, False, False),  # 4, 4 and 5 samples: two and three passes
+    ],
+)
+def test_ranks_that_would_wait_for_ever_are_refused(
+    samples, batch, micro, world_size, drop_last, accepted
+) -> None:
+    plan = BatchPlan(samples, batch, micro, world_size, 0, 0, drop_last)
+    if accepted:
+        refuse_uneven_micro_batches(plan)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"equally many micro-batches on all ranks, but the \d+ samples"
+        ):
+            refuse_uneven_micro_batches(plan)
