@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,9 @@ class _Job:
     env: WorkerEnv
     telemetry: Telemetry
     recipe: Recipe
-    network: nn.Module
+    plan: BatchPlan
+    course: Course
+    model: nn.Module
     stepper: Stepper
     latest: Evaluation | None = None
 
@@ -104,7 +107,7 @@ class _Job:
         began = time.perf_counter()
         self.latest = evaluate(
             self.recipe,
-            self.network,
+            self.model,
             self.stepper.forward,
             self.recipe.validation,
             self.env,
@@ -125,15 +128,15 @@ def _join_and_run(
     config: Config, launch: LaunchEnv, store: dist.Store | None, job: str, telemetry: Telemetry
 ) -> None:
     with join(launch, store, job, config.launch.init_timeout_s) as env:
-        _run_joined(config, env, store, job, telemetry)
+        equipment.apply_switches(config)
+        devices = equipment.exchange_device_names(env, store, job)
+        assembled = _assemble(config, env, telemetry)
+        _announce(assembled, devices)
+        _train(assembled)
 
 
-def _run_joined(
-    config: Config, env: WorkerEnv, store: dist.Store | None, job: str, telemetry: Telemetry
-) -> None:
-    equipment.apply_switches(config)
+def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry) -> _Job:
     torch.manual_seed(config.seed)  # the same on all ranks: they build the same model
-    devices = equipment.exchange_device_names(env, store, job)
     recipe = equipment.on_device(load_recipe(config), env.device)
     plan = BatchPlan(
         num_samples=len(recipe.train),
@@ -147,41 +150,53 @@ def _run_joined(
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     model = equipment.build_model(config, recipe, env, plan)
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
-    network = equipment.compiled(model, stepper) if config.train.compile else model
-    batches = DeviceBatches(recipe.train, plan, recipe.train_transform)
-    culprit = Culprit(stepper, recipe.loss, batches, env.group)
-    if config.precision.scale.mode == "auto":
-        first = batches.step(0, 0)
-        telemetry.decision("loss scale", equipment.calibrate(stepper, recipe, model, first[:1]))
-    looks = equipment.gradient_looks(config, env, stepper, telemetry)
-    watch = Watch(telemetry, config.precision.scale, config.train.log_every_steps, env.device, culprit, looks)
-    assembled = _Job(config, env, telemetry, recipe, network, stepper)
+    torch.manual_seed(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
+    return _Job(config, env, telemetry, recipe, plan, course, model, stepper)
 
-    if env.is_leader:
-        write_environment(Path(config.run.dir), devices)
-    for topic, text in equipment.decisions(config, env, devices, stepper, plan):
-        telemetry.decision(topic, text)
-    telemetry.emit(
+
+def _announce(job: _Job, devices: Sequence[str]) -> None:
+    """Say what was decided and what begins; write down where."""
+    if job.env.is_leader:
+        write_environment(Path(job.config.run.dir), devices)
+    for topic, text in equipment.decisions(job.config, job.env, devices, job.stepper, job.plan):
+        job.telemetry.decision(topic, text)
+    job.telemetry.emit(
         "start",
         0,
-        epochs=config.train.epochs,
-        steps_per_epoch=course.steps_per_epoch,
-        total_steps=course.total_steps,
-        world_size=env.world_size,
-        parameters=sum(p.numel() for p in model.parameters()),
+        epochs=job.config.train.epochs,
+        steps_per_epoch=job.course.steps_per_epoch,
+        total_steps=job.course.total_steps,
+        world_size=job.env.world_size,
+        parameters=sum(p.numel() for p in job.model.parameters()),
+    )
+
+
+def _train(job: _Job) -> None:
+    config, env, telemetry, recipe, stepper = job.config, job.env, job.telemetry, job.recipe, job.stepper
+    batches = DeviceBatches(recipe.train, job.plan, recipe.train_transform)
+    if config.precision.scale.mode == "auto":
+        first = batches.step(0, 0)
+        telemetry.decision("loss scale", equipment.calibrate(stepper, recipe, job.model, first[:1]))
+    watch = Watch(
+        telemetry,
+        config.precision.scale,
+        config.train.log_every_steps,
+        env.device,
+        Culprit(stepper, recipe.loss, batches, env.group),
+        equipment.gradient_looks(config, env, stepper, telemetry),
     )
     began = time.perf_counter()
     train(
         stepper,
-        network,
+        equipment.compiled(job.model, stepper) if config.train.compile else job.model,
         recipe.loss,
         batches,
-        course,
+        job.course,
         watch,
         first_step_done=partial(tighten, env, config.launch.stall_s),
-        evaluate=assembled.evaluate,
+        evaluate=job.evaluate,
     )
-    _finish(assembled, watch, course.total_steps, time.perf_counter() - began)
+    _finish(job, watch, job.course.total_steps, time.perf_counter() - began)
 
 
 def _finish(job: _Job, watch: Watch, steps: int, seconds: float) -> None:

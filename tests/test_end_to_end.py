@@ -185,3 +185,44 @@ def test_a_rank_that_fails_alone_ends_the_others_at_once_with_its_reason(tmp_pat
     assert "rank 1 failed" in done.stderr
     assert "a fault on purpose" in done.stderr
     assert time.monotonic() - began < 40  # not the minutes of a collective's timeout
+
+
+MOONS = """
+import torch
+from torch import nn
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+
+@recipe("tiny")
+def tiny(config):
+    if config.optim.lr == 0.3:
+        raise RuntimeError("a fault on purpose")
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorData({"image": x, "label": (x[:, 0] > 0).long()})
+    return Recipe(lambda: nn.Linear(4, 2), data, data, cross_entropy, classes=("a", "b"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ten_sweeps_in_a_row_run_all_their_jobs(tmp_path) -> None:
+    """One directory and one wandb run per job; a failing job is told at once and ends nothing."""
+    (tmp_path / "tiny.py").write_text(MOONS)
+    words = [
+        "-m",
+        "recipe=resnet18",
+        "recipe.uses=tiny",
+        "recipes.path=tiny.py",
+        "train.epochs=1",
+        "seed=0,1",
+    ]
+    for number in range(10):
+        rates = "optim.lr=0.05,0.3" if number == 9 else "optim.lr=0.05,0.1"
+        done = launch(tmp_path, [*words, rates, f"hydra.sweep.dir=sweep{number}"])
+        jobs = sorted(path for path in (tmp_path / f"sweep{number}").iterdir() if path.is_dir())
+        assert len(jobs) == 4
+        for job in jobs:
+            failed = "lr=0.3" in job.name
+            assert json.loads((job / "result.json").read_text())["state"] == ("failed" if failed else "done")
+            assert len(list((job / "wandb").glob("offline-run-*"))) == 1
+        assert done.returncode == (1 if number == 9 else 0), done.stderr
+        assert done.stderr.count("sweep: job") == (2 if number == 9 else 0)

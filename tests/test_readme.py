@@ -86,12 +86,14 @@ def test_commands_train(command, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", re.findall(r"[\w/]+\.py\b", TEXT.split("## The source")[1].split("## ")[0]))
+@pytest.mark.parametrize(
+    "name", re.findall(r"[\w/]+\.py\b", TEXT.split("## Files and source")[1].split("## ")[0])
+)
 def test_the_tree_names_files_that_are_there(name) -> None:
     assert list(ROOT.glob(f"launcher/**/{name}")) or list(ROOT.glob(f"*/{name}"))
 
 
 def test_every_module_of_the_program_is_in_the_tree() -> None:
-    tree = TEXT.split("## The source")[1].split("## ")[0]
+    tree = TEXT.split("## Files and source")[1].split("## ")[0]
     missing = [path.name for path in (ROOT / "launcher").glob("*.py") if path.name not in tree]
     assert missing in ([], ["__init__.py"])

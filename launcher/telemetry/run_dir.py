@@ -20,8 +20,8 @@ from typing import Any
 
 from launcher.config import Config, to_dict
 from launcher.errors import ConfigError, StorageError
-from launcher.telemetry import status
 from launcher.telemetry.files import write_json, write_text
+from launcher.telemetry.status import FILE_NAME, Status
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits meet by chance only where hundreds of runs start in one second
@@ -49,7 +49,7 @@ def prepare(config: Config, overrides: Sequence[str]) -> Config:
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
         write_text(directory / "config.yaml", config_yaml(resolved))
         write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
-        write_json(directory / status.FILE_NAME, dataclasses.asdict(status.Status(updated=time.time())))
+        write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
     except OSError as error:
         place = config.run.dir or DEFAULT_ROOT / config.recipe.name
         raise StorageError(
@@ -124,7 +124,7 @@ def _claimed(directory: Path) -> Path:
         raise ConfigError(
             f"run.dir={directory} is a file; it must be a directory. Choose another name."
         ) from None
-    holds_run = (directory / status.FILE_NAME).exists()
+    holds_run = (directory / FILE_NAME).exists()
     try:
         if not holds_run:
             # Exclusive creation: of two runs that start here at once only one gets past this line.
