@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper
 from launcher.recipe import registry_of
+from scripts.bench.machine import machine
 
 POLICIES = ("fp32", "fp16", "amp_fp16", "bf16")
 
@@ -130,10 +130,7 @@ def tell(times: dict[str, list[float]], sizes: dict[str, float], arguments: argp
         )
     content = {
         "what": f"ResNet-18, 8 x 8 images, batch {arguments.batch} per rank, {dist.get_world_size()} ranks",
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or "cpu",
-        "torch": torch.__version__,
+        "machine": machine(),
         "repeats": len(times["fp32"]),
         "rows": rows,
     }

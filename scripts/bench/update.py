@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +28,8 @@ from launcher.engine.layout import Layout
 from launcher.engine.sums import SumOfSquares
 from launcher.engine.update import Optimizer, Piece, Scalars, Updater
 from scripts.bench.baselines import CLIP_NORM, LOSS_SCALE, FusedAlone, PerTensor, StockComposition
+from scripts.bench.machine import machine
 
-DATE = "2026-11-20"
 Shapes = dict[str, torch.Size]
 
 
@@ -220,27 +218,6 @@ def tell(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
             f"{row['median_over_fused_alone']:7.2f} {row['min_over_stock_composition']:8.2f} "
             f"{row['median_over_stock_composition']:7.2f} {row['bytes_per_parameter_at_copy_speed']:6.1f}"
         )
-
-
-def cpu_model() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    return {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg()[0],
-        "huge_pages_for_tensors": os.environ.get("THP_MEM_ALLOC_ENABLE") == "1",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": DATE,
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

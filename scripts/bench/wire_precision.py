@@ -30,7 +30,7 @@ from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.wires import default_predivide
 from launcher.jobs import Request, compose_jobs
 from launcher.recipe import load_recipe
-from scripts.bench.update import machine
+from scripts.bench.machine import machine
 
 WORLD_SIZES = (8, 64, 512, 4096)
 SCALE_EXPONENTS = range(25)  # those that the loss scale may have
