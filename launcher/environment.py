@@ -105,6 +105,21 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
 
 
+def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
+    """Say that this rank failed, before the others can notice it: of all claims the first one counts.
+
+    Clocks of different machines cannot tell who was first; the store can.
+    """
+    if store is not None:
+        store.compare_set(f"job/{job}/first_failure", "", str(rank))
+
+
+def first_failure(store: dist.Store, job: str) -> int | None:
+    """The rank that failed before all others, if any said so."""
+    key = f"job/{job}/first_failure"
+    return int(store.get(key)) if store.check([key]) else None
+
+
 @contextmanager
 def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float) -> Iterator[WorkerEnv]:
     """Be one rank of a job: device bound, threads divided, process group open; always left again.

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import Config, from_dict, to_dict
-from launcher.environment import LaunchEnv, open_store
+from launcher.environment import LaunchEnv, first_failure, open_store
 from launcher.errors import LauncherError, StalledError
 from launcher.problems import first_line
 
@@ -115,7 +115,9 @@ class Leader:
             )
         departures = [own, *(Departure(**json.loads(store.get(key))) for key in others)]
         failed = [departure for departure in departures if departure.error]
-        return min(failed, key=lambda departure: departure.time_s, default=own)
+        first = first_failure(store, job)
+        # Who fails because another did may still leave before it: the claim decides, then the time.
+        return min(failed, key=lambda departure: (departure.rank != first, departure.time_s), default=own)
 
 
 def follow(launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> tuple[int, str]:

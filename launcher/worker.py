@@ -25,7 +25,7 @@ from launcher.config import Config
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import Stepper
-from launcher.environment import LaunchEnv, WorkerEnv, join, tighten
+from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, tighten
 from launcher.errors import LauncherError, OutOfMemoryError
 from launcher.evaluate import Evaluation, evaluate
 from launcher.loop import Course, train
@@ -54,10 +54,12 @@ def run(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -
                 f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
                 "Lower data.micro_batch (the update stays that of data.batch_size)."
             )
+            claim_first_failure(store, job, launch.rank)
             _tell_of_failure(telemetry, run_dir, launch, failure)
             _let_go(error)
             raise failure from error
         except BaseException as error:
+            claim_first_failure(store, job, launch.rank)
             _tell_of_failure(telemetry, run_dir, launch, error)
             _let_go(error)
             raise
