@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -47,7 +49,9 @@ SECONDS_TO_COMPILE = 30.0
 
 
 def apply_switches(config: Config) -> None:
-    """Process-wide switches of torch that the config names."""
+    """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp
     if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
         # Not called without need: it imports the compiler, which takes a second and keeps a process group
         # alive, so that the other ranks would not notice at once that this one has failed.
@@ -165,10 +169,15 @@ def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequenc
 
 
 def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
-    """The model's forward through torch.compile."""
-    # Inductor drops a cast to half and back, and with it the rounding that emulation is there for.
-    rounding = {"emulate_precision_casts": stepper.emulation.used}
-    return cast(nn.Module, torch.compile(model, options={**rounding}))
+    """The model's forward through torch.compile. Raises ConfigError where the arithmetic is emulated."""
+    if stepper.emulation.used:
+        # torch 2.13: the C++ that Inductor makes of an emulated ResNet reads beyond its buffers (SIGSEGV).
+        raise ConfigError(
+            "train.compile=true cannot be combined with emulated half arithmetic on this processor "
+            f"({stepper.emulation.reason}): the compiler drops roundings and may crash. "
+            "Leave train.compile=false, or choose precision=fp32."
+        )
+    return cast(nn.Module, torch.compile(model))
 
 
 def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:

@@ -202,6 +202,14 @@ def tiny(config):
 """
 
 
+def test_compiling_emulated_arithmetic_is_refused(tmp_path) -> None:
+    words = [*SHORT, "train.compile=true", "precision.emulate=true", "tracker=none"]
+    done = launch(tmp_path, words, ranks=0)
+    assert done.returncode == 2
+    assert "train.compile=true cannot be combined with emulated half arithmetic" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ten_sweeps_in_a_row_run_all_their_jobs(tmp_path) -> None:
