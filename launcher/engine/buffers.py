@@ -44,7 +44,8 @@ class Buffers:
     def average(self) -> None:
         """Replace floating-point buffers by their mean over the ranks. A collective: all ranks call it.
 
-        Called before an evaluation or a checkpoint, so that BatchNorm statistics are those of all samples.
+        Called before an evaluation, so that BatchNorm statistics are those of all samples. Not before a
+        checkpoint: that keeps each rank's own, or saving would change the course of the run.
         """
         if self._group is None:
             return
