@@ -26,7 +26,8 @@ from launcher.problems import first_line
 from launcher.resources import conf_dir, group_choices
 
 HYDRA_VERSION = "1.3"
-PATH_KEYS = (("data", "path"), ("recipes", "path"))
+PATH_KEYS = (("data", "path"), ("recipes", "path"), ("checkpoint", "resume"))
+NOT_PATHS = ("auto", "never")  # words that may stand in place of a path
 SWEEP = "sweep"  # what an experiment's file asks for; it is spent before a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 
@@ -107,7 +108,8 @@ def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     resolved = dict(tree)
     for section, key in PATH_KEYS:
         path = tree[section][key]
-        resolved[section] = {**tree[section], key: absolute(path) if path else None}
+        if path not in NOT_PATHS:
+            resolved[section] = {**resolved[section], key: absolute(path) if path else None}
     return resolved
 
 

@@ -151,6 +151,15 @@ class WireConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int | None
+    every_s: float | None  # seconds after the last one; null in both: only at the end and when stopped
+    keep: int  # the newest so many, and the best
+    resume: str  # auto: go on if run.dir holds a checkpoint; never; the path of a checkpoint or run
+    on_error: str  # warn: go on training where one cannot be written; stop
+
+
+@dataclass(frozen=True)
 class ConsistencyConfig:
     every_steps: int | None  # compare the ranks' replicas, bit by bit; null: only where it must be
 
@@ -171,8 +180,11 @@ class TelemetryConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
+    nproc: str | int  # auto: all GPUs of this machine, one process where there are fewer than two
+    max_restarts: int  # from the newest intact checkpoint, after a failure that a restart can mend
     init_timeout_s: float  # until all ranks have met and finished their first step
-    stall_s: float  # longest a collective may take after that
+    stall_s: float  # longest a rank may stay in one phase of a step after that
+    grace_s: float  # after SIGTERM, until the workers are killed
 
 
 @dataclass(frozen=True)
@@ -192,6 +204,7 @@ class Config:
     schedule: ScheduleConfig
     precision: PrecisionConfig
     wire: WireConfig
+    checkpoint: CheckpointConfig
     consistency: ConsistencyConfig
     tracker: TrackerConfig
     telemetry: TelemetryConfig

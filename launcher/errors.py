@@ -57,3 +57,15 @@ class StorageError(LauncherError):
     """A file or directory of the run cannot be written."""
 
     exit_code = 8
+
+
+class NoProgressError(LauncherError):
+    """The workers die again and again before they have got any further."""
+
+    exit_code = 10
+
+
+class PreemptedError(LauncherError):
+    """The run was asked to stop and is saved: the same command goes on with it."""
+
+    exit_code = 75

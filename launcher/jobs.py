@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from launcher import problems as texts
 from launcher import validation
 from launcher.compose import (
+    NOT_PATHS,
     PATH_KEYS,
     Forest,
     Request,
@@ -159,5 +160,5 @@ def tree_problems(
     yield from validation.find_problems(validation.gather_options(tree))
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
-        if isinstance(path, str) and path and not Path(path).expanduser().exists():
+        if isinstance(path, str) and path and path not in NOT_PATHS and not Path(path).expanduser().exists():
             yield f"{section}.{key}={path}: there is no such file or directory ({absolute(path)})."

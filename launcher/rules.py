@@ -146,6 +146,11 @@ RULES: Mapping[str, Rule] = {
     "wire.bucket_mb": auto_or(positive),
     "wire.overlap": flag,
     "wire.predivide": auto_or(power_of_two),
+    "checkpoint.every_steps": optional(whole(1)),
+    "checkpoint.every_s": optional(positive),
+    "checkpoint.keep": whole(1),
+    "checkpoint.resume": text,
+    "checkpoint.on_error": one_of("warn", "stop"),
     "consistency.every_steps": optional(whole(1)),
     "tracker.name": one_of("wandb", "none"),
     "tracker.project": name,
@@ -153,8 +158,11 @@ RULES: Mapping[str, Rule] = {
     "tracker.group": optional(text),
     "tracker.tags": texts,
     "telemetry.gradients_every_steps": optional(whole(0)),
+    "launch.nproc": auto_or(whole(1)),
+    "launch.max_restarts": whole(0),
     "launch.init_timeout_s": positive,
     "launch.stall_s": positive,
+    "launch.grace_s": positive,
     "recipes.path": optional(text),
 }
 

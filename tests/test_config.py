@@ -73,10 +73,17 @@ TREE: dict[str, Any] = {
         "overlap": True,
         "predivide": "auto",
     },
+    "checkpoint": {"every_steps": None, "every_s": 600.0, "keep": 2, "resume": "auto", "on_error": "warn"},
     "consistency": {"every_steps": 200},
     "tracker": {"name": "wandb", "project": "launcher", "mode": "auto", "group": None, "tags": []},
     "telemetry": {"gradients_every_steps": 100},
-    "launch": {"init_timeout_s": 300, "stall_s": 300},
+    "launch": {
+        "nproc": "auto",
+        "max_restarts": 0,
+        "init_timeout_s": 300.0,
+        "stall_s": 300.0,
+        "grace_s": 30.0,
+    },
     "recipes": {"path": None},
 }
 

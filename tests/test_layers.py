@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "config", "resources", "problems", "rules", "validation"},
-    {"environment", "telemetry", "arguments", "overview"},
+    {"environment", "heartbeat", "telemetry", "arguments", "overview"},
     {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
     {"checkpoint", "consistency"},
     {"loop", "watch", "evaluate", "culprit", "gradients", "report", "export"},
@@ -21,7 +21,17 @@ LAYERS = (
     {"__main__"},
 )
 WITHOUT_TORCH = ("torch", "launcher.engine", "launcher.recipe", "launcher.data", "launcher.worker")
-FOUND_AT_IMPORT = ("cli", "rendezvous", "environment", "config", "validation", "jobs", "sweep", "telemetry")
+FOUND_AT_IMPORT = (
+    "cli",
+    "rendezvous",
+    "environment",
+    "config",
+    "validation",
+    "jobs",
+    "sweep",
+    "telemetry",
+    "heartbeat",
+)
 
 
 def imports(file: Path, module_level_only: bool = False) -> Iterator[str]:

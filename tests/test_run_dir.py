@@ -83,10 +83,23 @@ def sample_config(directory: str = "", tracker: str = "wandb", mode: str = "auto
                 "overlap": True,
                 "predivide": "auto",
             },
+            "checkpoint": {
+                "every_steps": None,
+                "every_s": 600.0,
+                "keep": 2,
+                "resume": "auto",
+                "on_error": "warn",
+            },
             "consistency": {"every_steps": 200},
             "tracker": {"name": tracker, "project": "launcher", "mode": mode, "group": "g", "tags": ["a"]},
             "telemetry": {"gradients_every_steps": 100},
-            "launch": {"init_timeout_s": 300.0, "stall_s": 300.0},
+            "launch": {
+                "nproc": "auto",
+                "max_restarts": 0,
+                "init_timeout_s": 300.0,
+                "stall_s": 300.0,
+                "grace_s": 30.0,
+            },
             "recipes": {"path": None},
         }
     )

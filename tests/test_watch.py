@@ -38,6 +38,7 @@ CLEAN = StepReport(
     wire_bytes=100,
     culprit_ranks=(),
     culprit_parameters=(),
+    votes=(0, 0, 0, 0),
     spans_ms={"compute": 3.0, "wire": 1.0},
 )
 GRADIENTS = {"fc.weight": torch.tensor([[0.0, 1.0], [-2.0, 20000.0]]).half(), "fc.bias": torch.ones(4)}

@@ -7,6 +7,7 @@ Marking never waits for the device.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +19,12 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._tell: Callable[[str], None] | None = None
         self.restart()
+
+    def on_mark(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the name of each part as the host reaches its end; "" at the start of a step."""
+        self._tell = tell
 
     def restart(self) -> None:
         """Begin a step's first part now."""
@@ -29,6 +35,8 @@ class StepClock:
         """End the part of this name now. A step that is being captured into a graph is not timed."""
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return
+        if self._tell is not None:
+            self._tell(part)
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from launcher.engine.clock import Spans
 from launcher.engine.reducer import Reduced
+from launcher.engine.tally import VOTES
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class StepReport:
     wire_bytes: int  # handed to collectives by this rank for gradients
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
+    votes: tuple[int, ...]  # ranks that voted for each question of the caller's
     spans_ms: dict[str, float]  # compute, wire (exposed waiting), update; and what the caller has marked
 
 
@@ -58,7 +60,7 @@ class StepResult:
     def capture(
         cls, values: Tensor, state: Tensor, reduced: Reduced, names: list[str], spans: Spans
     ) -> StepResult:
-        """Pack [values (7), automaton state (7), culprit ranks, sums per parameter], all as fp64."""
+        """Pack [values (7), votes, automaton state (7), culprit ranks, sums per parameter], all as fp64."""
         packed = torch.cat([values, state.double(), reduced.culprits.double(), reduced.sums])
         ready = None
         if packed.is_cuda:
@@ -71,9 +73,11 @@ class StepResult:
         """The numbers. Waits until the step is done on the device, so read one step late."""
         if self._ready is not None:
             self._ready.synchronize()
-        loss, grad_norm, scale, lr, count, skipped, bad_losses = self._packed[:7].tolist()
-        _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, self._packed[7:14].tolist())
-        ranks, sums = self._packed[14 : 14 + self._num_ranks], self._packed[14 + self._num_ranks :]
+        values, votes, automaton, ranks, sums = torch.split(
+            self._packed, [7, VOTES, 7, self._num_ranks, len(self._names)]
+        )
+        loss, grad_norm, scale, lr, count, skipped, bad_losses = values.tolist()
+        _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, automaton.tolist())
         return StepReport(
             loss=loss,
             grad_norm=grad_norm,
@@ -91,5 +95,6 @@ class StepResult:
             culprit_parameters=tuple(
                 self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()
             ),
+            votes=tuple(map(int, votes.tolist())),
             spans_ms=self._spans.read_ms(),
         )

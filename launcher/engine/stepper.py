@@ -110,6 +110,14 @@ class Stepper:
         self.buffers.restore_if(torch.ones((), dtype=torch.bool, device=self._device))
         return None if found is None else self.scale.start_at(found)
 
+    def vote(self, question: int) -> None:
+        """Vote for something of the caller's in the coming step, before its first backward().
+
+        It travels with the counts, so it costs no collective: `StepReport.votes[question]` is the number of
+        ranks in favour, the same on all ranks. `question` is 0 to 3.
+        """
+        self._tally.vote(question)
+
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Back-propagate one micro-batch.
 
@@ -144,7 +152,7 @@ class Stepper:
         self.clock.mark("compute")
         self.reducer.flush()
         reduced = self.reducer.finish()
-        count, loss_sum, bad_losses = self._tally.totals()
+        count, loss_sum, bad_losses, votes = self._tally.totals()
         self.clock.mark("wire")
 
         squares = reduced.sums.sum()
@@ -164,9 +172,8 @@ class Stepper:
         self.scale.advance(skip, bad_loss, overflow)
         self.clock.mark("update")
         self._start_of_step()
-        return torch.stack(
-            [loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses]
-        ), reduced
+        values = torch.stack([loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses])
+        return torch.cat([values, votes]), reduced
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""

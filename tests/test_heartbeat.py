@@ -1,0 +1,38 @@
+"""Signs of life through shared memory: written by forked processes, read by the one that forked them."""
+
+from __future__ import annotations
+
+import os
+
+from launcher.heartbeat import PHASES, Heartbeat, Heartbeats
+
+
+def test_the_parent_reads_what_each_forked_rank_wrote_last() -> None:
+    table = Heartbeats(2)
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            heartbeat = table.of(rank)
+            heartbeat.beat("data", 7)
+            heartbeat.beat("compute" if rank == 0 else "wire")
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    assert [(beat.phase, beat.step) for beat in table.read()] == [("compute", 7), ("wire", 7)]
+    assert all(0 <= beat.age_s < 5 for beat in table.read())
+    behind = min(range(2), key=lambda rank: table.read()[rank].order)
+    assert behind == 0
+
+
+def test_a_new_table_and_a_restarted_one_say_starting() -> None:
+    table = Heartbeats(1)
+    table.of(0).beat("wire", 3)
+    table.restart()
+    assert [(beat.phase, beat.step) for beat in table.read()] == [("starting", 0)]
+
+
+def test_without_a_table_beating_is_allowed() -> None:
+    for phase in PHASES:
+        Heartbeat().beat(phase, 1)
