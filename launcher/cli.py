@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from launcher import overview
 from launcher.arguments import Arguments, parse
 from launcher.environment import LaunchEnv
-from launcher.errors import ConfigError, LauncherError, StalledError
+from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledError
 from launcher.rendezvous import Leader, follow
 from launcher.resources import conf_dir
 
@@ -113,9 +113,13 @@ def train(arguments: Arguments, leader: Leader) -> int:
 
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
-    from launcher.telemetry.run_dir import prepare
+    from launcher.telemetry.claim import claimed
 
-    leader.run(prepare(config, overrides))
+    with claimed(config, overrides) as claim:
+        if claim.finished:
+            print(claim.finished, flush=True)
+        else:
+            leader.run(claim.config)
 
 
 @dataclass
@@ -138,7 +142,7 @@ class SweepProgress:
         except Exception as error:
             print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
             self.exit_codes.append(report_failure(error))
-            self.broken = isinstance(error, StalledError)
+            self.broken = isinstance(error, StalledError | PreemptedError)
 
 
 def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
@@ -211,7 +215,8 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 def report_failure(error: Exception) -> int:
     """Print what happened, with a traceback only if nobody foresaw it; returns the exit code."""
     if isinstance(error, LauncherError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        kind = "stopped" if isinstance(error, PreemptedError) else "error"
+        print(f"{kind}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     traceback.print_exception(error)
     return 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from launcher.config import Config
 from launcher.engine import Stepper
+from launcher.engine.state import counters_of
 from launcher.environment import WorkerEnv
 from launcher.errors import StorageError
 from launcher.evaluate import Evaluation, classification_report_text, confusion_matrix
@@ -48,8 +49,7 @@ def result(
 
     `metric` is the name of the one that runs are compared by.
     """
-    last = totals.last
-    assert last is not None, "a run has at least one step"
+    counters = counters_of(stepper.scale)
     content: dict[str, Any] = {
         "state": "done",
         "exit": 0,
@@ -61,10 +61,10 @@ def result(
         "metric_name": metric,
         "metric": None,
         "metrics": {},
-        "applied_steps": last.applied_steps,
-        "skipped_steps": last.skipped_steps,
-        "scale": last.scale,
-        "samples_per_s": totals.samples / totals.seconds,
+        "applied_steps": counters["applied"],
+        "skipped_steps": counters["skipped"],
+        "scale": float(stepper.scale.value()),
+        "samples_per_s": totals.samples / totals.seconds if totals.seconds else None,
         "wire_bytes_per_step": totals.wire_bytes_per_step,
         "parameters": sum(p.numel() for p in stepper.model.parameters()),
         "state_bytes": stepper.state_bytes(),
@@ -98,10 +98,10 @@ def write_files(
         ) from error
 
 
-def write_failure(run_dir: Path, exit_code: int, error: BaseException) -> None:
-    """result.json of a run that failed; what cannot be written then is only in the log."""
+def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:
+    """result.json of a run that did not get to its end; what cannot be written then is only in the log."""
     try:
-        write_result(run_dir, {"state": "failed", "exit": exit_code, "error": str(error) or repr(error)})
+        write_result(run_dir, {"state": state, "exit": exit_code, "error": str(error) or repr(error)})
     except OSError:
         return
 

@@ -138,6 +138,11 @@ def build_wire(wire: WireConfig) -> Wire:
     )
 
 
+def reference_count(plan: BatchPlan) -> int:
+    """n0 of the loss boundary: the power of two nearest to the samples per rank and step."""
+    return nearest_power_of_two(min(plan.batch_size, plan.num_samples) / plan.world_size)
+
+
 def build_stepper(
     config: Config, env: WorkerEnv, model: nn.Module, plan: BatchPlan, total_steps: int
 ) -> Stepper:
@@ -154,7 +159,7 @@ def build_stepper(
         clip_norm=optim.clip_norm,
         learning_rates=learning_rates(schedule.name, optim.lr, total_steps, schedule.warmup_fraction),
         micro_batches=plan.micro_batches,
-        reference_count=nearest_power_of_two(min(plan.batch_size, plan.num_samples) / env.world_size),
+        reference_count=reference_count(plan),
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],
     )

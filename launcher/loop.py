@@ -1,6 +1,6 @@
 """The training loop: a table of contents of a run.
 
-Owns the order of training, logging and evaluation. Every line it runs is the same on all ranks.
+Owns the order of training, logging, evaluation and saving. Every line it runs is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from launcher.consistency import check_replicas
 from launcher.data import Batch, DeviceBatches
 from launcher.engine import Stepper, StepResult
 from launcher.recipe import Loss
+from launcher.saving import Measured, Saving
 from launcher.watch import Moment, Watch
 
 
@@ -37,10 +38,23 @@ class Course:
         """Whether the ranks' replicas are compared after this step."""
         return self.check_every_steps is not None and step % self.check_every_steps == 0
 
+    def moment_after(self, step: int) -> Moment:
+        """Where the run stands once it has done `step` steps, at least one."""
+        return Moment((step - 1) // self.steps_per_epoch, step)
+
     def evaluates_after(self, step: int) -> bool:
         """After every `eval_every_epochs` whole epochs, and at the end of the run."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         return step == self.total_steps or (rest == 0 and epochs % self.eval_every_epochs == 0)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: after so many steps, the last of which may still owe its evaluation."""
+
+    step: int = 0
+    owes_evaluation: bool = False
+    averaged: bool = False  # whether all ranks have the same buffers already, as an evaluation leaves them
 
 
 def train(
@@ -49,33 +63,45 @@ def train(
     loss: Callable[[nn.Module, Batch], Loss],
     batches: DeviceBatches,
     course: Course,
+    start: Start,
     watch: Watch,
+    saving: Saving,
     first_step_done: Callable[[], None],
-    evaluate: Callable[[Moment], None],
+    evaluate: Callable[[Moment, bool], Measured],
 ) -> None:
-    """Train from the first to the last step. A collective: all ranks run the same course."""
+    """Train from `start` to the last step. A collective: all ranks run the same course.
+
+    `evaluate(moment, average)` first takes the mean of the ranks' buffers where `average` is true.
+    Raises PreemptedError, on all ranks after the same step, where any of them was asked to stop.
+    """
     network.train()
+    if start.owes_evaluation:
+        moment = course.moment_after(start.step)
+        owed = evaluate(moment, not start.averaged)
+        saving.after(moment, owed, last=start.step == course.total_steps)
     watch.resume()
-    for step in range(course.total_steps):
+    for step in range(start.step, course.total_steps):
         epoch, step_of_epoch = divmod(step, course.steps_per_epoch)
         moment = Moment(epoch, step + 1)
 
+        saving.vote(moment)
         stepper.clock.restart()
         micro_batches = batches.step(epoch, step_of_epoch)
         stepper.clock.mark("data")
         result = train_on(stepper, network, loss, micro_batches)
         watch.see(moment, result)
 
-        if step == 0:
+        if step == start.step:
             watch.catch_up()
             first_step_done()
         if course.checks_after(moment.step):
             check_replicas(stepper)
-        if course.evaluates_after(moment.step):
+        measured: Measured | None = None
+        if course.evaluates_after(moment.step) and not saving.stops():
             watch.catch_up()
-            stepper.buffers.average()
-            evaluate(moment)
+            measured = evaluate(moment, True)
             watch.resume()
+        saving.after(moment, measured, last=moment.step == course.total_steps)
 
 
 def train_on(

@@ -6,6 +6,7 @@ come to the same verdict at the same step. Never touches the device: it reads a 
 
 from __future__ import annotations
 
+import operator
 import resource
 import time
 from collections import deque
@@ -18,6 +19,7 @@ import torch
 from launcher.config import ScaleConfig
 from launcher.engine import StepReport, StepResult
 from launcher.engine.statistics import ExponentCounts
+from launcher.engine.tally import VOTES
 from launcher.errors import DataError, DivergedError
 from launcher.gradients import GradientLooks
 from launcher.telemetry import Telemetry
@@ -44,7 +46,7 @@ class _Window:
 
 @dataclass
 class Totals:
-    """What the whole run has done so far, in training only (evaluation excluded)."""
+    """What the whole run has done so far, in training only (evaluation excluded); `last` of this process."""
 
     samples: float = 0.0
     seconds: float = 0.0
@@ -71,6 +73,7 @@ class Watch:
         device: torch.device,
         inspector: Inspector,
         gradients: GradientLooks,
+        totals: Totals | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._limits = limits
@@ -83,7 +86,8 @@ class Watch:
         self._previous = time.perf_counter()  # when the step before ended
         self._last: Moment | None = None
         self._window = _Window()
-        self.totals = Totals()
+        self._votes: tuple[int, ...] = (0,) * VOTES
+        self.totals = totals or Totals()
 
     def see(self, moment: Moment, result: StepResult) -> None:
         """Take a step in; report the one before, which the device has finished by now."""
@@ -92,15 +96,24 @@ class Watch:
         self._waiting = (moment, result, self._gradients.look(moment.step), now - self._previous)
         self._previous = now
 
-    def catch_up(self) -> None:
-        """Report the last step too. Called before an evaluation and at the end; waits for the device."""
+    def settle(self) -> None:
+        """Report the last step too; waits for the device."""
         self._report_waiting()
+
+    def catch_up(self) -> None:
+        """Report and log the last step too. Called before an evaluation and at the end."""
+        self.settle()
         if self._window.reports and self._last is not None:
             self._log(self._last)
 
     def resume(self) -> None:
         """Training goes on after something else: that time is nobody's step."""
         self._previous = time.perf_counter()
+
+    def take_votes(self) -> tuple[int, ...]:
+        """For each question, the votes in the steps reported since the last call: alike on all ranks."""
+        votes, self._votes = self._votes, (0,) * VOTES
+        return votes
 
     def _report_waiting(self) -> None:
         if self._waiting is None:
@@ -110,7 +123,10 @@ class Watch:
         self._last = moment
         self._window.reports.append(report)
         self._window.seconds += seconds
+        self._votes = tuple(map(operator.add, self._votes, report.votes))
         self.totals.last = report
+        self.totals.samples += report.count
+        self.totals.seconds += seconds
         self.totals.wire_bytes_per_step = report.wire_bytes
         self._telemetry.advance(moment.epoch, moment.step)
         if not self._scales or self._scales[-1][1] != report.scale:
@@ -177,8 +193,6 @@ class Watch:
         window, self._window = self._window, _Window()
         reports, steps = window.reports, len(window.reports)
         samples = sum(report.count for report in reports)
-        self.totals.samples += samples
-        self.totals.seconds += window.seconds
         finite = [report for report in reports if not report.bad_losses] or reports
         weight = sum(report.count for report in finite) or 1
         latest = reports[-1]

@@ -12,6 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +22,20 @@ import torch
 from torch import nn
 
 from launcher import closing, equipment
+from launcher.checkpoint import Due, Writer
 from launcher.config import Config
+from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import Stepper
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, tighten
-from launcher.errors import LauncherError, OutOfMemoryError
+from launcher.errors import LauncherError, OutOfMemoryError, PreemptedError
 from launcher.evaluate import Evaluation, evaluate
-from launcher.loop import Course, train
+from launcher.heartbeat import Heartbeat
+from launcher.loop import Course, Start, train
 from launcher.recipe import Recipe, load_recipe
+from launcher.saving import Measured, Saving
+from launcher.signals import Requests, heeded
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.run_dir import rank_log, write_environment
 from launcher.watch import Moment, Watch
@@ -37,18 +43,27 @@ from launcher.watch import Moment, Watch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+PHASE_AFTER = {"data": "compute", "compute": "wire", "wire": "update", "update": "report"}
+
 log = logging.getLogger("launcher")
 
 
-def run(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
+def run(
+    config: Config,
+    launch: LaunchEnv,
+    store: dist.Store | None,
+    job: str,
+    heartbeat: Heartbeat | None = None,
+) -> None:
     """Train as the config says, as one rank. Raises on failure, a LauncherError where a user can act.
 
     `job` names this job among those of the launch: its process group and its keys in the store are its own.
+    Goes on from a checkpoint where there is one. PreemptedError where a signal asked the run to stop.
     """
     run_dir = Path(config.run.dir)
-    with rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
+    with heeded() as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
-            _join_and_run(config, launch, store, job, telemetry)
+            _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
         except torch.cuda.OutOfMemoryError as error:
             failure = OutOfMemoryError(
                 f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
@@ -84,10 +99,15 @@ def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
 
 def _tell_of_failure(telemetry: Telemetry, run_dir: Path, launch: LaunchEnv, error: BaseException) -> None:
     code = error.exit_code if isinstance(error, LauncherError) else 1
-    log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
-    telemetry.emit("end", telemetry.step, state="failed", exit=code, error=str(error) or repr(error))
+    if isinstance(error, PreemptedError):
+        state = "preempted"
+        log.info("rank %d: %s", launch.rank, error)
+    else:
+        state = "failed"
+        log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
+    telemetry.emit("end", telemetry.step, state=state, exit=code, error=str(error) or repr(error))
     if launch.rank == 0:
-        closing.write_failure(run_dir, code, error)
+        closing.write_failure(run_dir, state, code, error)
 
 
 @dataclass
@@ -102,15 +122,22 @@ class _Job:
     course: Course
     model: nn.Module
     stepper: Stepper
+    heartbeat: Heartbeat
+    continuity: Continuity
     latest: Evaluation | None = None
 
-    def evaluate(self, moment: Moment) -> None:
-        """Measure on the held-out set and tell of it. A collective."""
+    def evaluate(self, moment: Moment, average: bool) -> Measured:
+        """Measure on the held-out set and tell of it. A collective.
+
+        `average`: the ranks' own BatchNorm statistics become those of all, unless they are already.
+        """
         began = time.perf_counter()
+        if average:
+            self.stepper.buffers.average()
         self.latest = evaluate(
             self.recipe,
             self.model,
-            self.stepper.forward,
+            self._evaluation_context,
             self.recipe.validation,
             self.env,
             self.config.data.micro_batch or max(1, self.config.data.batch_size // self.env.world_size),
@@ -124,21 +151,47 @@ class _Job:
             samples=self.latest.samples,
             seconds=time.perf_counter() - began,
         )
+        name, standing = self.recipe.metric, self.continuity.standing
+        if name in self.latest.metrics:
+            return standing.measure(name, self.latest.metrics[name], lower_is_better=False)
+        return standing.measure("loss", self.latest.loss, lower_is_better=True)
+
+    def beat_after(self, part: str) -> None:
+        """Enter the phase that follows a part of the step."""
+        if part in PHASE_AFTER:
+            self.heartbeat.beat(PHASE_AFTER[part])
+
+    def _evaluation_context(self) -> AbstractContextManager[object]:
+        self.heartbeat.beat(
+            "evaluation"
+        )  # batch by batch: a large set may take longer than any one phase may
+        return self.stepper.forward()
 
 
 def _join_and_run(
-    config: Config, launch: LaunchEnv, store: dist.Store | None, job: str, telemetry: Telemetry
+    config: Config,
+    launch: LaunchEnv,
+    store: dist.Store | None,
+    job: str,
+    telemetry: Telemetry,
+    requests: Requests,
+    heartbeat: Heartbeat,
 ) -> None:
+    heartbeat.beat("meeting the other ranks")
     with join(launch, store, job, config.launch.init_timeout_s) as env:
         equipment.apply_switches(config)
         devices = equipment.exchange_device_names(env, store, job)
-        assembled = _assemble(config, env, telemetry)
-        _announce(assembled, devices)
-        _train(assembled)
+        assembled = _assemble(config, env, telemetry, heartbeat)
+        heartbeat.beat("restoring")
+        start = assembled.continuity.resume(launch.restart_count)
+        heartbeat.beat("data", start.step)
+        _announce(assembled, devices, start)
+        _train(assembled, requests, start)
 
 
-def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry) -> _Job:
+def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
     torch.manual_seed(config.seed)  # the same on all ranks: they build the same model
+    heartbeat.beat("loading data")
     recipe = equipment.on_device(load_recipe(config), env.device)
     plan = BatchPlan(
         num_samples=len(recipe.train),
@@ -150,13 +203,16 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry) -> _Job:
         drop_last=config.data.drop_last,
     )
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+    heartbeat.beat("building the model")
     model = equipment.build_model(config, recipe, env, plan)
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
     torch.manual_seed(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
-    return _Job(config, env, telemetry, recipe, plan, course, model, stepper)
+    count = equipment.reference_count(plan)
+    continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples, count)
+    return _Job(config, env, telemetry, recipe, plan, course, model, stepper, heartbeat, continuity)
 
 
-def _announce(job: _Job, devices: Sequence[str]) -> None:
+def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     """Say what was decided and what begins; write down where."""
     if job.env.is_leader:
         write_environment(Path(job.config.run.dir), devices)
@@ -164,7 +220,7 @@ def _announce(job: _Job, devices: Sequence[str]) -> None:
         job.telemetry.decision(topic, text)
     job.telemetry.emit(
         "start",
-        0,
+        start.step,
         epochs=job.config.train.epochs,
         steps_per_epoch=job.course.steps_per_epoch,
         total_steps=job.course.total_steps,
@@ -173,10 +229,11 @@ def _announce(job: _Job, devices: Sequence[str]) -> None:
     )
 
 
-def _train(job: _Job) -> None:
+def _train(job: _Job, requests: Requests, start: Start) -> None:
     config, env, telemetry, recipe, stepper = job.config, job.env, job.telemetry, job.recipe, job.stepper
+    continuity = job.continuity
     batches = DeviceBatches(recipe.train, job.plan, recipe.train_transform)
-    if config.precision.scale.mode == "auto":
+    if config.precision.scale.mode == "auto" and start.step == 0:
         first = batches.step(0, 0)
         telemetry.decision("loss scale", equipment.calibrate(stepper, recipe, job.model, first[:1]))
     watch = Watch(
@@ -186,27 +243,47 @@ def _train(job: _Job) -> None:
         env.device,
         Culprit(stepper, recipe.loss, batches, env.group),
         equipment.gradient_looks(config, env, stepper, telemetry),
+        continuity.totals,
     )
     began = time.perf_counter()
-    train(
-        stepper,
-        equipment.compiled(job.model, stepper) if config.train.compile else job.model,
-        recipe.loss,
-        batches,
-        job.course,
-        watch,
-        first_step_done=partial(tighten, env, config.launch.stall_s),
-        evaluate=job.evaluate,
-    )
-    _finish(job, watch, job.course.total_steps, time.perf_counter() - began)
+    stepper.clock.on_mark(job.beat_after)
+    with Writer(continuity.directory, config.checkpoint.keep) as writer:
+        saving = Saving(
+            stepper,
+            env,
+            watch,
+            writer,
+            Due(config.checkpoint.every_steps, config.checkpoint.every_s),
+            requests,
+            telemetry,
+            job.heartbeat,
+            continuity.take,
+            stops_on_error=config.checkpoint.on_error == "stop",
+        )
+        train(
+            stepper,
+            equipment.compiled(job.model, stepper) if config.train.compile else job.model,
+            recipe.loss,
+            batches,
+            job.course,
+            start,
+            watch,
+            saving,
+            first_step_done=partial(tighten, env, config.launch.stall_s),
+            evaluate=job.evaluate,
+        )
+    job.heartbeat.beat("finishing")
+    _finish(job, watch, time.perf_counter() - began)
+    job.heartbeat.beat("done")
 
 
-def _finish(job: _Job, watch: Watch, steps: int, seconds: float) -> None:
+def _finish(job: _Job, watch: Watch, seconds: float) -> None:
     """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
     result: dict[str, Any] = closing.result(
         job.config, job.env, job.stepper, job.recipe.metric, job.latest, watch.totals
     )
-    result |= {"steps": steps, "seconds": seconds}
+    steps = job.course.total_steps
+    result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if job.env.is_leader:
         closing.write_files(Path(job.config.run.dir), result, job.latest, job.telemetry)
     job.telemetry.emit(

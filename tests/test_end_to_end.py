@@ -65,6 +65,8 @@ def test_it_prints_decisions_evaluation_report_and_files_once(finished) -> None:
 def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
     _, run_dir = finished
     expected = {
+        ".lock",
+        "checkpoints",
         "classification_report.txt",
         "config.yaml",
         "confusion_matrix.png",

@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "config", "resources", "problems", "rules", "validation"},
-    {"environment", "heartbeat", "telemetry", "arguments", "overview"},
+    {"environment", "heartbeat", "signals", "telemetry", "arguments", "overview"},
     {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
     {"checkpoint", "consistency"},
-    {"loop", "watch", "evaluate", "culprit", "gradients", "report", "export"},
-    {"equipment", "closing", "worker"},
+    {"loop", "saving", "watch", "evaluate", "culprit", "gradients", "report", "export"},
+    {"continuity", "equipment", "closing", "worker"},
     {"supervisor", "rendezvous", "overrides", "compose", "experiments", "jobs", "sweep"},
     {"cli"},
     {"__main__"},

@@ -1,18 +1,16 @@
-"""The directory of a run: distinct, claimed once, complete, and free of what is nobody's business."""
+"""The files that describe a run: complete, and free of what is nobody's business."""
 
 import logging
 import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.config import Config, from_dict, to_dict
-from launcher.errors import ConfigError, StorageError
 from launcher.telemetry import run_dir
 from launcher.telemetry.files import read_json
 
@@ -111,131 +109,10 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_run_without_a_place_gets_a_new_one_below_its_recipe(tmp_path):
-    first = Path(run_dir.prepare(sample_config(), []).run.dir)
-    second = Path(run_dir.prepare(sample_config(), []).run.dir)
-    assert first != second
-    assert first.is_absolute()
-    assert first.parent == second.parent == tmp_path / "outputs" / "tiny"
-    assert time.strptime(first.name[:-5], "%Y%m%d-%H%M%S")
-    assert int(first.name[-4:], 16) >= 0
-
-
-def test_a_name_that_is_taken_is_left_alone(tmp_path, monkeypatch):
-    digits = iter(["aaaa", "aaaa", "bbbb"])
-    monkeypatch.setattr(
-        run_dir.secrets, "token_hex", lambda n: next(digits) if n == 2 else os.urandom(n).hex()
-    )
-    monkeypatch.setattr(run_dir.time, "strftime", lambda _: "20300101-000000")
-    names = [Path(run_dir.prepare(sample_config(), []).run.dir).name for _ in range(2)]
-    assert names == ["20300101-000000-aaaa", "20300101-000000-bbbb"]
-
-
-def test_the_search_for_a_name_ends(monkeypatch):
-    monkeypatch.setattr(run_dir.secrets, "token_hex", lambda n: "0" * 2 * n)
-    monkeypatch.setattr(run_dir.time, "strftime", lambda _: "20300101-000000")
-    run_dir.prepare(sample_config(), [])
-    with pytest.raises(StorageError, match=r"run\.dir=DIR"):
-        run_dir.prepare(sample_config(), [])
-
-
-def test_many_starts_at_once_get_directories_of_their_own():
-    with ThreadPoolExecutor(16) as pool:
-        made = list(pool.map(lambda _: run_dir.prepare(sample_config(), []).run.dir, range(48)))
-    assert len(set(made)) == 48
-
-
-def test_of_many_that_want_one_directory_exactly_one_gets_it(tmp_path):
-    def attempt(number):
-        try:
-            return run_dir.prepare(sample_config(str(tmp_path / "mine")), [f"seed={number}"])
-        except ConfigError as error:
-            return error
-
-    for _ in range(10):
-        with ThreadPoolExecutor(8) as pool:
-            outcomes = list(pool.map(attempt, range(8)))
-        winners = [outcome for outcome in outcomes if isinstance(outcome, Config)]
-        assert len(winners) == 1
-        for file in (tmp_path / "mine").iterdir():
-            file.unlink()
-
-
-START = """
-import sys, time
-from pathlib import Path
-from launcher.config import from_dict
-from launcher.errors import ConfigError
-from launcher.telemetry.run_dir import prepare
-from tests.test_run_dir import sample_config
-print("ready", flush=True)
-sys.stdin.read()
-try:
-    print(prepare(sample_config(sys.argv[1]), []).run.dir)
-except ConfigError as error:
-    print("refused:", error)
-"""
-
-
-@pytest.mark.parametrize(("directory", "num_distinct"), [("", 3), ("mine", 1)])
-def test_three_processes_at_once_in_one_folder(tmp_path, directory, num_distinct):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", START, directory]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) for _ in range(3)]
-    for process in started:
-        assert process.stdout.readline() == "ready\n"
-    for process in started:
-        process.stdin.close()
-        process.stdin = None
-    answers = [process.communicate(timeout=30)[0].strip() for process in started]
-    made = {answer for answer in answers if not answer.startswith("refused:")}
-    assert len(made) == num_distinct
-    assert sum(answer.startswith("refused:") for answer in answers) == 3 - num_distinct
-
-
-@pytest.mark.parametrize("left", ["config.yaml", "status.json"])
-def test_a_directory_that_holds_a_run_is_refused(tmp_path, left):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / left).write_text("mine")
-    with pytest.raises(ConfigError, match=r"already holds a run.*Choose another") as refusal:
-        run_dir.prepare(sample_config(str(tmp_path / "old")), [])
-    assert refusal.value.exit_code == 2
-    assert [file.name for file in (tmp_path / "old").iterdir()] == [left]
-    assert (tmp_path / "old" / left).read_text() == "mine"
-
-
-def test_a_directory_with_other_files_may_become_a_run(tmp_path):
-    (tmp_path / "notes.txt").write_text("keep")
-    assert run_dir.prepare(sample_config(str(tmp_path)), []).run.dir == str(tmp_path)
-    assert (tmp_path / "notes.txt").read_text() == "keep"
-
-
-def test_a_file_in_place_of_the_directory_is_a_config_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        run_dir.prepare(sample_config(str(tmp_path / "file")), [])
-
-
-@pytest.mark.parametrize("place", ["/dev/null/run", "/proc/no-such-place/run"])
-def test_a_place_that_cannot_be_written_is_named_with_the_cause(place):
-    with pytest.raises(StorageError) as refusal:
-        run_dir.prepare(sample_config(place), [])
-    assert refusal.value.exit_code == 8
-    assert place in str(refusal.value)
-    assert "Not a directory" in str(refusal.value) or "No such file" in str(refusal.value)
-    assert "run.dir=DIR" in str(refusal.value)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only directory")
-def test_a_read_only_directory_is_a_storage_error(tmp_path):
-    (tmp_path / "locked").mkdir(mode=0o555)
-    with pytest.raises(StorageError, match="Permission denied"):
-        run_dir.prepare(sample_config(str(tmp_path / "locked" / "run")), [])
-
-
 def test_the_config_is_written_as_people_type_it(tmp_path):
-    config = run_dir.prepare(sample_config(str(tmp_path / "run")), ["recipe=tiny", "optim=adamw"])
+    config = sample_config(str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    run_dir.describe(config, ["recipe=tiny", "optim=adamw"])
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert written["model"] == {"name": "resnet18", "sync_bn": False, "stem": "small", "widths": [64, 128]}
     assert written["data"]["noise"] == 0.1

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 TRAIN = """
 import json, os, signal, subprocess, sys, threading, time
 from launcher.telemetry import open_telemetry
-from launcher.telemetry.run_dir import prepare
+from contextlib import ExitStack
+from launcher.telemetry.claim import claimed
 from launcher.telemetry.wandb_session import Patience
 from tests.test_run_dir import sample_config
 
@@ -34,7 +35,7 @@ if plan.get("limit_bytes"):
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (plan["limit_bytes"], plan["limit_bytes"]))
 hooks = sys.exit, sys.excepthook, dict(os.environ)
-slowest_s, closing_s, dirs = 0.0, [], []
+slowest_s, closing_s, dirs, held = 0.0, [], [], ExitStack()
 
 def services():
     command = ["ps", "-o", "pid=,stat=,comm=", "--ppid", str(os.getpid())]
@@ -52,7 +53,7 @@ def freeze_or_kill():
 
 for job in range(plan.get("jobs", 1)):
     began = time.monotonic()
-    config = prepare(sample_config(plan.get("dir", "")), [])
+    config = held.enter_context(claimed(sample_config(plan.get("dir", "")), [])).config
     telemetry = open_telemetry(config, os.environ, False, Patience(*plan.get("patience", ())))
     opening_s = time.monotonic() - began
     telemetry.emit("start", 0, total_steps=plan["steps"])

@@ -62,7 +62,7 @@ class Writer:
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
-        self._directory = directory
+        self.directory = directory
         self._keep = keep
         self._own: set[Path] = set()
         self._pending: Future[Report] | None = None
@@ -100,7 +100,7 @@ class Writer:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            path = publish(self._directory, snapshot)
+            path = publish(self.directory, snapshot)
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._tidy()
@@ -109,6 +109,6 @@ class Writer:
         return Report(step, path, time.perf_counter() - began, size_bytes, error)
 
     def _tidy(self) -> None:
-        whole = [path for path in candidates(self._directory) if looks_whole(path)]
+        whole = [path for path in candidates(self.directory) if looks_whole(path)]
         best = by_metric(whole)
-        self._own -= set(retain(self._directory, self._keep, best[0] if best else None, self._own))
+        self._own -= set(retain(self.directory, self._keep, best[0] if best else None, self._own))

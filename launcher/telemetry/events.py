@@ -1,17 +1,18 @@
 """`metrics.jsonl`: every event of a run, one JSON object a line; the source of truth for reports.
 
 Owns the format and both its ends. Strict JSON: non-finite floats are the strings "inf", "-inf" and "nan",
-and the reader turns them back. Never rewrites a finished line.
+and the reader turns them back. A finished line stays as it is, unless the run goes back to before it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from launcher.telemetry.files import json_line, restored
+from launcher.telemetry.files import json_line, restored, write_text
 from launcher.telemetry.stream import Record
 
 FILE_NAME = "metrics.jsonl"
@@ -24,7 +25,8 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+        self._path = path
+        self._file = self._opened()
 
     def write(self, record: Record) -> None:
         line = json_line(record)
@@ -32,8 +34,20 @@ class EventLog:
         if written != len(line):  # a full disk may take a part and say nothing
             raise OSError(f"only {written} of {len(line)} bytes fit into {self._file.name}")
 
+    def rewind(self, step: int) -> None:
+        """Drop the events after `step`, and those that say that the run has ended."""
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _happened(json.loads(line), step)]
+        if kept != lines:
+            write_text(self._path, b"".join(kept).decode(), durable=True)
+            self._file.close()
+            self._file = self._opened()
+
     def close(self) -> None:
         self._file.close()
+
+    def _opened(self) -> io.FileIO:
+        return open(self._path, "ab", buffering=0)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -43,6 +57,19 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """
     *complete, _torn = path.read_bytes().split(b"\n")
     return [_event(line, f"{path}:{number}") for number, line in enumerate(complete, start=1) if line]
+
+
+def last_run_id(path: Path) -> str | None:
+    """Under which id the tracker knows the run, if it has been tracked before."""
+    try:
+        events = read_events(path)
+    except (OSError, ValueError):
+        return None
+    return next((event["run_id"] for event in reversed(events) if event.get("run_id")), None)
+
+
+def _happened(event: dict[str, Any], step: int) -> bool:
+    return event["event"] != "end" and int(event["step"]) <= step
 
 
 def _event(line: bytes, where: str) -> dict[str, Any]:

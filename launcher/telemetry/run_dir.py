@@ -1,7 +1,7 @@
-"""The directory of a run: claimed once, described by files that explain it years later.
+"""The files of a run that explain it years later.
 
-Owns its name, the claim, config.yaml, overrides.txt, env.json, result.json and the logs of the ranks. Never
-overwrites another run and writes neither environment variables nor host names. Imports no torch.
+Owns config.yaml, overrides.txt, env.json, result.json and the logs of the ranks. Writes neither environment
+variables nor host names. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import platform
-import secrets
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import Config, to_dict
-from launcher.errors import ConfigError, StorageError
 from launcher.telemetry.files import write_json, write_text
 from launcher.telemetry.status import FILE_NAME, Status
 
-DEFAULT_ROOT = Path("outputs")
-NAME_ATTEMPTS = 20  # 4 hex digits meet by chance only where hundreds of runs start in one second
+CONFIG = "config.yaml"
 PACKAGES = (
     "torch",
     "hydra-core",
@@ -39,25 +36,12 @@ GIT_TIMEOUT_S = 2.0
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def prepare(config: Config, overrides: Sequence[str]) -> Config:
-    """Makes and claims the directory, writes what describes the run; returns the config with its path.
-
-    Raises ConfigError where `run.dir` already holds a run, StorageError where it cannot be written.
-    """
-    try:
-        directory = _claimed(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
-        resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
-        write_text(directory / "config.yaml", config_yaml(resolved))
-        write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
-        write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
-    except OSError as error:
-        place = config.run.dir or DEFAULT_ROOT / config.recipe.name
-        raise StorageError(
-            f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. "
-            "Choose a writable place with run.dir=DIR, or make room there."
-        ) from error
-    return resolved
+def describe(config: Config, overrides: Sequence[str]) -> None:
+    """Write what the run is to its directory. Raises OSError."""
+    directory = Path(config.run.dir)
+    write_text(directory / CONFIG, config_yaml(config), durable=True)
+    write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
 
 
 def user_shape(config: Config) -> dict[str, Any]:
@@ -113,43 +97,6 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
         logger.setLevel(level)
         logger.removeHandler(handler)
         handler.close()
-
-
-def _claimed(directory: Path) -> Path:
-    """The absolute path of a directory that holds no run yet and is ours from now on."""
-    directory = directory.expanduser().absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"run.dir={directory} is a file; it must be a directory. Choose another name."
-        ) from None
-    holds_run = (directory / FILE_NAME).exists()
-    try:
-        if not holds_run:
-            # Exclusive creation: of two runs that start here at once only one gets past this line.
-            (directory / "config.yaml").touch(exist_ok=False)
-    except FileExistsError:
-        holds_run = True
-    if holds_run:
-        raise ConfigError(
-            f"run.dir={directory} already holds a run; a run never writes over another. "
-            "Choose another directory, or leave run.dir out for a new one under outputs/."
-        )
-    return directory
-
-
-def _new_default(recipe: str) -> Path:
-    root = DEFAULT_ROOT.absolute() / recipe
-    root.mkdir(parents=True, exist_ok=True)
-    for _ in range(NAME_ATTEMPTS):
-        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
-            return _claimed(directory)
-    raise StorageError(
-        f"{NAME_ATTEMPTS} random names in a row are taken in {root}. Give one with run.dir=DIR."
-    )
 
 
 def _versions() -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.config import Config
 from launcher.errors import StorageError
 from launcher.telemetry.console import Console
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.events import EventLog, last_run_id
 from launcher.telemetry.run_dir import user_shape
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Telemetry
@@ -33,6 +33,7 @@ def open_telemetry(
     `with_gpu` turns wandb's sampler of system metrics on: without one it would only take processor time.
     """
     run_dir = Path(config.run.dir)
+    run_id = last_run_id(run_dir / EventLog.name) or new_run_id()
     try:
         telemetry = Telemetry([EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)])
     except OSError as error:
@@ -44,7 +45,7 @@ def open_telemetry(
     if decision.mode == "none":
         telemetry.decision("tracker", decision.text, mode=decision.mode)
         return telemetry
-    run = _wandb_run(config, decision, with_gpu)
+    run = _wandb_run(config, decision, run_id, with_gpu)
     telemetry.decision(
         "tracker",
         decision.text,
@@ -56,7 +57,7 @@ def open_telemetry(
     return telemetry
 
 
-def _wandb_run(config: Config, decision: Decision, with_gpu: bool) -> WandbRun:
+def _wandb_run(config: Config, decision: Decision, run_id: str, with_gpu: bool) -> WandbRun:
     run_dir = Path(config.run.dir)
     return WandbRun(
         directory=run_dir,
@@ -66,6 +67,6 @@ def _wandb_run(config: Config, decision: Decision, with_gpu: bool) -> WandbRun:
         group=config.tracker.group,
         tags=config.tracker.tags,
         config=user_shape(config),
-        run_id=new_run_id(),
+        run_id=run_id,
         system_metrics=with_gpu,
     )

@@ -24,7 +24,7 @@ AT_ONCE = frozenset({"start", "eval", "checkpoint", "restart", "end"})
 class Status:
     """The content of the file. `epoch` counts from 0, `step` is the number of steps done."""
 
-    state: str = "starting"  # starting, running, done, failed
+    state: str = "starting"  # starting, running, done, preempted, failed
     epoch: int | None = None
     step: int = 0
     total_steps: int | None = None

@@ -40,6 +40,13 @@ class PositionSink(Sink, Protocol):
     def advance(self, epoch: int, step: int) -> None: ...
 
 
+@runtime_checkable
+class RewindSink(Sink, Protocol):
+    """A sink that keeps what it was given in earlier processes of the same run."""
+
+    def rewind(self, step: int) -> None: ...
+
+
 class Telemetry:
     """Hands every event to every sink. Without sinks (all ranks but 0) it does nothing, at no cost.
 
@@ -90,6 +97,13 @@ class Telemetry:
         with self._lock:
             for sink in list(self._followers):
                 self._attempt(sink, partial(sink.advance, epoch, step))
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after `step`: what it told of later ones did not happen."""
+        with self._lock:
+            for sink in list(self._sinks):
+                if isinstance(sink, RewindSink):
+                    self._attempt(sink, partial(sink.rewind, step))
 
     def close(self) -> None:
         """Closes all sinks, the last added first, so that its troubles still reach the others."""

@@ -57,6 +57,7 @@ def start(run: WandbRun, mode: str, patience: Patience, warn: Callable[[str], No
         project=run.project,
         name=run.name,
         id=run.run_id,
+        resume="allow" if mode == "online" else None,  # offline a later sync joins what has the same id
         group=run.group,
         tags=list(run.tags),
         config=dict(run.config),

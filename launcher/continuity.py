@@ -1,0 +1,80 @@
+"""From where a run goes on, and what it leaves for those that will go on from it.
+
+Owns the choice of the start, what is told of it, and the copy of a run's state with all that belongs to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import checkpoint
+from launcher.checkpoint import Identity, Metric, Origin, Progress, Snapshot
+from launcher.checkpoint.choice import AUTO, NEVER
+from launcher.checkpoint.shelf import FOLDER
+from launcher.config import Config
+from launcher.engine import Stepper
+from launcher.environment import WorkerEnv
+from launcher.loop import Course, Start
+from launcher.saving import Standing
+from launcher.telemetry import Telemetry
+from launcher.watch import Moment, Totals
+
+
+@dataclass
+class Continuity:
+    """A run among its checkpoints. `num_samples` is the size of the training set."""
+
+    config: Config
+    env: WorkerEnv
+    stepper: Stepper
+    course: Course
+    telemetry: Telemetry
+    num_samples: int
+    reference_count: int
+    standing: Standing = field(default_factory=Standing)
+    totals: Totals = field(default_factory=Totals)
+
+    def __post_init__(self) -> None:
+        self._identity = Identity.of(self.config, self.stepper.model, self.num_samples)
+        self._origin = Origin(self.env.world_size, self.reference_count, self.config.precision.name)
+
+    @property
+    def directory(self) -> Path:
+        """Where this run's checkpoints lie."""
+        return Path(self.config.run.dir) / FOLDER
+
+    def resume(self, restart_count: int) -> Start:
+        """Take the state of the checkpoint to go on from, if there is one. A collective.
+
+        After a restart that is always the newest of this run. Raises, on all ranks alike, ConfigError for
+        another run's checkpoint and StorageError where none is intact although one was demanded.
+        """
+        wish = self.config.checkpoint.resume
+        if wish == NEVER and restart_count:
+            wish = AUTO  # not those of before, which its first start has set aside
+        found = checkpoint.resume(self.env, self.directory, wish, self._identity)
+        for damage in found.damaged:
+            self.telemetry.warn(f"a damaged checkpoint is passed over and set aside: {damage}")
+        if found.snapshot is None:
+            self.telemetry.rewind(0)
+            return Start()
+        step = found.snapshot.progress.step
+        checkpoint.restore(self.stepper, found.snapshot, self.env)
+        self.standing = Standing.of(found.snapshot.extra)
+        self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
+        self.telemetry.rewind(step)
+        self.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
+        self.telemetry.decision("resume", f"goes on after step {step}, from {found.path}")
+        evaluated = bool(found.snapshot.extra["evaluated"])
+        at_end = step >= self.course.total_steps  # killed before its result was written
+        owes = at_end or (self.course.evaluates_after(step) and not evaluated)
+        return Start(min(step, self.course.total_steps), owes, averaged=evaluated)
+
+    def take(self, moment: Moment, metric: Metric | None) -> Snapshot | None:
+        """The run's state after `moment`, on rank 0. A collective."""
+        self.standing.seconds = self.totals.seconds
+        progress = Progress(moment.epoch, moment.step, round(self.totals.samples))
+        # whether the evaluation that belongs to this step is done, and with it the averaging of buffers
+        extra = self.standing.as_values() | {"evaluated": metric is not None}
+        return checkpoint.take(self.stepper, self.env, self._identity, self._origin, progress, metric, extra)

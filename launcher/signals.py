@@ -1,0 +1,57 @@
+"""What the world outside asks of a running worker: stop, or save and go on.
+
+Owns the handlers of SIGTERM, SIGINT and SIGUSR1 while a job runs. A handler sets a flag, nothing more; the
+flag becomes a vote, and all ranks act on it after the same step. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+HEEDED = (*STOPPING, signal.SIGUSR1)
+ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
+
+
+class Requests:
+    """What was asked for so far."""
+
+    def __init__(self) -> None:
+        self.stop: signal.Signals | None = None  # the first signal that asked for it
+        self._save = False
+        self._since_s = 0.0
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save = self._save, False
+        return asked
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """The handler. A second SIGINT interrupts at once; a second SIGTERM changes nothing."""
+        if number == signal.SIGUSR1:
+            self._save = True
+        elif self.stop is None:
+            self.stop, self._since_s = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since_s > ONE_REQUEST_S:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def heeded() -> Iterator[Requests]:
+    """Take signals as requests while the context lasts. Outside the main thread there are none to take."""
+    requests = Requests()
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
+    before = {number: signal.signal(number, requests.receive) for number in HEEDED}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)  # who forked us may have held them back until now
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,186 @@
+"""The directory of a run, claimed by one process at a time.
+
+Owns its name, the lock, and whether a run that lies there is gone on with, finished, or another one. Never
+writes over another run. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from launcher.config import Config
+from launcher.errors import ConfigError, StorageError
+from launcher.telemetry.files import read_json
+from launcher.telemetry.run_dir import CONFIG, config_yaml, describe
+from launcher.telemetry.status import FILE_NAME
+
+DEFAULT_ROOT = Path("outputs")
+NAME_ATTEMPTS = 20  # 4 hex digits meet by chance only where hundreds of runs start in one second
+LOCK = ".lock"
+# What a run cannot change and still be the same; the checkpoints hold the shapes of all tensors besides.
+IDENTITY = (
+    "seed",
+    "recipe.name",
+    "model.name",
+    "optim.name",
+    "precision.name",
+    "data.name",
+    "data.batch_size",
+    "data.drop_last",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A directory that is ours. `finished` says what there is where nothing is left to do."""
+
+    config: Config  # with the directory's path
+    finished: str = ""
+
+
+@contextlib.contextmanager
+def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
+    """Make or reopen the run's directory, describe the run in it, and hold it while the context lasts.
+
+    A directory with a run of the same recipe, model, data and optimizer is gone on with. Raises ConfigError
+    for another run's, one that is in use, and with `checkpoint.resume=never`; StorageError where it cannot
+    be written.
+    """
+    try:
+        directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
+        resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+        lock = _lock(directory)
+    except OSError as error:
+        raise _unwritable(config, error) from error
+    with lock:
+        finished = _finished(resolved, directory) if _holds_run(directory) else ""
+        if not finished:
+            try:
+                describe(resolved, overrides)
+            except OSError as error:
+                raise _unwritable(config, error) from error
+        yield Claim(resolved, finished)
+
+
+def _unwritable(config: Config, error: OSError) -> StorageError:
+    place = config.run.dir or DEFAULT_ROOT / config.recipe.name
+    return StorageError(
+        f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
+        f"{f' ({error.filename})' if error.filename else ''}. "
+        "Choose a writable place with run.dir=DIR, or make room there."
+    )
+
+
+def _made(directory: Path) -> Path:
+    """The absolute path of a directory that is there from now on."""
+    directory = directory.expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run.dir={directory} is a file; it must be a directory. Choose another name."
+        ) from None
+    return directory
+
+
+def _lock(directory: Path) -> TextIO:
+    """Keeps every other process out until it is closed. The kernel lets go of it for a process that dies."""
+    lock = open(directory / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed by the caller)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise ConfigError(
+            f"run.dir={directory} is in use by another process (pid {holder} of its machine). Wait for its "
+            "end or stop it, or choose another directory."
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _holds_run(directory: Path) -> bool:
+    return (directory / FILE_NAME).exists() or (directory / CONFIG).exists()
+
+
+def _finished(config: Config, directory: Path) -> str:
+    """Why there is nothing left to do in a directory that holds a run; empty where there is.
+
+    Raises ConfigError where the run is not to be gone on with, or is another one.
+    """
+    if config.checkpoint.resume == "never":
+        raise ConfigError(
+            f"run.dir={directory} already holds a run, and checkpoint.resume=never would write over it. "
+            "Choose another directory, leave run.dir out for a new one, or go on with checkpoint.resume=auto."
+        )
+    differences = _differences(config, directory)
+    if differences:
+        raise ConfigError(
+            f"run.dir={directory} holds another run: {'; '.join(differences)}. Give the overrides that it "
+            "was started with (its overrides.txt), or choose another directory."
+        )
+    try:
+        result = read_json(directory / "result.json")
+    except (OSError, ValueError):
+        return ""
+    if result.get("state") != "done" or result["steps"] < _wanted_steps(config, result["steps_per_epoch"]):
+        return ""
+    return (
+        f"{directory}: the run is done, after {result['steps']} steps: {result['metric_name']} "
+        f"{result['metric']}. To go on ask for more with train.epochs."
+    )
+
+
+def _wanted_steps(config: Config, steps_per_epoch: int) -> int:
+    total = steps_per_epoch * config.train.epochs
+    return min(total, config.train.max_steps or total)
+
+
+def _differences(config: Config, directory: Path) -> list[str]:
+    """In words, what the run that lies there has that this one has not, and it cannot do without.
+
+    Raises ConfigError for files that have the names of a run's and are none.
+    """
+    import yaml
+
+    try:
+        there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
+        here = yaml.safe_load(config_yaml(config))
+        pairs = [(key, _value_at(there, key), _value_at(here, key)) for key in IDENTITY]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        raise ConfigError(
+            f"run.dir={directory} holds files that are not those of a run ({CONFIG} or {FILE_NAME}). "
+            "Choose another directory: a run never writes over what is not its own."
+        ) from None
+    return [f"{key} is {old} there and {new} here" for key, old, new in pairs if old != new]
+
+
+def _value_at(tree: Mapping[str, Any], path: str) -> Any:
+    value: Any = tree
+    for key in path.split("."):
+        value = value[key]
+    return value
+
+
+def _new_default(recipe: str) -> Path:
+    root = DEFAULT_ROOT.absolute() / recipe
+    root.mkdir(parents=True, exist_ok=True)
+    for _ in range(NAME_ATTEMPTS):
+        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise StorageError(
+        f"{NAME_ATTEMPTS} random names in a row are taken in {root}. Give one with run.dir=DIR."
+    )
