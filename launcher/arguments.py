@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.errors import ConfigError
 from launcher.problems import nearest, suggestion
 
-COMMANDS = ("recipes", "report")
+COMMANDS = ("recipes", "report", "export")
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHORT = {
     "-h": "--help",
@@ -26,13 +26,24 @@ SHORT = {
     "-cp": "--config-path",
     "-sc": "--shell-completion",
 }
-SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion")
+SWITCHES = (
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--resolve",
+    "--run",
+    "--multirun",
+    "--shell-completion",
+    "--best",
+)
 WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; none listed: any
     "--cfg": ("job", "hydra", "all"),
     "--package": (),
     "--config-name": (),
     "--config-dir": (),
+    "--dtype": ("fp32", "fp16"),
 }
+OF_EXPORT = ("--best", "--dtype")
 REFUSED = {
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
     "--experimental-rerun": "it would execute a pickle. Give the overrides of the run (overrides.txt) again.",
@@ -67,9 +78,11 @@ def parse(argv: Sequence[str]) -> Arguments:
             flags[flag] = value
         else:
             words.append(word)
-    if words and is_command(words[0]):
-        return Arguments(known_command(words[0]), tuple(words[1:]), flags)
-    return Arguments("train", tuple(words), flags)
+    has_command = bool(words) and is_command(words[0])
+    command = known_command(words[0]) if has_command else "train"
+    if command != "export" and (stray := [flag for flag in OF_EXPORT if flag in flags]):
+        raise ConfigError(f"{stray[0]}: belongs to the command export only.")
+    return Arguments(command, tuple(words[has_command:]), flags)
 
 
 def read_flag(word: str, rest: list[str]) -> tuple[str, str | None]:

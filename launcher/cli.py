@@ -87,6 +87,8 @@ def obey(arguments: Arguments, leader: Leader) -> int:
         print(overview.recipes_text(directories), end="")
     elif arguments.command == "report":
         write_reports(arguments.words)
+    elif arguments.command == "export":
+        export_weights(arguments)
     else:
         return train(arguments, leader)
     return 0
@@ -204,6 +206,19 @@ def write_reports(words: Sequence[str]) -> None:
             raise ConfigError(f"report {word}: there is no such directory.")
         written = write_comparison(Path(word)) if is_sweep(Path(word)) else [write_report(Path(word))]
         print(*written, sep="\n")
+
+
+def export_weights(arguments: Arguments) -> None:
+    from launcher.export import export
+
+    if len(arguments.words) != 2:
+        raise ConfigError(
+            "export: give a run and a file: "
+            "python -m launcher export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best]"
+        )
+    run_dir, file = map(Path, arguments.words)
+    done = export(run_dir, file, arguments.flags.get("--dtype") or "fp32", "--best" in arguments.flags)
+    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}")
 
 
 def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
