@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -30,9 +29,6 @@ from launcher.gradients import GradientLooks
 from launcher.recipe import Recipe
 from launcher.schedule import learning_rates
 from launcher.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -204,19 +200,6 @@ def gradient_looks(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: 
     if not env.is_leader or config.wire.shard:  # sharded: no rank holds the whole reduced gradient
         every_steps = None
     return GradientLooks(stepper.layout.gradients, telemetry, every_steps, env.device)
-
-
-def exchange_device_names(env: WorkerEnv, store: dist.Store | None, job: str) -> list[str]:
-    """What each rank runs on, in rank order. All ranks call it; the store waits for those that are late."""
-    own = (
-        torch.cuda.get_device_name(env.device)
-        if env.device.type == "cuda"
-        else f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
-    )
-    if store is None:
-        return [own]
-    store.set(f"{job}/device/{env.rank}", own)
-    return [store.get(f"{job}/device/{rank}").decode() for rank in range(env.world_size)]
 
 
 def decisions(

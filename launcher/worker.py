@@ -33,6 +33,7 @@ from launcher.errors import LauncherError, OutOfMemoryError, PreemptedError
 from launcher.evaluate import Evaluation, evaluate
 from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
+from launcher.meeting import meet
 from launcher.recipe import Recipe, load_recipe
 from launcher.saving import Measured, Saving
 from launcher.signals import Requests, heeded
@@ -180,7 +181,7 @@ def _join_and_run(
     heartbeat.beat("meeting the other ranks")
     with join(launch, store, job, config.launch.init_timeout_s) as env:
         equipment.apply_switches(config)
-        devices = equipment.exchange_device_names(env, store, job)
+        devices = meet(config, env, store, job)
         assembled = _assemble(config, env, telemetry, heartbeat)
         heartbeat.beat("restoring")
         start = assembled.continuity.resume(launch.restart_count)
