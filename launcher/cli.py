@@ -117,10 +117,11 @@ def train(arguments: Arguments, leader: Leader) -> int:
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     from launcher.telemetry.claim import claimed
 
-    with claimed(config, overrides) as claim:
+    with claimed(leader.recalled(config), overrides) as claim:
         if claim.finished:
             print(claim.finished, flush=True)
         else:
+            leader.remember(claim.config)
             leader.run(claim.config)
 
 

@@ -105,6 +105,20 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
 
 
+def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
+    """What outlives an attempt: keys of the launch as a whole, which a restart finds again.
+
+    Only under torchrun, whose agent keeps its store between attempts, also for a single process.
+    """
+    import torch.distributed as dist
+
+    if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return None if store is None else dist.PrefixStore(f"launcher/{launch.run_id}/memory", store)
+
+
 def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
     """Say that this rank failed, before the others can notice it: of all claims the first one counts.
 

@@ -12,12 +12,12 @@ import json
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import Config, from_dict, to_dict
-from launcher.environment import LaunchEnv, first_failure, open_store
+from launcher.environment import LaunchEnv, first_failure, memory, open_store
 from launcher.errors import LauncherError, StalledError
 from launcher.problems import first_line
 
@@ -67,14 +67,14 @@ class Leader:
         self._patience = patience or Patience()
         self._store: dist.Store | None = None
         self._messages = itertools.count()
-        self._jobs = itertools.count()
+        self._jobs = 0
 
     def run(self, config: Config) -> None:
         """Run one job on all ranks; raises what failed first, on whichever rank.
 
         Raises StalledError if a rank is still in the job long after another left it: there can be no next.
         """
-        job = str(next(self._jobs))
+        job, self._jobs = str(self._jobs), self._jobs + 1
         store = self._send({"job": job, "config": to_dict(config)})
         try:
             self._run_job(config, self._launch, store, job)
@@ -88,6 +88,24 @@ class Leader:
         if first.error:
             raise JobFailed(first)
 
+    def recalled(self, config: Config) -> Config:
+        """The config with the directory that an earlier attempt of this launch gave to the job.
+
+        Without `run.dir` a restart would otherwise begin anew in a directory of its own.
+        """
+        if config.run.dir or not self._launch.restart_count:
+            return config
+        store, key = memory(self._opened(), self._launch), self._directory_key()
+        if store is None or not store.check([key]):
+            return config
+        return replace(config, run=replace(config.run, dir=store.get(key).decode()))
+
+    def remember(self, config: Config) -> None:
+        """Write down which directory the job has."""
+        store = memory(self._opened(), self._launch)
+        if store is not None:
+            store.set(self._directory_key(), config.run.dir)
+
     def dismiss(self, exit_code: int, reason: str = "") -> None:
         """Tell the others to leave with this exit code, and wait until they have heard it."""
         store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
@@ -97,10 +115,17 @@ class Leader:
         arrived(store, heard, self._patience.goodbye_s)  # who has not heard it has died: nothing to add
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
+        store = self._opened()
+        if store is not None:
+            store.set(f"message/{next(self._messages)}", json.dumps(message))
+        return store
+
+    def _opened(self) -> dist.Store | None:
         self._store = self._store or open_store(self._launch, self._patience.first_job_s)
-        if self._store is not None:
-            self._store.set(f"message/{next(self._messages)}", json.dumps(message))
         return self._store
+
+    def _directory_key(self) -> str:
+        return f"directory/{self._jobs}"
 
     def _first_failure(self, store: dist.Store | None, job: str, own: Departure) -> Departure:
         """The earliest failed departure of all ranks, our own departure if none failed."""
