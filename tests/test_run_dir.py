@@ -1,5 +1,6 @@
 """The directory of a run: distinct, claimed once, complete, and free of what is nobody's business."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -11,85 +12,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.config import Config, from_dict, to_dict
+from launcher.config import Config, RunConfig, to_dict
 from launcher.errors import ConfigError, StorageError
 from launcher.telemetry import run_dir
 from launcher.telemetry.files import read_json
+from tests.configs import composed
 
 CANARY = "c0ffee" * 6 + "c0ff"
 
 
-def sample_config(directory: str = "", tracker: str = "wandb", mode: str = "auto") -> Config:
-    """A config with every section, options included."""
-    return from_dict(
-        {
-            "seed": 3,
-            "recipe": {"name": "tiny", "uses": "resnet"},
-            "run": {"dir": directory},
-            "model": {
-                "name": "resnet18",
-                "sync_bn": False,
-                "options": {"stem": "small", "widths": [64, 128]},
-            },
-            "data": {
-                "name": "digits",
-                "path": None,
-                "batch_size": 128,
-                "micro_batch": None,
-                "val_fraction": 0.2,
-                "drop_last": True,
-                "augment": {"crop_padding": 1, "flip": False},
-                "options": {"noise": 0.1},
-            },
-            "train": {
-                "epochs": 2,
-                "max_steps": None,
-                "eval_every_epochs": 1,
-                "log_every_steps": 5,
-                "compile": False,
-                "channels_last": "auto",
-                "deterministic": False,
-                "tf32": True,
-            },
-            "optim": {
-                "name": "adamw",
-                "lr": 1e-3,
-                "betas": [0.9, 0.999],
-                "eps": 1e-8,
-                "weight_decay": 0.01,
-                "clip_norm": None,
-            },
-            "schedule": {"name": "cosine", "warmup_fraction": 0.1},
-            "precision": {
-                "name": "fp16",
-                "emulate": "auto",
-                "scale": {
-                    "mode": "dynamic",
-                    "init": 65536,
-                    "growth_interval": 2000,
-                    "hysteresis": 1,
-                    "min": 1,
-                    "max": 16777216,
-                    "max_bad_losses": 20,
-                    "max_floor_skips": 20,
-                },
-            },
-            "wire": {
-                "dtype": "auto",
-                "sum": "native",
-                "shard": False,
-                "compression": "none",
-                "bucket_mb": "auto",
-                "overlap": True,
-                "predivide": "auto",
-            },
-            "consistency": {"every_steps": 200},
-            "tracker": {"name": tracker, "project": "launcher", "mode": mode, "group": "g", "tags": ["a"]},
-            "telemetry": {"gradients_every_steps": 100},
-            "launch": {"init_timeout_s": 300.0, "stall_s": 300.0},
-            "recipes": {"path": None},
-        }
-    )
+def sample_config(directory: str = "") -> Config:
+    """A config with options of the model and of the data set."""
+    words = ("model.stem=small", "data=synthetic", "optim=adamw", "tracker.group=g", "tracker.tags=[a]")
+    return dataclasses.replace(composed(*words), run=RunConfig(directory))
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +38,7 @@ def test_a_run_without_a_place_gets_a_new_one_below_its_recipe(tmp_path):
     second = Path(run_dir.prepare(sample_config(), []).run.dir)
     assert first != second
     assert first.is_absolute()
-    assert first.parent == second.parent == tmp_path / "outputs" / "tiny"
+    assert first.parent == second.parent == tmp_path / "outputs" / "resnet18"
     assert time.strptime(first.name[:-5], "%Y%m%d-%H%M%S")
     assert int(first.name[-4:], 16) >= 0
 
@@ -151,7 +86,6 @@ def test_of_many_that_want_one_directory_exactly_one_gets_it(tmp_path):
 START = """
 import sys, time
 from pathlib import Path
-from launcher.config import from_dict
 from launcher.errors import ConfigError
 from launcher.telemetry.run_dir import prepare
 from tests.test_run_dir import sample_config
@@ -222,15 +156,16 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
 
 
 def test_the_config_is_written_as_people_type_it(tmp_path):
-    config = run_dir.prepare(sample_config(str(tmp_path / "run")), ["recipe=tiny", "optim=adamw"])
+    config = run_dir.prepare(sample_config(str(tmp_path / "run")), ["recipe=resnet18", "optim=adamw"])
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert written["model"] == {"name": "resnet18", "sync_bn": False, "stem": "small", "widths": [64, 128]}
-    assert written["data"]["noise"] == 0.1
-    assert written["data"]["augment"] == {"crop_padding": 1, "flip": False}
+    own = {"stem": "small", "zero_init_residual": True}
+    assert written["model"] == {"name": "resnet18", "sync_bn": False, **own}
+    assert written["data"]["num_samples"] == 2048
+    assert written["data"]["augment"] == {"crop_padding": 0, "flip": False}
     assert written["run"] == {"dir": str(tmp_path / "run")}
     assert written["optim"] == to_dict(config)["optim"]
     assert list(written) == list(to_dict(config))
-    assert (tmp_path / "run" / "overrides.txt").read_text() == "recipe=tiny\noptim=adamw\n"
+    assert (tmp_path / "run" / "overrides.txt").read_text() == "recipe=resnet18\noptim=adamw\n"
     assert read_json(tmp_path / "run" / "status.json")["state"] == "starting"
 
 
