@@ -170,15 +170,8 @@ def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequenc
 
 
 def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
-    """The model's forward through torch.compile. Raises ConfigError where the arithmetic is emulated."""
-    if stepper.emulation.used:
-        # torch 2.13: the C++ that Inductor makes of an emulated ResNet reads beyond its buffers (SIGSEGV).
-        raise ConfigError(
-            "train.compile=true cannot be combined with emulated half arithmetic on this processor "
-            f"({stepper.emulation.reason}): the compiler drops roundings and may crash. "
-            "Leave train.compile=false, or choose precision=fp32."
-        )
-    return cast(nn.Module, torch.compile(model))
+    """The model's forward through torch.compile, which keeps all roundings where they are emulated."""
+    return cast(nn.Module, torch.compile(model, options={"emulate_precision_casts": stepper.emulation.used}))
 
 
 def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:

@@ -37,7 +37,7 @@ def test_a_run_without_a_place_gets_a_new_one_below_its_recipe(tmp_path):
     second = Path(prepared(sample_config(), []).run.dir)
     assert first != second
     assert first.is_absolute()
-    assert first.parent == second.parent == tmp_path / "outputs" / "tiny"
+    assert first.parent == second.parent == tmp_path / "outputs" / "resnet18"
     assert time.strptime(first.name[:-5], "%Y%m%d-%H%M%S")
     assert int(first.name[-4:], 16) >= 0
 
@@ -126,6 +126,11 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, left):
     assert (tmp_path / "old" / left).read_text() == "mine"
 
 
+def two_epochs(directory: Path) -> Config:
+    config = sample_config(str(directory))
+    return replace(config, train=replace(config.train, epochs=2))
+
+
 def leave_result(directory: Path, **values: object) -> None:
     result = {"state": "done", "steps": 20, "steps_per_epoch": 10, "metric_name": "accuracy", "metric": 0.5}
     (directory / "result.json").write_text(json.dumps(result | values))
@@ -133,7 +138,7 @@ def leave_result(directory: Path, **values: object) -> None:
 
 def test_the_same_run_is_gone_on_with_and_described_anew(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
-    prepared(config, ["seed=3"])
+    prepared(config, ["seed=0"])
     faster = replace(config, optim=replace(config.optim, lr=0.5))
     with claimed(faster, ["optim.lr=0.5"]) as own:
         assert own.finished == ""
@@ -145,7 +150,7 @@ def test_the_same_run_is_gone_on_with_and_described_anew(tmp_path):
     ("state", "steps", "done"), [("done", 20, True), ("done", 19, False), ("failed", 20, False)]
 )
 def test_a_run_is_finished_when_it_has_the_steps_that_are_asked_for(tmp_path, state, steps, done):
-    config = sample_config(str(tmp_path / "mine"))  # two epochs
+    config = two_epochs(tmp_path / "mine")
     prepared(config, [])
     leave_result(tmp_path / "mine", state=state, steps=steps)
     before = (tmp_path / "mine" / "status.json").read_bytes()
@@ -157,7 +162,7 @@ def test_a_run_is_finished_when_it_has_the_steps_that_are_asked_for(tmp_path, st
 
 
 def test_a_finished_run_goes_on_where_more_epochs_are_asked_for(tmp_path):
-    config = sample_config(str(tmp_path / "mine"))
+    config = two_epochs(tmp_path / "mine")
     prepared(config, [])
     leave_result(tmp_path / "mine")
     with claimed(replace(config, train=replace(config.train, epochs=3)), []) as own:
@@ -168,12 +173,12 @@ def test_a_finished_run_goes_on_where_more_epochs_are_asked_for(tmp_path):
 
 def test_another_run_is_refused_and_nothing_of_it_changed(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
-    prepared(config, ["seed=3"])
+    prepared(config, ["seed=0"])
     before = (tmp_path / "mine" / "config.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"holds another run: seed is 3 there and 4 here.*overrides\.txt"):
+    with pytest.raises(ConfigError, match=r"holds another run: seed is 0 there and 4 here.*overrides\.txt"):
         prepared(replace(config, seed=4), [])
     assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
-    assert (tmp_path / "mine" / "overrides.txt").read_text() == "seed=3\n"
+    assert (tmp_path / "mine" / "overrides.txt").read_text() == "seed=0\n"
 
 
 def test_a_run_is_never_begun_anew_in_its_own_directory(tmp_path):

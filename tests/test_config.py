@@ -14,83 +14,14 @@ from launcher.config import OPTIMIZERS, AdamWConfig, Config, from_dict, section_
 from launcher.errors import ConfigError
 from launcher.problems import nearest, show
 from launcher.rules import RULES
+from launcher.telemetry.run_dir import user_shape
 from launcher.validation import flatten, parse
-
-TREE: dict[str, Any] = {
-    "seed": 0,
-    "recipe": {"name": "resnet18", "uses": "resnet"},
-    "run": {"dir": None},
-    "model": {"name": "resnet18", "sync_bn": False, "stem": "auto"},
-    "data": {
-        "name": "synthetic",
-        "path": None,
-        "batch_size": 128,
-        "micro_batch": None,
-        "val_fraction": 0.2,
-        "drop_last": False,
-        "augment": {"crop_padding": 1, "flip": False},
-        "num_samples": 100,
-    },
-    "train": {
-        "epochs": 10,
-        "max_steps": None,
-        "eval_every_epochs": 1,
-        "log_every_steps": 10,
-        "compile": False,
-        "channels_last": "auto",
-        "deterministic": False,
-        "tf32": True,
-    },
-    "optim": {
-        "name": "sgd",
-        "lr": 0.1,
-        "momentum": 0.9,
-        "nesterov": True,
-        "weight_decay": 5e-4,
-        "clip_norm": None,
-    },
-    "schedule": {"name": "cosine", "warmup_fraction": 0.1},
-    "precision": {
-        "name": "fp16",
-        "emulate": "auto",
-        "scale": {
-            "mode": "dynamic",
-            "init": 65536,
-            "growth_interval": 2000,
-            "hysteresis": 1,
-            "min": 1,
-            "max": 16777216,
-            "max_bad_losses": 5,
-            "max_floor_skips": 20,
-        },
-    },
-    "wire": {
-        "dtype": "auto",
-        "sum": "native",
-        "shard": False,
-        "compression": "none",
-        "bucket_mb": "auto",
-        "overlap": True,
-        "predivide": "auto",
-    },
-    "checkpoint": {"every_steps": None, "every_s": 600.0, "keep": 2, "resume": "auto", "on_error": "warn"},
-    "consistency": {"every_steps": 200},
-    "tracker": {"name": "wandb", "project": "launcher", "mode": "auto", "group": None, "tags": []},
-    "telemetry": {"gradients_every_steps": 100},
-    "launch": {
-        "nproc": "auto",
-        "max_restarts": 0,
-        "init_timeout_s": 300.0,
-        "stall_s": 300.0,
-        "grace_s": 30.0,
-    },
-    "recipes": {"path": None},
-}
+from tests.configs import composed
 
 
 def changed(**values: Any) -> dict[str, Any]:
-    """The valid tree with these values; a key's dots are written as two underscores."""
-    tree = json.loads(json.dumps(TREE))
+    """A valid tree as YAML gives it, with these values; a key's dots are written as two underscores."""
+    tree = user_shape(composed("data=synthetic")) | {"run": {"dir": None}}
     for key, value in values.items():
         *sections, last = key.split("__")
         target = tree
@@ -101,9 +32,9 @@ def changed(**values: Any) -> dict[str, Any]:
 
 
 def test_the_valid_tree_is_valid() -> None:
-    config = parse(TREE)
-    assert config.data.options == {"num_samples": 100}
-    assert config.model.options == {"stem": "auto"}
+    config = parse(changed(data__num_samples=100, launch__stall_s=300))
+    assert config == composed("data=synthetic", "data.num_samples=100")
+    assert config.data.options["num_samples"] == 100
     assert config.run.dir == ""
     assert isinstance(config.launch.stall_s, float)
 

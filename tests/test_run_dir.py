@@ -1,5 +1,6 @@
 """The files that describe a run: complete, and free of what is nobody's business."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -10,97 +11,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.config import Config, from_dict, to_dict
+from launcher.config import Config, RunConfig, to_dict
 from launcher.telemetry import run_dir
 from launcher.telemetry.files import read_json
+from tests.configs import composed
 
 CANARY = "c0ffee" * 6 + "c0ff"
 
 
-def sample_config(directory: str = "", tracker: str = "wandb", mode: str = "auto") -> Config:
-    """A config with every section, options included."""
-    return from_dict(
-        {
-            "seed": 3,
-            "recipe": {"name": "tiny", "uses": "resnet"},
-            "run": {"dir": directory},
-            "model": {
-                "name": "resnet18",
-                "sync_bn": False,
-                "options": {"stem": "small", "widths": [64, 128]},
-            },
-            "data": {
-                "name": "digits",
-                "path": None,
-                "batch_size": 128,
-                "micro_batch": None,
-                "val_fraction": 0.2,
-                "drop_last": True,
-                "augment": {"crop_padding": 1, "flip": False},
-                "options": {"noise": 0.1},
-            },
-            "train": {
-                "epochs": 2,
-                "max_steps": None,
-                "eval_every_epochs": 1,
-                "log_every_steps": 5,
-                "compile": False,
-                "channels_last": "auto",
-                "deterministic": False,
-                "tf32": True,
-            },
-            "optim": {
-                "name": "adamw",
-                "lr": 1e-3,
-                "betas": [0.9, 0.999],
-                "eps": 1e-8,
-                "weight_decay": 0.01,
-                "clip_norm": None,
-            },
-            "schedule": {"name": "cosine", "warmup_fraction": 0.1},
-            "precision": {
-                "name": "fp16",
-                "emulate": "auto",
-                "scale": {
-                    "mode": "dynamic",
-                    "init": 65536,
-                    "growth_interval": 2000,
-                    "hysteresis": 1,
-                    "min": 1,
-                    "max": 16777216,
-                    "max_bad_losses": 20,
-                    "max_floor_skips": 20,
-                },
-            },
-            "wire": {
-                "dtype": "auto",
-                "sum": "native",
-                "shard": False,
-                "compression": "none",
-                "bucket_mb": "auto",
-                "overlap": True,
-                "predivide": "auto",
-            },
-            "checkpoint": {
-                "every_steps": None,
-                "every_s": 600.0,
-                "keep": 2,
-                "resume": "auto",
-                "on_error": "warn",
-            },
-            "consistency": {"every_steps": 200},
-            "tracker": {"name": tracker, "project": "launcher", "mode": mode, "group": "g", "tags": ["a"]},
-            "telemetry": {"gradients_every_steps": 100},
-            "launch": {
-                "nproc": "auto",
-                "max_restarts": 0,
-                "init_timeout_s": 300.0,
-                "stall_s": 300.0,
-                "grace_s": 30.0,
-            },
-            "recipes": {"path": None},
-        }
-    )
+def sample_config(directory: str = "") -> Config:
+    """A config with options of the model and of the data set."""
+    words = ("model.stem=small", "data=synthetic", "optim=adamw", "tracker.group=g", "tracker.tags=[a]")
+    return dataclasses.replace(composed(*words), run=RunConfig(directory))
 
 
 @pytest.fixture(autouse=True)
@@ -112,15 +34,16 @@ def elsewhere(tmp_path, monkeypatch):
 def test_the_config_is_written_as_people_type_it(tmp_path):
     config = sample_config(str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
-    run_dir.describe(config, ["recipe=tiny", "optim=adamw"])
+    run_dir.describe(config, ["recipe=resnet18", "optim=adamw"])
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert written["model"] == {"name": "resnet18", "sync_bn": False, "stem": "small", "widths": [64, 128]}
-    assert written["data"]["noise"] == 0.1
-    assert written["data"]["augment"] == {"crop_padding": 1, "flip": False}
+    own = {"stem": "small", "zero_init_residual": True}
+    assert written["model"] == {"name": "resnet18", "sync_bn": False, **own}
+    assert written["data"]["num_samples"] == 2048
+    assert written["data"]["augment"] == {"crop_padding": 0, "flip": False}
     assert written["run"] == {"dir": str(tmp_path / "run")}
     assert written["optim"] == to_dict(config)["optim"]
     assert list(written) == list(to_dict(config))
-    assert (tmp_path / "run" / "overrides.txt").read_text() == "recipe=tiny\noptim=adamw\n"
+    assert (tmp_path / "run" / "overrides.txt").read_text() == "recipe=resnet18\noptim=adamw\n"
     assert read_json(tmp_path / "run" / "status.json")["state"] == "starting"
 
 

@@ -4,11 +4,13 @@ Operations keep the classes of `torch.autocast`: matrix products take half input
 give half outputs; reductions, exponentials, norms and losses compute in fp32. Here the inputs are widened,
 the operation runs in fp32 and the result is rounded once, so the roundings are those of the real thing at
 the speed of fp32. Autograd sees the casts, so gradients are rounded at the same places.
+
+`torch.compile` traces the casts too, and takes fp32 -> fp16 -> fp32 for nothing to do unless its option
+`emulate_precision_casts` is set.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Self
@@ -16,6 +18,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALF, torch.float32)
@@ -90,8 +93,9 @@ class RoundedArithmetic(TorchFunctionMode):
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
-        # nn.RNN and its kin refuse inputs of another dtype than their weights unless some autocast is on.
-        # That of a device type whose tensors do not occur here has no other effect.
+        # nn.RNN and its kin refuse inputs of another dtype than their weights unless some autocast is on,
+        # and compiled code turns off around itself what was on when it was made: so it is known below. That
+        # of a device type whose tensors do not occur here has no other effect.
         self._outer.append(torch.is_autocast_enabled(_ABSENT_DEVICE))
         torch.set_autocast_enabled(_ABSENT_DEVICE, True)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -109,7 +113,11 @@ class RoundedArithmetic(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("out") is not None:  # as in autocast; compiled code calls its kernels so
+        if kwargs.get("out") is not None:  # as in autocast
+            return func(*args, **kwargs)
+        if not torch.is_autocast_enabled(_ABSENT_DEVICE):
+            # Compiled code, which has the roundings in it. It calls torch.convolution on fp32 buffers and
+            # reads as many bytes of the result: a half one would end before.
             return func(*args, **kwargs)
         if func in PRODUCTS:
             args, kwargs = _map(self._round, args), _map(self._round, kwargs)
@@ -121,9 +129,11 @@ class RoundedArithmetic(TorchFunctionMode):
             return self._inside_fp32(func, args, kwargs, first.dtype in _HALF)
         if func in PROMOTING:
             return self._inside_fp32(func, args, kwargs, not _any_fp32((args, kwargs)))
+        if func is checkpoint:  # only the compiler asks, and would trace what is within without this mode
+            torch._dynamo.graph_break("emulated half arithmetic leaves activation checkpointing uncompiled")
         if func in COMPOSITES:
             with self:
-                return _opened(func)(*args, **kwargs)
+                return _OPENED[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _inside_fp32(
@@ -168,8 +178,7 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-@functools.cache
-def _opened(composite: FunctionType) -> FunctionType:
+def _opened(composite: Any) -> FunctionType:
     """The same function without its own question whether a mode is active.
 
     Torch's Python functions begin with that question and hand themselves over whole; what they call in
@@ -186,3 +195,6 @@ def _opened(composite: FunctionType) -> FunctionType:
 
 def _no_mode(*tensors: Any) -> bool:
     return False
+
+
+_OPENED = {composite: _opened(composite) for composite in COMPOSITES}

@@ -68,8 +68,8 @@ class Policy:
     @classmethod
     def named(cls, name: str) -> Policy:
         """The policy of that name; ValueError lists the names there are."""
-        policies = {make().name: make() for make in (cls.fp32, cls.amp_fp16, cls.fp16, cls.pure_fp16)}
-        policies |= {make().name: make() for make in (cls.bf16, cls.amp_bf16)}
+        of_fp16, of_bf16 = (cls.amp_fp16(), cls.fp16(), cls.pure_fp16()), (cls.bf16(), cls.amp_bf16())
+        policies = {policy.name: policy for policy in (cls.fp32(), *of_fp16, *of_bf16)}
         if name not in policies:
             raise ValueError(f"precision policy {name!r} does not exist. There are: {', '.join(policies)}.")
         return policies[name]
