@@ -69,12 +69,11 @@ class Continuity:
         evaluated = bool(found.snapshot.extra["evaluated"])
         at_end = step >= self.course.total_steps  # killed before its result was written
         owes = at_end or (self.course.evaluates_after(step) and not evaluated)
-        return Start(min(step, self.course.total_steps), owes, averaged=evaluated)
+        return Start(min(step, self.course.total_steps), owes)
 
     def take(self, moment: Moment, metric: Metric | None) -> Snapshot | None:
         """The run's state after `moment`, on rank 0. A collective."""
         self.standing.seconds = self.totals.seconds
         progress = Progress(moment.epoch, moment.step, round(self.totals.samples))
-        # whether the evaluation that belongs to this step is done, and with it the averaging of buffers
         extra = self.standing.as_values() | {"evaluated": metric is not None}
         return checkpoint.take(self.stepper, self.env, self._identity, self._origin, progress, metric, extra)

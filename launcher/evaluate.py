@@ -41,31 +41,39 @@ class Evaluation:
         return self.metrics.get("accuracy")
 
 
+class Interrupted(Exception):
+    """Some rank broke the evaluation off, so there is none. Raised on all ranks alike."""
+
+
 @dataclass(frozen=True)
 class _Tally:
     """What a rank has found out so far; adding the tallies of all ranks gives the whole."""
 
     loss_sum: Tensor  # fp64 [1]
-    integers: Tensor  # int64 [1 + 2 * samples]: count of the loss, times seen, predicted class
+    integers: Tensor  # int64 [2 + 2 * samples]: loss count, broken off, times seen, predicted class
 
     @classmethod
     def empty(cls, num_samples: int, device: torch.device) -> _Tally:
         return cls(
             torch.zeros(1, dtype=torch.float64, device=device),
-            torch.zeros(1 + 2 * num_samples, dtype=torch.int64, device=device),
+            torch.zeros(2 + 2 * num_samples, dtype=torch.int64, device=device),
         )
 
     @property
     def num_samples(self) -> int:
-        return len(self.integers) // 2
+        return len(self.integers) // 2 - 1
+
+    @property
+    def broken_off(self) -> Tensor:
+        return self.integers[1]
 
     @property
     def seen(self) -> Tensor:
-        return self.integers[1 : 1 + self.num_samples]
+        return self.integers[2 : 2 + self.num_samples]
 
     @property
     def predicted(self) -> Tensor:
-        return self.integers[1 + self.num_samples :]
+        return self.integers[2 + self.num_samples :]
 
 
 def evaluate(
@@ -75,16 +83,25 @@ def evaluate(
     data: TensorData,
     env: WorkerEnv,
     batch_size: int,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Measures the model on `data` (on the device, whole on every rank). Every rank has to call this."""
+    """Measures the model on `data` (on the device, whole on every rank). Every rank has to call this.
+
+    Raises Interrupted, on all ranks, where `interrupted` was true before a batch on any of them.
+    """
     tally = _Tally.empty(len(data), env.device)
     with _evaluating(model), torch.no_grad():
         for indices, batch in evaluation_batches(data, env.rank, env.world_size, batch_size):
+            if interrupted():
+                tally.broken_off.fill_(1)
+                break
             with forward_context():
                 _add(tally, recipe, model, indices, batch)
     if env.group is not None:  # the same on all ranks: each has one where there are several
         dist.all_reduce(tally.integers, group=env.group)
         dist.all_reduce(tally.loss_sum, group=env.group)
+    if tally.broken_off:
+        raise Interrupted
     check_every_sample_once(tally.seen, env.world_size)
     return _conclude(tally, recipe, data)
 
@@ -171,7 +188,7 @@ def _conclude(tally: _Tally, recipe: Recipe, data: TensorData) -> Evaluation:
     if recipe.classes is None:
         return Evaluation(loss, len(data), {}, None, None, None)
     labels = data.columns[recipe.label].cpu().numpy().astype(np.int64)
-    predictions = integers[1 + len(data) :].numpy()
+    predictions = integers[2 + len(data) :].numpy()
     _check_classes(labels, predictions, len(recipe.classes))
     metrics = macro_metrics(_confusion(labels, predictions, len(recipe.classes)))
     return Evaluation(loss, len(data), metrics, recipe.classes, labels, predictions)

@@ -54,7 +54,6 @@ class Start:
 
     step: int = 0
     owes_evaluation: bool = False
-    averaged: bool = False  # whether all ranks have the same buffers already, as an evaluation leaves them
 
 
 def train(
@@ -67,18 +66,21 @@ def train(
     watch: Watch,
     saving: Saving,
     first_step_done: Callable[[], None],
-    evaluate: Callable[[Moment, bool], Measured],
+    evaluate: Callable[[Moment], Measured | None],
 ) -> None:
     """Train from `start` to the last step. A collective: all ranks run the same course.
 
-    `evaluate(moment, average)` first takes the mean of the ranks' buffers where `average` is true.
+    `evaluate` returns None, on all ranks, where it was broken off because one was asked to stop.
     Raises PreemptedError, on all ranks after the same step, where any of them was asked to stop.
     """
+    measured: Measured | None
     network.train()
     if start.owes_evaluation:
         moment = course.moment_after(start.step)
-        owed = evaluate(moment, not start.averaged)
-        saving.after(moment, owed, last=start.step == course.total_steps)
+        measured = evaluate(moment)
+        if measured is None:
+            saving.hear_of_stop()
+        saving.after(moment, measured, last=start.step == course.total_steps)
     watch.resume()
     for step in range(start.step, course.total_steps):
         epoch, step_of_epoch = divmod(step, course.steps_per_epoch)
@@ -96,10 +98,12 @@ def train(
             first_step_done()
         if course.checks_after(moment.step):
             check_replicas(stepper)
-        measured: Measured | None = None
+        measured = None
         if course.evaluates_after(moment.step) and not saving.stops():
             watch.catch_up()
-            measured = evaluate(moment, True)
+            measured = evaluate(moment)
+            if measured is None:
+                saving.hear_of_stop()
             watch.resume()
         saving.after(moment, measured, last=moment.step == course.total_steps)
 

@@ -103,24 +103,29 @@ class Saving:
             self.stepper.vote(Question.GIVE_UP)
 
     def stops(self) -> bool:
-        """Whether some rank was asked to stop, as far as the steps that have been read tell."""
+        """Whether some rank was asked to stop, as far as the ranks have told each other."""
         votes = self.watch.take_votes()
         self._heard |= {question for question in Question if votes[question]}
         return Question.STOP in self._heard
 
+    def hear_of_stop(self) -> None:
+        """The ranks have agreed outside of a step that one of them was asked to stop."""
+        self._heard.add(Question.STOP)
+
     def after(self, moment: Moment, measured: Measured | None, last: bool) -> None:
         """Save and stop as voted and as due. Raises PreemptedError or StorageError on all ranks alike.
 
-        `measured` belongs to this very step; None where there was no evaluation after it.
+        `measured` belongs to this very step; None where it was not evaluated, or not to the end.
         """
-        stops = self.stops() and not last
+        done = last and measured is not None
+        stops = self.stops() and not done
         heard, self._heard = self._heard, set()
         if Question.GIVE_UP in heard:
             raise StorageError(self._of_leader(self._failure))
         is_best = measured is not None and measured.is_best
-        if stops or last or is_best or Question.SAVE in heard or self.due.after_step(moment.step):
+        if stops or done or is_best or Question.SAVE in heard or self.due.after_step(moment.step):
             self._save(moment, None if measured is None else measured.metric)
-        if stops or last:
+        if stops or done:
             self._tell(self.writer.wait())
             failure = self._of_leader(self._failure)
             if failure and (stops or self.stops_on_error):

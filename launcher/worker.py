@@ -12,7 +12,6 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,16 +29,17 @@ from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import Stepper
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, tighten
 from launcher.errors import LauncherError, OutOfMemoryError, PreemptedError
-from launcher.evaluate import Evaluation, evaluate
+from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
+from launcher.measuring import Measuring
 from launcher.meeting import meet
 from launcher.recipe import Recipe, load_recipe
-from launcher.saving import Measured, Saving
+from launcher.saving import Saving
 from launcher.signals import Requests, heeded
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.run_dir import rank_log, write_environment
-from launcher.watch import Moment, Watch
+from launcher.watch import Watch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -125,48 +125,11 @@ class _Job:
     stepper: Stepper
     heartbeat: Heartbeat
     continuity: Continuity
-    latest: Evaluation | None = None
-
-    def evaluate(self, moment: Moment, average: bool) -> Measured:
-        """Measure on the held-out set and tell of it. A collective.
-
-        `average`: the ranks' own BatchNorm statistics become those of all, unless they are already.
-        """
-        began = time.perf_counter()
-        if average:
-            self.stepper.buffers.average()
-        self.latest = evaluate(
-            self.recipe,
-            self.model,
-            self._evaluation_context,
-            self.recipe.validation,
-            self.env,
-            self.config.data.micro_batch or max(1, self.config.data.batch_size // self.env.world_size),
-        )
-        self.telemetry.emit(
-            "eval",
-            moment.step,
-            epoch=moment.epoch,
-            loss=self.latest.loss,
-            **self.latest.metrics,
-            samples=self.latest.samples,
-            seconds=time.perf_counter() - began,
-        )
-        name, standing = self.recipe.metric, self.continuity.standing
-        if name in self.latest.metrics:
-            return standing.measure(name, self.latest.metrics[name], lower_is_better=False)
-        return standing.measure("loss", self.latest.loss, lower_is_better=True)
 
     def beat_after(self, part: str) -> None:
         """Enter the phase that follows a part of the step."""
         if part in PHASE_AFTER:
             self.heartbeat.beat(PHASE_AFTER[part])
-
-    def _evaluation_context(self) -> AbstractContextManager[object]:
-        self.heartbeat.beat(
-            "evaluation"
-        )  # batch by batch: a large set may take longer than any one phase may
-        return self.stepper.forward()
 
 
 def _join_and_run(
@@ -246,6 +209,9 @@ def _train(job: _Job, requests: Requests, start: Start) -> None:
         equipment.gradient_looks(config, env, stepper, telemetry),
         continuity.totals,
     )
+    measuring = Measuring(
+        config, env, recipe, job.model, stepper, telemetry, job.heartbeat, requests, continuity.standing
+    )
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)
     with Writer(continuity.directory, config.checkpoint.keep) as writer:
@@ -271,22 +237,22 @@ def _train(job: _Job, requests: Requests, start: Start) -> None:
             watch,
             saving,
             first_step_done=partial(tighten, env, config.launch.stall_s),
-            evaluate=job.evaluate,
+            evaluate=measuring.at,
         )
     job.heartbeat.beat("finishing")
-    _finish(job, watch, time.perf_counter() - began)
+    _finish(job, watch, measuring.latest, time.perf_counter() - began)
     job.heartbeat.beat("done")
 
 
-def _finish(job: _Job, watch: Watch, seconds: float) -> None:
+def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: float) -> None:
     """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
     result: dict[str, Any] = closing.result(
-        job.config, job.env, job.stepper, job.recipe.metric, job.latest, watch.totals
+        job.config, job.env, job.stepper, job.recipe.metric, evaluation, watch.totals
     )
     steps = job.course.total_steps
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if job.env.is_leader:
-        closing.write_files(Path(job.config.run.dir), result, job.latest, job.telemetry)
+        closing.write_files(Path(job.config.run.dir), result, evaluation, job.telemetry)
     job.telemetry.emit(
         "end",
         steps,

@@ -15,7 +15,7 @@ LAYERS = (
     {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
     {"checkpoint", "consistency"},
     {"loop", "saving", "watch", "evaluate", "culprit", "gradients", "report", "export"},
-    {"continuity", "meeting", "equipment", "closing", "worker"},
+    {"continuity", "measuring", "meeting", "equipment", "closing", "worker"},
     {"supervisor", "rendezvous", "overrides", "compose", "experiments", "jobs", "sweep"},
     {"cli"},
     {"__main__"},

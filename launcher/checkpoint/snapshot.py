@@ -220,7 +220,7 @@ def _of_all_ranks(rows: Tensor) -> Tensor:
     """The mean where the ranks differ, as `Buffers.average` has it; a count is that of rank 0."""
     if not rows.is_floating_point() or _alike(rows):
         return rows[0].clone()
-    return (rows.float().sum(dim=0) / len(rows)).to(rows.dtype)
+    return (rows.double().sum(dim=0) / len(rows)).to(rows.dtype)
 
 
 def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
