@@ -83,3 +83,13 @@ def test_simulated_wires_round_overflow_and_flush_where_real_ones_do() -> None:
     assert means["divide_after"] == [0.25, float("inf"), 0.0]
     assert means["average"] == [0.25, 40000.0, 0.0]
     assert means["fp32"] == [0.25 + last_bit / 2, 40000.0, 0.0]
+
+
+def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
+    file = tmp_path / "checkpoint.json"
+    printed = run("checkpoint.py", "--json", str(file), "--directory", str(tmp_path))
+    rows = json.loads(file.read_text())["rows"]
+    assert rows["publishing_without_copy_over_normal"] > 0
+    assert rows["size_mb"] > 100, "weights and two states of 11 million parameters, 4 bytes each"
+    assert all(key in printed for key in rows)
+    assert list(tmp_path.iterdir()) == [file]
