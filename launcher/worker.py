@@ -28,6 +28,7 @@ from launcher.engine import Stepper
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, tighten
 from launcher.errors import LauncherError, OutOfMemoryError
 from launcher.evaluate import Evaluation, evaluate
+from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, train
 from launcher.recipe import Recipe, load_recipe
 from launcher.telemetry import Telemetry, open_telemetry
@@ -37,10 +38,18 @@ from launcher.watch import Moment, Watch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+PHASE_AFTER = {"data": "compute", "compute": "wire", "wire": "update", "update": "report"}
+
 log = logging.getLogger("launcher")
 
 
-def run(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
+def run(
+    config: Config,
+    launch: LaunchEnv,
+    store: dist.Store | None,
+    job: str,
+    heartbeat: Heartbeat | None = None,
+) -> None:
     """Train as the config says, as one rank. Raises on failure, a LauncherError where a user can act.
 
     `job` names this job among those of the launch: its process group and its keys in the store are its own.
@@ -48,7 +57,7 @@ def run(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -
     run_dir = Path(config.run.dir)
     with rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
-            _join_and_run(config, launch, store, job, telemetry)
+            _join_and_run(config, launch, store, job, telemetry, heartbeat or Heartbeat())
         except torch.cuda.OutOfMemoryError as error:
             failure = OutOfMemoryError(
                 f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
@@ -102,10 +111,19 @@ class _Job:
     course: Course
     model: nn.Module
     stepper: Stepper
+    heartbeat: Heartbeat
+    step: int = 0
     latest: Evaluation | None = None
+
+    def beat_after(self, part: str) -> None:
+        """Enter the phase that follows a part of the step."""
+        self.step += part == "data"
+        if part in PHASE_AFTER:
+            self.heartbeat.beat(PHASE_AFTER[part], self.step)
 
     def evaluate(self, moment: Moment) -> None:
         """Measure on the held-out set and tell of it. A collective."""
+        self.heartbeat.beat("evaluation")
         began = time.perf_counter()
         self.latest = evaluate(
             self.recipe,
@@ -127,18 +145,25 @@ class _Job:
 
 
 def _join_and_run(
-    config: Config, launch: LaunchEnv, store: dist.Store | None, job: str, telemetry: Telemetry
+    config: Config,
+    launch: LaunchEnv,
+    store: dist.Store | None,
+    job: str,
+    telemetry: Telemetry,
+    heartbeat: Heartbeat,
 ) -> None:
+    heartbeat.beat("meeting the other ranks")
     with join(launch, store, job, config.launch.init_timeout_s) as env:
         equipment.apply_switches(config)
         devices = equipment.exchange_device_names(env, store, job)
-        assembled = _assemble(config, env, telemetry)
+        assembled = _assemble(config, env, telemetry, heartbeat)
         _announce(assembled, devices)
         _train(assembled)
 
 
-def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry) -> _Job:
+def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
     torch.manual_seed(config.seed)  # the same on all ranks: they build the same model
+    heartbeat.beat("loading data")
     recipe = equipment.on_device(load_recipe(config), env.device)
     plan = BatchPlan(
         num_samples=len(recipe.train),
@@ -150,10 +175,11 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry) -> _Job:
         drop_last=config.data.drop_last,
     )
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+    heartbeat.beat("building the model")
     model = equipment.build_model(config, recipe, env, plan)
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
     torch.manual_seed(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
-    return _Job(config, env, telemetry, recipe, plan, course, model, stepper)
+    return _Job(config, env, telemetry, recipe, plan, course, model, stepper, heartbeat)
 
 
 def _announce(job: _Job, devices: Sequence[str]) -> None:
@@ -188,6 +214,7 @@ def _train(job: _Job) -> None:
         equipment.gradient_looks(config, env, stepper, telemetry),
     )
     began = time.perf_counter()
+    stepper.clock.on_mark(job.beat_after)
     train(
         stepper,
         equipment.compiled(job.model, stepper) if config.train.compile else job.model,
@@ -198,7 +225,9 @@ def _train(job: _Job) -> None:
         first_step_done=partial(tighten, env, config.launch.stall_s),
         evaluate=job.evaluate,
     )
+    job.heartbeat.beat("finishing")
     _finish(job, watch, job.course.total_steps, time.perf_counter() - began)
+    job.heartbeat.beat("done")
 
 
 def _finish(job: _Job, watch: Watch, steps: int, seconds: float) -> None:
