@@ -21,6 +21,7 @@ from launcher.environment import LaunchEnv
 from launcher.errors import ConfigError, LauncherError, StalledError
 from launcher.rendezvous import Leader, follow
 from launcher.resources import conf_dir
+from launcher.supervisor.workers import num_workers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -105,6 +106,8 @@ def train(arguments: Arguments, leader: Leader) -> int:
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
+    for config in configs:
+        num_workers(config.launch, leader.launch)  # what cannot be started is told before anything is
     if expanded.multirun:
         return run_sweep(expanded, configs, leader)
     (config,) = configs
@@ -113,9 +116,16 @@ def train(arguments: Arguments, leader: Leader) -> int:
 
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
+    """In parent mode on workers of its own, else on the ranks that have been started with this process."""
+    from launcher.supervisor.parent import supervise
     from launcher.telemetry.run_dir import prepare
 
-    leader.run(prepare(config, overrides))
+    workers = num_workers(config.launch, leader.launch)
+    prepared = prepare(config, overrides)
+    if workers is None:
+        leader.run(prepared)
+    else:
+        supervise(prepared, workers)
 
 
 @dataclass
@@ -138,7 +148,7 @@ class SweepProgress:
         except Exception as error:
             print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
             self.exit_codes.append(report_failure(error))
-            self.broken = isinstance(error, StalledError)
+            self.broken = isinstance(error, StalledError)  # under torchrun; in parent mode it is RunFailed
 
 
 def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
