@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 INTERRUPTED = 130
+STOPPED = (75, INTERRUPTED, 143)  # by a signal, saved or not
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +137,7 @@ class SweepProgress:
     leader: Leader
     started: int = 0
     exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
-    broken: bool = False  # the ranks have lost each other: no further job can run
+    broken: bool = False  # the ranks have lost each other, or all was asked to stop: no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
         if self.broken:
@@ -148,7 +149,8 @@ class SweepProgress:
         except Exception as error:
             print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
             self.exit_codes.append(report_failure(error))
-            self.broken = isinstance(error, StalledError)  # under torchrun; in parent mode it is RunFailed
+            stopped = self.exit_codes[-1] in STOPPED
+            self.broken = stopped or isinstance(error, StalledError)  # in parent mode that is a RunFailed
 
 
 def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.config import Config
 from launcher.errors import LauncherError, PreemptedError
 from launcher.heartbeat import Heartbeats
-from launcher.supervisor.signals import Signals, heeded
+from launcher.supervisor.signals import Signals, heeded, held_back
 from launcher.supervisor.verdict import RunFailed, Verdict
 from launcher.telemetry.run_dir import write_result
 from launcher.telemetry.status import FILE_NAME, mark_failed
@@ -35,14 +35,15 @@ def supervise(config: Config, num_workers: int) -> None:
     try:
         with heeded() as signals:
             _supervise(config, num_workers, signals)
-    except LauncherError as error:
+    except Exception as error:
         if not isinstance(error, PreemptedError):  # then the leader has written it, with the checkpoint
             _write_down(Path(config.run.dir), error)
         raise
 
 
 def _supervise(config: Config, num_workers: int, signals: Signals) -> None:
-    warm_up(config)
+    with held_back():  # in the threads of libraries for good: only this one shall be interrupted
+        warm_up(config)
     from launcher.supervisor.agent import Agent
     from launcher.supervisor.rank import Work
 
@@ -61,8 +62,9 @@ def warm_up(config: Config) -> None:
         importlib.import_module(module)
 
 
-def _write_down(run_dir: Path, error: LauncherError) -> None:
+def _write_down(run_dir: Path, error: Exception) -> None:
     """The verdict in the run's files: its leader may have been killed, or blame who was not to blame."""
+    exit_code = error.exit_code if isinstance(error, LauncherError) else 1
     with contextlib.suppress(OSError):
-        write_result(run_dir, {"state": "failed", "exit": error.exit_code, "error": str(error)})
-        mark_failed(run_dir / FILE_NAME, error.exit_code)
+        write_result(run_dir, {"state": "failed", "exit": exit_code, "error": str(error) or repr(error)})
+        mark_failed(run_dir / FILE_NAME, exit_code)

@@ -380,3 +380,13 @@ def test_a_sweep_goes_on_after_a_job_whose_rank_was_killed(tmp_path: Path) -> No
         assert "sweep: 1 of 2 jobs done" in parent.stdout
     states = [path.read_text() for path in sorted((tmp_path / "sweep").glob("*/result.json"))]
     assert ['"done"' in text for text in states] == [False, True]
+
+
+def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(tmp_path: Path) -> None:
+    write_recipe(tmp_path, DEAF)
+    with Parent(tmp_path, "-m", LONG, "seed=0,1", "hydra.sweep.dir=sweep", "launch.grace_s=0.5") as parent:
+        parent.rank(0)
+        parent.signal(signal.SIGTERM)
+        assert parent.end() == 143
+        assert "sweep: job 1 of 2" in parent.stdout
+        assert "sweep: job 2 of 2" not in parent.stdout
