@@ -21,6 +21,7 @@ from launcher.environment import LaunchEnv
 from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledError
 from launcher.rendezvous import Leader, follow
 from launcher.resources import conf_dir
+from launcher.supervisor.workers import num_workers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 INTERRUPTED = 130
+STOPPED = (75, INTERRUPTED, 143)  # by a signal, saved or not
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,6 +109,8 @@ def train(arguments: Arguments, leader: Leader) -> int:
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
+    for config in configs:
+        num_workers(config.launch, leader.launch)  # what cannot be started is told before anything is
     if expanded.multirun:
         return run_sweep(expanded, configs, leader)
     (config,) = configs
@@ -115,14 +119,19 @@ def train(arguments: Arguments, leader: Leader) -> int:
 
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
+    """In parent mode on workers of its own, else on the ranks that have been started with this process."""
+    from launcher.supervisor.parent import supervise
     from launcher.telemetry.claim import claimed
 
+    workers = num_workers(config.launch, leader.launch)
     with claimed(leader.recalled(config), overrides) as claim:
         if claim.finished:
             print(claim.finished, flush=True)
-        else:
+        elif workers is None:
             leader.remember(claim.config)
             leader.run(claim.config)
+        else:
+            supervise(claim.config, workers)
 
 
 @dataclass
@@ -133,7 +142,7 @@ class SweepProgress:
     leader: Leader
     started: int = 0
     exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
-    broken: bool = False  # the ranks have lost each other: no further job can run
+    broken: bool = False  # the ranks have lost each other, or all was asked to stop: no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
         if self.broken:
@@ -145,7 +154,8 @@ class SweepProgress:
         except Exception as error:
             print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
             self.exit_codes.append(report_failure(error))
-            self.broken = isinstance(error, StalledError | PreemptedError)
+            stopped = self.exit_codes[-1] in STOPPED
+            self.broken = stopped or isinstance(error, StalledError)  # in parent mode that is a RunFailed
 
 
 def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
@@ -231,7 +241,7 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 def report_failure(error: Exception) -> int:
     """Print what happened, with a traceback only if nobody foresaw it; returns the exit code."""
     if isinstance(error, LauncherError):
-        kind = "stopped" if isinstance(error, PreemptedError) else "error"
+        kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"
         print(f"{kind}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     traceback.print_exception(error)

@@ -31,6 +31,7 @@ class LaunchEnv:
     local_world_size: int = 1
     restart_count: int = 0
     run_id: str = "none"
+    launched: bool = False  # by something that sets RANK, rather than by hand
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
@@ -66,6 +67,7 @@ class LaunchEnv:
             local_world_size=numbers["LOCAL_WORLD_SIZE"],
             restart_count=numbers["TORCHELASTIC_RESTART_COUNT"],
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            launched=True,
         )
 
 

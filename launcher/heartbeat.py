@@ -16,6 +16,7 @@ PHASES = (
     "meeting the other ranks",
     "loading data",
     "building the model",
+    "comparing the models",
     "restoring",
     "data",
     "compute",

@@ -62,7 +62,7 @@ class Leader:
     """
 
     def __init__(self, launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> None:
-        self._launch = launch
+        self.launch = launch
         self._run_job = run_job
         self._patience = patience or Patience()
         self._store: dist.Store | None = None
@@ -77,14 +77,14 @@ class Leader:
         job, self._jobs = str(self._jobs), self._jobs + 1
         store = self._send({"job": job, "config": to_dict(config)})
         try:
-            self._run_job(config, self._launch, store, job)
+            self._run_job(config, self.launch, store, job)
         except Exception as error:
-            own = departure_of(self._launch.rank, error)
+            own = departure_of(self.launch.rank, error)
             first = self._first_failure(store, job, own)
             if first.error == own.error:
                 raise
             raise JobFailed(first) from error
-        first = self._first_failure(store, job, departure_of(self._launch.rank))
+        first = self._first_failure(store, job, departure_of(self.launch.rank))
         if first.error:
             raise JobFailed(first)
 
@@ -93,16 +93,16 @@ class Leader:
 
         Without `run.dir` a restart would otherwise begin anew in a directory of its own.
         """
-        if config.run.dir or not self._launch.restart_count:
+        if config.run.dir or not self.launch.restart_count:
             return config
-        store, key = memory(self._opened(), self._launch), self._directory_key()
+        store, key = memory(self._opened(), self.launch), self._directory_key()
         if store is None or not store.check([key]):
             return config
         return replace(config, run=replace(config.run, dir=store.get(key).decode()))
 
     def remember(self, config: Config) -> None:
         """Write down which directory the job has."""
-        store = memory(self._opened(), self._launch)
+        store = memory(self._opened(), self.launch)
         if store is not None:
             store.set(self._directory_key(), config.run.dir)
 
@@ -111,7 +111,7 @@ class Leader:
         store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
         if store is None:
             return
-        heard = [f"heard/{rank}" for rank in range(1, self._launch.world_size)]
+        heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
         arrived(store, heard, self._patience.goodbye_s)  # who has not heard it has died: nothing to add
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
@@ -121,7 +121,7 @@ class Leader:
         return store
 
     def _opened(self) -> dist.Store | None:
-        self._store = self._store or open_store(self._launch, self._patience.first_job_s)
+        self._store = self._store or open_store(self.launch, self._patience.first_job_s)
         return self._store
 
     def _directory_key(self) -> str:
@@ -131,7 +131,7 @@ class Leader:
         """The earliest failed departure of all ranks, our own departure if none failed."""
         if store is None:
             return own
-        others = [f"job/{job}/left/{rank}" for rank in range(1, self._launch.world_size)]
+        others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
         if not arrived(store, others, self._patience.leave_s):
             missing = [rank for rank, key in enumerate(others, start=1) if not store.check([key])]
             raise StalledError(
@@ -216,7 +216,7 @@ def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
     return True
 
 
-def departure_of(rank: int, error: Exception | None = None) -> Departure:
+def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     """A failure that explains itself travels as its text, an unexpected one with its traceback."""
     if error is None:
         return Departure(rank, time.time())

@@ -169,6 +169,7 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: H
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
     model = equipment.build_model(config, recipe, env, plan)
+    heartbeat.beat("comparing the models")
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
     torch.manual_seed(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     count = equipment.reference_count(plan)

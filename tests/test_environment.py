@@ -24,11 +24,11 @@ def test_without_rank_the_process_is_alone() -> None:
 
 
 def test_torchruns_variables() -> None:
-    assert LaunchEnv.from_environ(TORCHRUN) == LaunchEnv(3, 8, 1, 2, 2, "job-7")
+    assert LaunchEnv.from_environ(TORCHRUN) == LaunchEnv(3, 8, 1, 2, 2, "job-7", True)
 
 
 def test_a_plain_scheduler_sets_less() -> None:
-    assert LaunchEnv.from_environ({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchEnv(1, 2, 0, 1, 0, "none")
+    assert LaunchEnv.from_environ({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchEnv(1, 2, 0, 1, 0, "none", True)
 
 
 @pytest.mark.parametrize(

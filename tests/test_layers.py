@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,14 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-WITHOUT_TORCH = ("torch", "launcher.engine", "launcher.recipe", "launcher.data", "launcher.worker")
+WITHOUT_TORCH = (
+    "torch",
+    "launcher.engine",
+    "launcher.recipe",
+    "launcher.data",
+    "launcher.worker",
+    "launcher.supervisor.agent",
+)
 FOUND_AT_IMPORT = (
     "cli",
     "rendezvous",
@@ -32,6 +39,7 @@ FOUND_AT_IMPORT = (
     "telemetry",
     "heartbeat",
 )
+WITHOUT_AGENT = ("__init__", "parent", "workers", "signals", "verdict")  # of the supervisor
 
 
 def imports(file: Path, module_level_only: bool = False) -> Iterator[str]:
@@ -114,6 +122,14 @@ def test_recipes_import_what_a_user_would(file: Path) -> None:
 def test_the_front_door_does_not_load_torch(part: str) -> None:
     files = [file for file in FILES if part_of(file) == part]
     assert files
+    assert_light(files)
+
+
+def test_the_parent_has_its_handlers_before_it_loads_torch() -> None:
+    assert_light(ROOT / "launcher" / "supervisor" / f"{part}.py" for part in WITHOUT_AGENT)
+
+
+def assert_light(files: Iterable[Path]) -> None:
     for file in files:
         for name in imports(file, module_level_only=True):
             assert not name.startswith(WITHOUT_TORCH), f"{file} imports {name}"

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.telemetry import Telemetry
 from launcher.telemetry.files import read_json
-from launcher.telemetry.status import Pace, StatusFile
+from launcher.telemetry.status import Pace, StatusFile, mark_failed
 
 
 class Clock:
@@ -97,3 +97,22 @@ def test_the_remaining_time_leaves_the_start_up_out(clock):
     clock.seconds += 10
     assert pace.eta_s(11, 100) == 89.0
     assert pace.eta_s(11, None) is None
+
+
+def test_a_leader_that_was_killed_leaves_its_way_and_gets_a_verdict(tmp_path, clock):
+    path, telemetry = opened(tmp_path, clock)
+    telemetry.emit("start", 0, total_steps=40)
+    telemetry.emit("eval", 10, epoch=0, accuracy=0.5)
+    mark_failed(path, 6)
+    status = read_json(path)
+    assert (status["state"], status["exit"], status["eta_s"]) == ("failed", 6, None)
+    assert (status["step"], status["last"]["eval"]["accuracy"]) == (10, 0.5)
+
+
+@pytest.mark.parametrize("torn", [None, "", "{", "[]"])
+def test_a_verdict_needs_no_file_of_the_leader(tmp_path, torn):
+    path = tmp_path / "status.json"
+    if torn is not None:
+        path.write_text(torn)
+    mark_failed(path, 1)
+    assert (read_json(path)["state"], read_json(path)["exit"], read_json(path)["step"]) == ("failed", 1, 0)

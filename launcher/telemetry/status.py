@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.telemetry.files import write_json
+from launcher.telemetry.files import read_json, write_json
 from launcher.telemetry.stream import Record
 
 FILE_NAME = "status.json"
@@ -83,6 +83,20 @@ class StatusFile:
         eta_s = self._pace.eta_s(status.step, status.total_steps) if status.state == "running" else None
         self._published = self._clock()
         write_json(self._path, asdict(replace(status, eta_s=eta_s, updated=round(time.time(), 3))))
+
+
+def mark_failed(path: Path, exit_code: int) -> None:
+    """Rewrite the file as that of a run that has failed, on behalf of a leader that no longer can.
+
+    What it said about the way so far stays. Raises OSError.
+    """
+    try:
+        before = read_json(path)
+    except (OSError, ValueError):
+        before = asdict(Status())
+    write_json(
+        path, before | {"state": "failed", "exit": exit_code, "eta_s": None, "updated": round(time.time(), 3)}
+    )
 
 
 class Pace:

@@ -1,0 +1,173 @@
+"""The elastic agent of a run: torch's, for one machine, without a port, with verdicts.
+
+Owns what differs from torchrun's agent: workers are forked from this warm process and meet in a private
+file, a failed generation is killed at once, and every end has a reason with a name and an exit code. Starting
+and reaping processes, the order of generations and the return of results are torch's.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from launcher.checkpoint.shelf import FOLDER, candidates, step_of
+from launcher.errors import LauncherError, PreemptedError
+from launcher.supervisor.generation import Generation, make_store
+from launcher.supervisor.rank import Work, be_a_rank
+from launcher.supervisor.signals import Signals, held_back
+from launcher.supervisor.verdict import PREEMPTED, Restarts, RunFailed, Verdict
+
+LOOK_EVERY_S = 0.05
+
+
+class OneMachine(RendezvousHandler):
+    """A rendezvous of one agent with itself: nothing to wait for and no socket."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        return "none"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Inherited(LogsSpecs):
+    """Workers write to the parent's own stdout and stderr. Nothing is redirected: no thread tails files."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for environ in envs.values():
+            environ["TORCHELASTIC_ERROR_FILE"] = ""
+        streams = dict.fromkeys(envs, "")
+        return LogsDest(streams, streams.copy(), error_files=streams.copy())
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+
+class Agent(LocalElasticAgent):
+    """Runs the workers of one run to its end. `run` raises the LauncherError that a failed one ends with."""
+
+    def __init__(self, work: Work, num_workers: int, signals: Signals) -> None:
+        max_restarts = work.config.launch.max_restarts
+        run_dir = Path(work.config.run.dir)
+        super().__init__(
+            WorkerSpec(
+                role="worker",
+                local_world_size=num_workers,
+                rdzv_handler=OneMachine(run_dir.name),
+                entrypoint=be_a_rank,
+                args=(work,),
+                max_restarts=max_restarts,
+                monitor_interval=LOOK_EVERY_S,
+            ),
+            Inherited(),
+            start_method="fork",
+        )
+        self._work = work
+        self._signals = signals
+        self._checkpoints = run_dir / FOLDER
+        self._restarts = Restarts(max_restarts, self._newest_step())
+        self._generation: Generation | None = None
+        self._stopping = False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        number = self._restarts.used
+        store = make_store(self._work, number)
+        self._work.heartbeats.restart()
+        sys.stdout.flush()  # what is still in a buffer would be printed once more by every worker
+        sys.stderr.flush()
+        with held_back():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._signals.handle()  # the agent has put its own handlers in their place
+        assert self._pcontext is not None
+        self._generation = Generation(number, self._pcontext._pc.processes, store, self._work)  # type: ignore[attr-defined]
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._generation is not None
+        self._obey_signals(self._generation)
+        verdict = self._generation.look()
+        if verdict is None:
+            return RunResult(WorkerState.HEALTHY)
+        if verdict.exit_code == 0:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        self._restart_or_raise(verdict)
+        return RunResult(WorkerState.FAILED)  # the agent starts the next generation
+
+    def _obey_signals(self, generation: Generation) -> None:
+        for arrived in self._signals.take():
+            generation.send(arrived)
+        if self._signals.stop is not None and not self._stopping:
+            self._stopping = True
+            generation.end_within(self._work.config.launch.grace_s)
+        if self._signals.impatient:
+            generation.end_within(0)
+
+    def _restart_or_raise(self, verdict: Verdict) -> None:
+        if verdict.exit_code == PREEMPTED or self._signals.stop is not None:
+            raise stopped(verdict, self._signals.stop)
+        newest = self._newest_step()
+        self._restarts.allow(verdict, newest)
+        count = f"{self._restarts.used} of {self._restarts.allowed}"
+        place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
+        print(f"restart {count}: {verdict.text}; going on from {place}", file=sys.stderr, flush=True)
+
+    def _newest_step(self) -> int:
+        """Of the newest checkpoint, by name; 0 if there is none. Whether it is intact the workers see."""
+        return max(map(step_of, candidates(self._checkpoints)), default=0)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Whatever has brought the run to its end, nobody is left to be asked politely."""
+        if self._generation is not None:
+            self._generation.kill()
+            self._generation.tidy()
+        super()._shutdown(signal.SIGKILL, timeout)
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        """An event that nobody reads, without the host's name: asking for that one may take seconds."""
+        return Event(f"torchelastic.worker.status.{state}", source=source)
+
+
+def stopped(verdict: Verdict, asked: signal.Signals | None) -> LauncherError:
+    """The end of a run that was asked to stop: saved, or not."""
+    if verdict.exit_code == PREEMPTED:
+        return PreemptedError(verdict.text)
+    assert asked is not None
+    text = f"stopped by {asked.name} before a checkpoint could be written: {verdict.text}"
+    return RunFailed(Verdict(128 + asked, text, verdict.hint))

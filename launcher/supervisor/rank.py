@@ -1,0 +1,127 @@
+"""What a forked worker does before and after its part of the job.
+
+Owns the ties to the parent: a worker dies with it, holds signals back until it can obey them, can be asked
+for its stacks, and leaves its last words in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from launcher import worker
+from launcher.config import Config
+from launcher.environment import LaunchEnv
+from launcher.heartbeat import Heartbeats
+from launcher.rendezvous import Departure, departure_of
+from launcher.supervisor.signals import HEEDED
+
+SHOW_STACKS = signal.SIGUSR2
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the workers inherit from the parent's memory."""
+
+    config: Config
+    heartbeats: Heartbeats
+    folder: Path  # private to this run on this machine, gone with the parent
+    parent: int  # process id
+
+    def store_of(self, generation: int) -> Path:
+        """The file in which the ranks of a generation meet: none reads what a dead one wrote."""
+        return self.folder / f"store-{generation}"
+
+    def stacks_of(self, rank: int) -> Path:
+        return Path(self.config.run.dir) / "logs" / f"stacks-rank{rank}.txt"
+
+
+def be_a_rank(work: Work) -> NoReturn:
+    """Run this process's part of the job and leave with its exit code; never returns to the agent.
+
+    So a worker that has finished cannot be held up by what else runs in its process.
+    """
+    _die_with(work.parent)
+    _take_signals_back()
+    launch = LaunchEnv.from_environ(os.environ)
+    with _stacks_on_request(work.stacks_of(launch.rank)):
+        departure = _run(work, launch)
+        for loader in multiprocessing.active_children():
+            loader.terminate()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(departure.exit_code)
+
+
+def departure_key(generation: int, rank: int) -> str:
+    return f"job/{generation}/left/{rank}"
+
+
+def _run(work: Work, launch: LaunchEnv) -> Departure:
+    generation = launch.restart_count
+    store = dist.FileStore(str(work.store_of(generation)))
+    store.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
+    heartbeat = work.heartbeats.of(launch.rank)
+    try:
+        shared = store if launch.world_size > 1 else None
+        worker.run(work.config, launch, shared, str(generation), heartbeat)
+    except BaseException as error:
+        departure = departure_of(launch.rank, error)
+    else:
+        departure = departure_of(launch.rank)
+    with contextlib.suppress(RuntimeError):
+        store.set(departure_key(generation, launch.rank), json.dumps(asdict(departure)))
+    return departure
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent dies; its main thread forked us, and lives as long as it does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # torch asks for SIGINT, which may be ignored
+    if os.getppid() != parent:  # it died before the kernel had heard of our wish
+        os._exit(1)
+
+
+def _take_signals_back() -> None:
+    """Undo the agent's handlers, which raise.
+
+    The heeded ones are still held back. They find a handler that does nothing, where ignoring them would
+    drop those that have already arrived; the worker puts its own in place while it runs, and lets them in.
+    """
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    for number in HEEDED:
+        signal.signal(number, _too_late)
+
+
+def _too_late(number: int, frame: FrameType | None) -> None:
+    """The job has ended, well or not: what was asked of it no longer matters."""
+
+
+@contextlib.contextmanager
+def _stacks_on_request(path: Path) -> Iterator[None]:
+    """Append the stacks of all threads to `path` on SHOW_STACKS, even while C code holds the interpreter."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115  # open until the process ends
+    except OSError:  # the worker will find out, and say so
+        yield
+        return
+    faulthandler.register(SHOW_STACKS, file=file, all_threads=True)
+    yield

@@ -1,0 +1,392 @@
+"""What parent mode promises when workers crash, hang or ignore what they are told: real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.parent import ENDLESS, Parent, is_alive, state_of, write_recipe
+
+pytestmark = pytest.mark.timeout(60)
+LONG = "train.epochs=100000"
+
+
+def gone_within(pids: list[int], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(is_alive, pids))
+
+
+def error_of(parent: Parent) -> str:
+    """The one error that it printed."""
+    (line,) = [line for line in parent.stderr.splitlines() if line.startswith("error:")]
+    return line
+
+
+def assert_written_down(parent: Parent, exit_code: int) -> None:
+    """The run's files say the same as the exit code."""
+    status, result = parent.json("status.json"), parent.json("result.json")
+    assert (status["state"], status["exit"]) == ("failed", exit_code)
+    assert (result["state"], result["exit"]) == ("failed", exit_code)
+    assert f"error: {result['error']}" in parent.stderr
+
+
+# A run that nothing happens to
+
+
+def test_a_run_ends_with_its_result_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    with Parent(tmp_path, "train.epochs=2") as parent:
+        assert parent.end() == 0
+        assert parent.stderr == ""
+        assert parent.stdout.count("workers 2 (2 x CPU") == 1
+        assert parent.json("result.json")["world_size"] == 2
+        assert parent.json("status.json")["state"] == "done"
+        assert {path.name for path in (parent.run_dir / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+
+
+def test_one_worker_can_be_supervised(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 5 and GENERATION == 0: os.kill(os.getpid(), signal.SIGKILL)")
+    with Parent(tmp_path, "train.epochs=2", "launch.max_restarts=1", nproc=1) as parent:
+        assert parent.end() == 0
+        assert parent.json("result.json")["world_size"] == 1
+
+
+# G1: a crashed worker ends or restarts the job at once
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG, nproc=3) as parent:
+        victim = parent.rank(rank)
+        others = [pid for pid in parent.workers() if pid != victim]
+        assert len(others) == 2
+        os.kill(victim, signal.SIGKILL)
+        assert gone_within(others, 2)
+        assert parent.end() == 1
+        place = r"in (compute|wire|update|report) of step \d+"
+        assert re.match(
+            rf"error: rank {rank} was killed by SIGKILL \(pid {victim}\) {place}\.", error_of(parent)
+        )
+        assert_written_down(parent, 1)
+        assert parent.json("status.json")["total_steps"], "what the leader wrote about the way stays"
+
+
+def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 5 and RANK == 2: raise DataError('a fault on purpose')")
+    with Parent(tmp_path, LONG, "launch.max_restarts=3", nproc=3) as parent:
+        assert parent.end() == 7
+        assert error_of(parent) == "error: rank 2 failed: a fault on purpose"
+        assert "restart" not in parent.stderr, "bad data stay bad"
+        assert_written_down(parent, 7)
+
+
+def test_an_unexpected_error_is_told_with_its_traceback(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 5 and RANK == 0: raise KeyError('a fault on purpose')")
+    with Parent(tmp_path, LONG) as parent:
+        assert parent.end() == 1
+        assert error_of(parent) == "error: rank 0 failed: Traceback (most recent call last):"
+        assert "in in_step" in parent.stderr
+        assert "KeyError: 'a fault on purpose'" in parent.stderr
+        assert_written_down(parent, 1)
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, code) -> None:
+    write_recipe(tmp_path, f"if step == 5 and RANK == 1: os._exit({code})")
+    with Parent(tmp_path, LONG) as parent:
+        assert parent.end() == 1
+        how = rf"ended with exit code {code} and without a word, in compute of step 5"
+        assert re.match(rf"error: rank 1 \(pid \d+\) {how}", error_of(parent))
+
+
+def test_a_crash_in_native_code_is_named(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 5 and RANK == 1: ctypes.string_at(8)")
+    with Parent(tmp_path, LONG) as parent:
+        assert parent.end() == 1
+        assert "error: rank 1 was killed by SIGSEGV" in parent.stderr
+        assert "Fatal Python error: Segmentation fault" in parent.stderr
+
+
+# Restarts, and G3: crash loops stop
+
+
+def test_a_crash_is_mended_by_a_restart(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, "train.epochs=10", "launch.max_restarts=2") as parent:
+        for generation in range(2):
+            os.kill(parent.rank(1, generation), signal.SIGKILL)
+        assert parent.end() == 0
+        first, second = [line for line in parent.stderr.splitlines() if line.startswith("restart")]
+        assert first.startswith("restart 1 of 2: rank 1 was killed by SIGKILL (pid ")
+        assert first.endswith("; going on from the start (no checkpoint)")
+        assert second.startswith("restart 2 of 2: ")
+        assert parent.json("result.json")["steps"] == 40
+        assert parent.json("status.json")["state"] == "done"
+
+
+def test_the_last_crash_has_its_own_exit_code(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 5 and RANK == 1: raise RuntimeError('a fault on purpose')")
+    with Parent(tmp_path, LONG, "launch.max_restarts=1") as parent:
+        assert parent.end() == 1
+        assert parent.stderr.count("restart 1 of 1: rank 1 failed: Traceback") == 1
+        assert error_of(parent).startswith("error: rank 1 failed")
+        assert_written_down(parent, 1)
+
+
+def test_a_crash_loop_stops_after_three_generations_without_a_checkpoint(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 5 and RANK == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    with Parent(tmp_path, LONG, "launch.max_restarts=50") as parent:
+        assert parent.end() == 10
+        assert parent.stderr.count("restart ") == 2
+        assert error_of(parent).startswith("error: the workers were started 3 times in a row and have failed")
+        assert "The last time rank 1 was killed by SIGKILL" in error_of(parent)
+        assert_written_down(parent, 10)
+
+
+def test_checkpoints_are_progress(tmp_path: Path) -> None:
+    publish = "os.makedirs(f'run/checkpoints/step-{GENERATION + 1:08}')"
+    write_recipe(tmp_path, f"if step == 5 and RANK == 1:\n    {publish}\n    raise RuntimeError('a fault')")
+    with Parent(tmp_path, LONG, "run.dir=run", "checkpoint.resume=never", "launch.max_restarts=4") as parent:
+        assert parent.end(30) == 1
+        assert parent.stderr.count("restart ") == 4
+        assert "going on from step 4 (checkpoint)" in parent.stderr
+
+
+# G11: ignored requests to stop still end
+
+
+DEAF = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + ENDLESS
+)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path: Path, number, code) -> None:
+    write_recipe(tmp_path, DEAF)
+    with Parent(tmp_path, LONG, "launch.grace_s=1", "launch.max_restarts=3") as parent:
+        parent.rank(0)
+        asked = time.monotonic()
+        parent.signal(number)
+        assert parent.end() == code
+        assert 1 <= time.monotonic() - asked < 3
+        assert error_of(parent).startswith(
+            f"error: stopped by {number.name} before a checkpoint could be written: rank 0 (pid "
+        )
+        assert "rank 1" in error_of(parent)
+        assert_written_down(parent, code)
+
+
+def test_a_stopped_worker_is_killed_at_the_grace(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG, "launch.grace_s=1") as parent:
+        os.kill(parent.rank(1), signal.SIGSTOP)
+        parent.signal(signal.SIGTERM)
+        assert parent.end() == 143
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    write_recipe(tmp_path, DEAF)
+    with Parent(tmp_path, LONG, "launch.grace_s=600") as parent:
+        parent.rank(0)
+        parent.signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert len(parent.workers()) == 2
+        parent.signal(signal.SIGINT)
+        assert parent.end(3) == 130
+
+
+def test_a_request_to_save_reaches_the_workers(tmp_path: Path) -> None:
+    note = "signal.signal(signal.SIGUSR1, lambda *_: open(f'saved-{RANK}', 'w').close())"
+    write_recipe(tmp_path, f"{note}; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])\n{ENDLESS}")
+    with Parent(tmp_path, LONG) as parent:
+        parent.rank(0), parent.rank(1)
+        parent.signal(signal.SIGUSR1)
+        files = [tmp_path / "saved-0", tmp_path / "saved-1"]
+        parent.wait_until(lambda: all(file.exists() for file in files), 3, "both ranks were told")
+        assert len(parent.workers()) == 2
+
+
+# G12: a hung rank is found by name
+
+
+HANGS = {
+    "an endless sleep": "time.sleep(1000)",
+    "a call that holds the interpreter": "ctypes.PyDLL(None).sleep(1000)",
+    "SIGSTOP": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("hang", HANGS)
+def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang) -> None:
+    write_recipe(tmp_path, f"{ENDLESS}\nif step == 7 and RANK == 1: open('hung', 'w').close(); {HANGS[hang]}")
+    with Parent(tmp_path, LONG, "launch.stall_s=2", nproc=3) as parent:
+        parent.wait_until((tmp_path / "hung").exists, 15, "rank 1 hangs")
+        hung = time.monotonic()
+        assert parent.end() == 6
+        assert time.monotonic() - hung < 2 + 2
+        why = r" \(stopped by SIGSTOP\)" if hang == "SIGSTOP" else ""
+        assert re.match(
+            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 7 for 2 s{why}; stacks of all ranks: ",
+            error_of(parent),
+        )
+        assert_written_down(parent, 6)
+        stacks = [(parent.run_dir / "logs" / f"stacks-rank{rank}.txt").read_text() for rank in range(3)]
+        assert all("most recent call first" in text for text in stacks)
+        assert "in in_step" in stacks[1]
+        assert "in in_step" not in stacks[0] + stacks[2]
+
+
+def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 1 and RANK == 0: time.sleep(1000)")
+    with Parent(tmp_path, LONG, "launch.stall_s=1", "launch.init_timeout_s=3") as parent:
+        assert parent.end() == 6
+        assert 3 < time.monotonic() - parent.began < 8
+        assert "rank 0 (pid" in error_of(parent)
+        assert "in compute of step 1 for" in error_of(parent)
+
+
+def test_a_stopped_parent_takes_no_rank_for_hung(tmp_path: Path) -> None:
+    """Ctrl-Z and fg stop and continue the parent and its workers together."""
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG, "launch.stall_s=2") as parent:
+        parent.rank(0)
+        everyone = [parent.pid, *parent.workers()]
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(parent.pid, signal.SIGCONT)
+        time.sleep(0.5)  # the parent looks before its workers have moved
+        for pid in everyone:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(1)
+        assert parent.workers() == everyone[1:]
+
+
+# G13: start-up cannot deadlock
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"),
+    [
+        (signal.SIGKILL, 1, r"rank 1 was killed by SIGKILL \(pid \d+\) while "),
+        (
+            signal.SIGSTOP,
+            6,
+            r"rank 1 \(pid \d+\) hangs: while (starting|meeting the other ranks) for 2 s \(stopped",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_come_up_is_named(tmp_path: Path, number, code, text) -> None:
+    write_recipe(tmp_path)
+    with Parent(tmp_path, LONG, "launch.init_timeout_s=2") as parent:
+        while len(parent.workers()) < 2:
+            time.sleep(0.0005)
+        os.kill(parent.workers()[1], number)
+        began = time.monotonic()
+        assert parent.end() == code
+        assert time.monotonic() - began < 4
+        assert re.match(f"error: {text}", error_of(parent))
+
+
+def test_a_rank_that_hangs_while_it_builds_the_model_is_named(tmp_path: Path) -> None:
+    write_recipe(tmp_path, in_build="if RANK == 1: time.sleep(1000)")
+    with Parent(tmp_path, LONG, "launch.init_timeout_s=2") as parent:
+        assert parent.end(8) == 6
+        assert re.match(
+            r"error: rank 1 \(pid \d+\) hangs: while building the model for \d s; stacks", error_of(parent)
+        )
+
+
+# G14: no orphans
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    write_recipe(tmp_path, DEAF)
+    with Parent(tmp_path, LONG) as parent:
+        workers = [parent.rank(0), parent.rank(1)]
+        os.kill(workers[1], signal.SIGSTOP)
+        parent.signal(signal.SIGKILL)
+        assert gone_within(workers, 2), [state_of(pid) for pid in workers]
+
+
+# G21, G22: jobs on one machine do not meet, and nothing listens off it
+
+
+def test_three_at_once_in_one_folder_finish_in_folders_of_their_own(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    words = ("train.epochs=2",)
+    with (
+        Parent(tmp_path, *words, name="a") as a,
+        Parent(tmp_path, *words, name="b") as b,
+        Parent(tmp_path, *words, name="c") as c,
+    ):
+        assert [each.end(40) for each in (a, b, c)] == [0, 0, 0]
+    runs = list((tmp_path / "outputs" / "resnet18").iterdir())
+    assert len(runs) == 3
+    assert all('"done"' in (run / "result.json").read_text() for run in runs)
+
+
+def test_nothing_listens_off_the_machine(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG) as parent:
+        parent.rank(0)
+        listening = {address for pid in (parent.pid, *parent.workers()) for address in listening_of(pid)}
+        assert listening, "Gloo's own sockets are found"
+        assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for address in listening), listening
+
+
+def listening_of(pid: int) -> set[str]:
+    """The addresses on which a process listens, from the kernel's table."""
+    import ipaddress
+
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                found.add(str(ipaddress.ip_address(words)))
+    return found
+
+
+# Sweeps
+
+
+def test_a_sweep_goes_on_after_a_job_whose_rank_was_killed(tmp_path: Path) -> None:
+    write_recipe(
+        tmp_path,
+        "if step == 5 and RANK == 1 and not os.path.exists('killed'):\n"
+        "    open('killed', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    words = ("-m", "train.epochs=2", "seed=0,1", "hydra.sweep.dir=sweep")
+    with Parent(tmp_path, *words) as parent:
+        assert parent.end() == 1
+        assert parent.stderr.count("was killed by SIGKILL") == 1
+        assert "sweep: 1 of 2 jobs done" in parent.stdout
+    states = [path.read_text() for path in sorted((tmp_path / "sweep").glob("*/result.json"))]
+    assert ['"done"' in text for text in states] == [False, True]
+
+
+def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(tmp_path: Path) -> None:
+    write_recipe(tmp_path, DEAF)
+    with Parent(tmp_path, "-m", LONG, "seed=0,1", "hydra.sweep.dir=sweep", "launch.grace_s=0.5") as parent:
+        parent.rank(0)
+        parent.signal(signal.SIGTERM)
+        assert parent.end() == 143
+        assert "sweep: job 1 of 2" in parent.stdout
+        assert "sweep: job 2 of 2" not in parent.stdout
