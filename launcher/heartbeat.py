@@ -55,6 +55,11 @@ class Heartbeat:
         self._offset = rank * _ROW.size
         self._step = 0
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody else looks for a rank that hangs, and names it."""
+        return self._table is not None
+
     def beat(self, phase: str, step: int | None = None) -> None:
         """This rank enters `phase`, one of PHASES, of `step` (the same as before where it is None)."""
         if step is not None:

@@ -142,7 +142,7 @@ def _join_and_run(
     heartbeat: Heartbeat,
 ) -> None:
     heartbeat.beat("meeting the other ranks")
-    with join(launch, store, job, config.launch.init_timeout_s) as env:
+    with join(launch, store, job, config.launch.init_timeout_s + _leeway_s(heartbeat)) as env:
         equipment.apply_switches(config)
         devices = meet(config, env, store, job)
         assembled = _assemble(config, env, telemetry, heartbeat)
@@ -151,6 +151,14 @@ def _join_and_run(
         heartbeat.beat("data", start.step)
         _announce(assembled, devices, start)
         _train(assembled, requests, start)
+
+
+def _leeway_s(heartbeat: Heartbeat) -> float:
+    """How much longer a collective may take than a phase where the phases are watched.
+
+    Who only waits must not fail before the one that is waited for has been found.
+    """
+    return 10.0 if heartbeat.watched else 0.0
 
 
 def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
@@ -237,7 +245,7 @@ def _train(job: _Job, requests: Requests, start: Start) -> None:
             start,
             watch,
             saving,
-            first_step_done=partial(tighten, env, config.launch.stall_s),
+            first_step_done=partial(tighten, env, config.launch.stall_s + _leeway_s(job.heartbeat)),
             evaluate=measuring.at,
         )
     job.heartbeat.beat("finishing")
