@@ -57,18 +57,18 @@ class Continuity:
         for damage in found.damaged:
             self.telemetry.warn(f"a damaged checkpoint is passed over and set aside: {damage}")
         if found.snapshot is None:
-            self.telemetry.rewind(0)
+            self.telemetry.rewind(0, evaluates_again=False)
             return Start()
         step = found.snapshot.progress.step
         checkpoint.restore(self.stepper, found.snapshot, self.env)
         self.standing = Standing.of(found.snapshot.extra)
         self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
-        self.telemetry.rewind(step)
-        self.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
-        self.telemetry.decision("resume", f"goes on after step {step}, from {found.path}")
         evaluated = bool(found.snapshot.extra["evaluated"])
         at_end = step >= self.course.total_steps  # killed before its result was written
         owes = at_end or (self.course.evaluates_after(step) and not evaluated)
+        self.telemetry.rewind(step, evaluates_again=owes)
+        self.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
+        self.telemetry.decision("resume", f"goes on after step {step}, from {found.path}")
         return Start(min(step, self.course.total_steps), owes)
 
     def take(self, moment: Moment, metric: Metric | None) -> Snapshot | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from launcher.errors import LauncherError
+
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 HEEDED = (*STOPPING, signal.SIGUSR1)
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
@@ -42,16 +44,28 @@ class Requests:
 
 
 @contextmanager
-def heeded() -> Iterator[Requests]:
-    """Take signals as requests while the context lasts. Outside the main thread there are none to take."""
+def heeded(alone: bool) -> Iterator[Requests]:
+    """Take signals as requests while the context lasts. Outside the main thread there are none to take.
+
+    A SIGTERM that came too late to be heeded takes its usual course, unless this process is `alone`: where a
+    rank has died torchrun sends it to the others, which would wait for the dead one in vain.
+    """
     requests = Requests()
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
     before = {number: signal.signal(number, requests.receive) for number in HEEDED}
+    too_late = False
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)  # who forked us may have held them back until now
     try:
         yield requests
+    except LauncherError:
+        raise  # all ranks leave alike, each with its reason
+    except Exception:
+        too_late = requests.stop == signal.SIGTERM and not alone
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if too_late:
+            signal.raise_signal(signal.SIGTERM)

@@ -62,7 +62,8 @@ def run(
     Goes on from a checkpoint where there is one. PreemptedError where a signal asked the run to stop.
     """
     run_dir = Path(config.run.dir)
-    with heeded() as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
+    alone = launch.world_size == 1
+    with heeded(alone) as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
             _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
         except torch.cuda.OutOfMemoryError as error:

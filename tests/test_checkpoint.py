@@ -9,6 +9,7 @@ import pickle
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_publishing_a_step_again(tmp_path: Path) -> None:
     """The same state is left alone, a damaged one replaced, another one refused."""
     path = publish(tmp_path, snapshot(7))
     inode = path.stat().st_ino
-    assert publish(tmp_path, snapshot(7, metric=0.9)).stat().st_ino == inode
+    assert publish(tmp_path, snapshot(7)).stat().st_ino == inode
     other = replace(snapshot(7), engine=snapshot(8).engine)
     with pytest.raises(StorageError, match="step 7 cannot be written"):
         publish(tmp_path, other)
@@ -194,6 +195,27 @@ def test_publishing_a_step_again(tmp_path: Path) -> None:
     publish(tmp_path, other)
     assert same(load(path), other)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["damaged-step-00000007", "step-00000007"]
+
+
+def averaged(made: Snapshot, **changes: Any) -> Snapshot:
+    """As an evaluation leaves it: the ranks' buffers are those of all."""
+    buffers = {"norm.count": torch.tensor(9)}
+    return replace(made, engine=replace(made.engine, buffers=buffers), rank_buffers={}, **changes)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_evaluation_that_was_owed_is_added(tmp_path: Path, monkeypatch, can_exchange) -> None:
+    """A run that stopped before its evaluation goes on with it, and saves the same weights as the best."""
+    if not can_exchange:
+        monkeypatch.setattr("launcher.checkpoint.files.RENAME_EXCHANGE", 1 << 20)
+    path = publish(tmp_path, snapshot(7))
+    evaluated = averaged(snapshot(7, metric=0.9))
+    assert publish(tmp_path, evaluated) == path
+    assert same(load(path), evaluated)
+    publish(tmp_path, snapshot(7))
+    publish(tmp_path, averaged(snapshot(7, metric=0.1)))
+    assert same(load(path), evaluated), "what has been measured stays"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000007"]
 
 
 # Order, choice, retention

@@ -8,6 +8,7 @@ it reads.
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import secrets
@@ -27,27 +28,27 @@ from launcher.checkpoint.manifest import (
     STATE,
     WEIGHTS,
     manifest_of,
-    read_manifest,
     read_regular,
     step_name,
     verify,
 )
 from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot
-from launcher.checkpoint.tensors import Written, described, read_tensors, write_bytes, write_tensors
+from launcher.checkpoint.tensors import described, read_tensors, write_bytes, write_tensors
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.telemetry.files import restored, strict
 
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux: linux/fcntl.h, linux/fs.h
 BY_RANK = "buffer_by_rank/"  # what only going on needs lies beside the optimizer's states
 
 
 def publish(directory: Path, snapshot: Snapshot) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on the disk before this returns.
 
-    All of it appears under its final name in one rename. A checkpoint of that step that holds the same
-    tensors already is left as it is. Raises StorageError, and then leaves nothing behind.
+    All of it appears under its final name in one rename. A checkpoint of that step in the same state is left
+    as it is, unless only this one has been evaluated. Raises StorageError, and then leaves nothing behind.
     """
     step = snapshot.progress.step
     final = directory / step_name(step)
@@ -55,15 +56,16 @@ def publish(directory: Path, snapshot: Snapshot) -> Path:
     with _failing_as_storage_error(step, directory, temporary):
         _make_directory(directory)
         temporary.mkdir()
-        written = _write_files(temporary, snapshot)
+        _write_files(temporary, snapshot)
         sync_directory(temporary)
-        if os.path.lexists(final):
-            if verify(final):
-                set_aside(final, DAMAGED)
-            elif _same_tensors(read_manifest(final), written):
-                shutil.rmtree(temporary)
-                return final
-        os.rename(temporary, final)
+        if os.path.lexists(final) and verify(final):
+            set_aside(final, DAMAGED)
+        if os.path.lexists(final) and _same_state(there := read(final), snapshot):
+            if snapshot.metric is not None and there.metric is None:
+                _exchange(temporary, final)
+            shutil.rmtree(temporary)
+        else:
+            os.rename(temporary, final)  # refused where another state of that step lies there
         sync_directory(directory)
     return final
 
@@ -138,7 +140,7 @@ def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> It
         raise
 
 
-def _write_files(directory: Path, snapshot: Snapshot) -> dict[str, Written]:
+def _write_files(directory: Path, snapshot: Snapshot) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
     state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
@@ -148,7 +150,6 @@ def _write_files(directory: Path, snapshot: Snapshot) -> dict[str, Written]:
         STATE: write_bytes(directory / STATE, state.encode()),
     }
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
-    return files
 
 
 def _by_rank(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -223,9 +224,29 @@ def _random_rows(rows: list[str]) -> Tensor:
     return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in decoded])
 
 
-def _same_tensors(published: dict[str, Written], written: dict[str, Written]) -> bool:
-    """As where a run stops at the step at which it resumed."""
-    return all(published[name] == written[name] for name in (WEIGHTS, OPTIMIZER))
+def _same_state(one: Snapshot, other: Snapshot) -> bool:
+    """As where a run goes on and saves again at the same step; its buffers may have been averaged."""
+    pairs = ((one.engine.weights, other.engine.weights), (one.engine.optimizer, other.engine.optimizer))
+    return one.engine.counters == other.engine.counters and all(
+        mine.keys() == theirs.keys() and all(torch.equal(_bits(mine[n]), _bits(theirs[n])) for n in mine)
+        for mine, theirs in pairs
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories in one step: a kill leaves the one or the other under the name of `old`."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None and not renameat2(AT_FDCWD, bytes(new), AT_FDCWD, bytes(old), RENAME_EXCHANGE):
+        return
+    # The file system cannot. Those of earlier steps are there if a kill comes between these two.
+    aside = new.with_name(f"{new.name}-old")
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
 
 
 def _make_directory(directory: Path) -> None:

@@ -34,10 +34,13 @@ class EventLog:
         if written != len(line):  # a full disk may take a part and say nothing
             raise OSError(f"only {written} of {len(line)} bytes fit into {self._file.name}")
 
-    def rewind(self, step: int) -> None:
-        """Drop the events after `step`, and those that say that the run has ended."""
+    def rewind(self, step: int, evaluates_again: bool) -> None:
+        """Drop the events after `step`, and those that say that the run has ended.
+
+        Where it `evaluates_again` also the evaluation after `step` itself.
+        """
         lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _happened(json.loads(line), step)]
+        kept = [line for line in lines if _happened(json.loads(line), step, evaluates_again)]
         if kept != lines:
             write_text(self._path, b"".join(kept).decode(), durable=True)
             self._file.close()
@@ -68,8 +71,9 @@ def last_run_id(path: Path) -> str | None:
     return next((event["run_id"] for event in reversed(events) if event.get("run_id")), None)
 
 
-def _happened(event: dict[str, Any], step: int) -> bool:
-    return event["event"] != "end" and int(event["step"]) <= step
+def _happened(event: dict[str, Any], step: int, evaluates_again: bool) -> bool:
+    told_again = event["event"] == "eval" and evaluates_again and event["step"] == step
+    return event["event"] != "end" and int(event["step"]) <= step and not told_again
 
 
 def _event(line: bytes, where: str) -> dict[str, Any]:

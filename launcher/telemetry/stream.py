@@ -44,7 +44,7 @@ class PositionSink(Sink, Protocol):
 class RewindSink(Sink, Protocol):
     """A sink that keeps what it was given in earlier processes of the same run."""
 
-    def rewind(self, step: int) -> None: ...
+    def rewind(self, step: int, evaluates_again: bool) -> None: ...
 
 
 class Telemetry:
@@ -98,12 +98,15 @@ class Telemetry:
             for sink in list(self._followers):
                 self._attempt(sink, partial(sink.advance, epoch, step))
 
-    def rewind(self, step: int) -> None:
-        """The run goes on after `step`: what it told of later ones did not happen."""
+    def rewind(self, step: int, evaluates_again: bool) -> None:
+        """The run goes on after `step`: what it told of later ones did not happen.
+
+        Nor did the evaluation after `step` itself where it `evaluates_again`.
+        """
         with self._lock:
             for sink in list(self._sinks):
                 if isinstance(sink, RewindSink):
-                    self._attempt(sink, partial(sink.rewind, step))
+                    self._attempt(sink, partial(sink.rewind, step, evaluates_again))
 
     def close(self) -> None:
         """Closes all sinks, the last added first, so that its troubles still reach the others."""

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "torch.distributed", "torch.nn.functional", "launcher.engine", "launcher.environment"]
+_PRELOADED = ["torch", "torch.distributed", "torch.nn.functional", "launcher.worker", "launcher.sweep"]
 
 
 class RankFailure(AssertionError):

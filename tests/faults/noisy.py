@@ -1,0 +1,63 @@
+"""A recipe file of a user's own for the fault tests: tiny, and with everything that a run has to keep.
+
+BatchNorm, dropout, augmentation noise and a counter that the forward pass depends on, so that buffers,
+random states and the position in the data all change the weights. A few hundred parameters that learn, some
+milliseconds a step. What a test wants to happen within it is `launching.USER_CODE`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from launcher.recipe import Batch, Config, Loss, Recipe, TensorData, cross_entropy, recipe
+from tests.faults import launching
+
+SAMPLES, FEATURES, CLASSES = 200, 6, 3
+
+
+class Noisy(nn.Module):
+    """[n, 6] features to 3 classes. `passes` counts the forward passes in training."""
+
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.outer = nn.Linear(16, CLASSES)
+        self.ballast = nn.Parameter(torch.zeros(20_000), requires_grad=False)  # what a full disk cannot take
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.inner(x)))
+        hidden = nn.functional.dropout(hidden, 0.2, self.training) * (1 + 0.1 * torch.sin(self.passes))
+        if self.training:
+            self.passes += 1
+        logits: Tensor = self.outer(hidden)
+        return logits
+
+
+def loss(network: nn.Module, batch: Batch) -> Loss:
+    launching.USER_CODE(network, batch)
+    return cross_entropy(network, batch, inputs="x")
+
+
+def with_noise(batch: Batch, noise: Tensor) -> Batch:
+    return {**batch, "x": batch["x"] + 0.1 * noise[:, :1]}
+
+
+@recipe("noisy")
+def noisy(config: Config) -> Recipe:
+    launching.USER_CODE(None, None)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES + 41, FEATURES, generator=random)
+    label = (x[:, :CLASSES] + 0.5 * torch.randn(len(x), CLASSES, generator=random)).argmax(dim=1)
+    columns = {"x": x, "label": label, "number": torch.arange(len(x))}
+    return Recipe(
+        build_model=Noisy,
+        train=TensorData({name: column[:SAMPLES] for name, column in columns.items()}),
+        validation=TensorData({name: column[SAMPLES:] for name, column in columns.items()}),
+        loss=loss,
+        train_transform=with_noise,
+    )

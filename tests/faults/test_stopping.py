@@ -1,0 +1,209 @@
+"""Whoever is asked to stop, all ranks stop after the same step, saved, and the run ends as if it had not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launcher.telemetry.events import read_events
+from tests.faults.launching import EPOCH, RECIPE, WORDS, Ended, Started, run
+from tests.faults.usercode import send_signal, slowly, stop_after
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def step_reached(directory: Path, step: int) -> bool:
+    file = directory / "metrics.jsonl"
+    return file.exists() and any(e["event"] == "step" and e["step"] >= step for e in read_events(file))
+
+
+def assert_stopped(ended: Ended, ranks: int) -> int:
+    """All ranks after one step, of which there is a checkpoint; returns it."""
+    assert ended.codes == [75] * ranks, ended
+    status, result = ended.status, ended.result
+    step = int(status["step"])
+    assert (status["state"], status["exit"]) == (result["state"], result["exit"]) == ("preempted", 75)
+    for rank in range(ranks):
+        assert ended.log(rank).count(f"rank {rank}: after step {step}, as asked, and saved") == 1
+    assert max(ended.checkpoints) == step
+    assert f"stopped: after step {step}, as asked" in ended.outputs[0]
+    assert f"run.dir={ended.directory}" in ended.outputs[0]
+    assert "launcher/worker.py" not in "".join(ended.outputs), "a traceback of ours"
+    return step
+
+
+def go_on(ended: Ended, whole: Ended, ranks: int) -> None:
+    last = run(ended.directory, ranks=ranks)
+    assert last.digest == whole.digest
+    assert last.warnings == []
+
+
+def test_sigterm_to_one_of_three_stops_all_after_the_same_step(tmp_path: Path, undisturbed) -> None:
+    with Started(tmp_path / "run", ranks=3, user_code=slowly) as started:
+        started.until(lambda: step_reached(tmp_path / "run", 6))
+        started.signal(signal.SIGTERM, 1)
+        ended = started.end()
+    assert 6 <= assert_stopped(ended, 3) <= 3 * EPOCH - 1
+    go_on(ended, undisturbed(ranks=3), 3)
+
+
+def test_sigint_stops_a_process_on_its_own(tmp_path: Path, undisturbed) -> None:
+    with Started(tmp_path / "run", user_code=slowly) as started:
+        started.until(lambda: step_reached(tmp_path / "run", 6))
+        started.signal(signal.SIGINT)
+        ended = started.end()
+    assert assert_stopped(ended, 1) >= 6
+    go_on(ended, undisturbed(), 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "passes", "training", "step"),
+    [
+        (signal.SIGTERM, None, True, 1),
+        (signal.SIGINT, None, True, 1),
+        (signal.SIGTERM, EPOCH, False, EPOCH + 2),
+    ],
+    ids=["before the first step", "Ctrl-C before it", "in an evaluation"],
+)
+def test_at_any_time(tmp_path: Path, undisturbed, number, passes, training, step) -> None:
+    code = partial(send_signal, number=number, passes=passes, training=training, rank=0)
+    ended = run(tmp_path / "run", user_code=code)
+    assert assert_stopped(ended, 1) == step
+    go_on(ended, undisturbed(), 1)
+
+
+def slow_disk() -> None:
+    synced = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            time.sleep(0.1)
+        synced(descriptor)
+
+    os.fsync = fsync
+
+
+def test_in_a_save_and_twice(tmp_path: Path, undisturbed) -> None:
+    """The save under way is finished first, and that of the stop follows it."""
+    with Started(tmp_path / "run", ranks=2, user_code=slowly, prepare=slow_disk) as started:
+        checkpoints = tmp_path / "run" / "checkpoints"
+        started.until(lambda: list(checkpoints.glob(".unfinished-step-00000005-*")))
+        started.signal(signal.SIGTERM)
+        time.sleep(0.05)
+        started.signal(signal.SIGTERM)
+        assert not list(checkpoints.glob("step-*"))
+        ended = started.end()
+    assert assert_stopped(ended, 2) in (6, 7, 8, 9)
+    assert len(ended.checkpoints) == 2
+    assert not list(checkpoints.glob(".*"))
+    go_on(ended, undisturbed(ranks=2), 2)
+
+
+def test_a_stop_in_the_last_steps_comes_too_late(tmp_path: Path, undisturbed) -> None:
+    ended = run(tmp_path / "run", user_code=stop_after(3 * EPOCH))
+    assert ended.digest == undisturbed().digest
+
+
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path, undisturbed) -> None:
+    words = ("checkpoint.every_steps=null",)
+    code = partial(send_signal, number=signal.SIGUSR1, passes=4, rank=1)
+    ended = run(tmp_path / "run", *words, ranks=2, user_code=code)
+    best = {event["step"] for event in ended.events("eval")}
+    assert set(ended.checkpoints) - best == {7}
+    assert ended.digest == undisturbed(ranks=2).digest
+
+
+def test_saved_by_the_clock(tmp_path: Path, undisturbed) -> None:
+    """Of rank 0, which tells the others."""
+    words = ("checkpoint.every_steps=null", "checkpoint.every_s=0.2")
+    ended = run(tmp_path / "run", *words, ranks=2, user_code=slowly)
+    by_clock = ended.checkpoints.keys() - {event["step"] for event in ended.events("eval")}
+    assert 2 <= len(by_clock) <= 10
+    assert ended.digest == undisturbed(ranks=2).digest
+
+
+# Under torchrun
+
+SLOW = f"""
+import runpy, time
+from tests.faults import launching
+from tests.faults.usercode import slowly
+from launcher.recipe import recipe
+
+launching.USER_CODE = slowly
+made = runpy.run_path({str(RECIPE)!r})["noisy"]
+
+@recipe("noisy")
+def noisy(config):
+    return made(config)
+"""
+
+
+def torchrun(directory: Path, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
+    (directory / "slow.py").write_text(SLOW)
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "launcher"]
+    return subprocess.Popen(
+        [sys.executable, *started, *WORDS, f"recipes.path={directory / 'slow.py'}", *words],
+        cwd=directory,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 40
+    while not step_reached(run_dir, step):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) -> None:
+    run_dir = tmp_path / "run"
+    process = torchrun(tmp_path, f"run.dir={run_dir}")
+    try:
+        wait_for_step(process, run_dir, 6)
+        workers = workers_of(process)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=25)[0]
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert len(workers) == 2
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert_stopped(Ended(run_dir, [75, 75], [output, ""], 0.0), 2)
+    go_on(Ended(run_dir, [75, 75], [], 0.0), undisturbed(ranks=2), 2)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undisturbed) -> None:
+    run_dir = tmp_path / "run"
+    process = torchrun(tmp_path, f"run.dir={run_dir}")
+    try:
+        wait_for_step(process, run_dir, 8)
+        workers = workers_of(process)
+        os.kill(workers[1], signal.SIGKILL)
+        began = time.monotonic()
+        output = process.communicate(timeout=25)[0]
+        seconds = time.monotonic() - began
+    finally:
+        process.kill()
+    assert process.returncode == 1, output
+    assert seconds < 10, "the others waited for the dead rank"
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    go_on(Ended(run_dir, [1], [], 0.0), undisturbed(ranks=2), 2)

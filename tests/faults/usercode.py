@@ -1,0 +1,59 @@
+"""What the recipe of the fault tests does to its own process: `user_code(network, batch)` of `launching`.
+
+Each of these runs before every forward pass, and with None where the recipe is built. `passes` is the number
+of forward passes in training before this one, so 8 is within the ninth step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.faults.launching import UserCode
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_here(network: Any, passes: int | None, training: bool = True) -> bool:
+    """Whether this is the forward pass in question, or the building of the recipe (None)."""
+    if network is None or passes is None:
+        return network is passes
+    return int(network.passes) == passes and network.training == training
+
+
+def send_signal(
+    network: Any, batch: Any, number: int, passes: int | None, rank: int, training: bool = True
+) -> None:
+    if own_rank() == rank and is_here(network, passes, training):
+        os.kill(os.getpid(), number)
+
+
+def kill(passes: int | None, rank: int, training: bool = True) -> UserCode:
+    return partial(send_signal, number=signal.SIGKILL, passes=passes, rank=rank, training=training)
+
+
+def stop_after(step: int, rank: int = 0, passes_per_step: int = 1) -> UserCode:
+    """SIGTERM so early that the run stops after `step`: it is voted on a step later, and read in the next."""
+    passes = None if step == 1 else (step - 3) * passes_per_step
+    return partial(send_signal, number=signal.SIGTERM, passes=passes, rank=rank)
+
+
+def slowly(network: Any, batch: Any) -> None:
+    """Steps that take long enough for a signal from outside to meet one."""
+    if network is not None and network.training:
+        time.sleep(0.03)
+
+
+def record(network: Any, batch: Any, directory: Path, then: UserCode) -> None:
+    """Write down which samples this rank trains on, a line a pass; then do what else is asked for."""
+    if network is not None and network.training:
+        numbers = " ".join(map(str, batch["number"].tolist()))
+        with open(directory / f"rank{own_rank()}", "a") as file:
+            file.write(f"{int(network.passes)}: {numbers}\n")
+    then(network, batch)
