@@ -7,14 +7,19 @@ Importing it imports no torch, so that a bad config is refused before torch is l
 from __future__ import annotations
 
 import os
+import re
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launcher.errors import PreflightError
+from launcher.errors import PreflightError, StalledError
+
+TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
+ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +139,28 @@ def first_failure(store: dist.Store, job: str) -> int | None:
     """The rank that failed before all others, if any said so."""
     key = f"job/{job}/first_failure"
     return int(store.get(key)) if store.check([key]) else None
+
+
+def stall_of(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> StalledError | None:
+    """Which ranks a collective has waited for in vain, if that is what `error` says; None for all else.
+
+    Those that waited say so in the store; who has not said it a moment later is the one that hangs.
+    """
+    if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(str(error))):
+        return None
+    store.set(f"job/{job}/gave_up/{launch.rank}", "")
+    deadline, missing = time.monotonic() + ASSEMBLE_S, list(range(launch.world_size))
+    while missing and time.monotonic() < deadline:
+        time.sleep(0.1)
+        missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
+    if not missing:
+        return StalledError("a collective took too long although all ranks came: the network stalls.")
+    return StalledError(
+        f"rank {', '.join(map(str, missing))} did not come to a collective in time: it hangs or has been "
+        "stopped. launch.stall_s (before the first step launch.init_timeout_s) says how long others wait."
+    )
 
 
 @contextmanager

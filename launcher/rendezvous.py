@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import Config, from_dict, to_dict
-from launcher.environment import LaunchEnv, first_failure, memory, open_store
+from launcher.environment import ASSEMBLE_S, LaunchEnv, first_failure, memory, open_store
 from launcher.errors import LauncherError, StalledError
 from launcher.problems import first_line
 
@@ -65,6 +65,7 @@ class Leader:
         self.launch = launch
         self._run_job = run_job
         self._patience = patience or Patience()
+        self._goodbye_s = self._patience.goodbye_s
         self._store: dist.Store | None = None
         self._messages = itertools.count()
         self._jobs = 0
@@ -78,6 +79,9 @@ class Leader:
         store = self._send({"job": job, "config": to_dict(config)})
         try:
             self._run_job(config, self.launch, store, job)
+        except StalledError:
+            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)  # the rank that hangs will never hear it
+            raise
         except Exception as error:
             own = departure_of(self.launch.rank, error)
             first = self._first_failure(store, job, own)
@@ -112,7 +116,7 @@ class Leader:
         if store is None:
             return
         heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
-        arrived(store, heard, self._patience.goodbye_s)  # who has not heard it has died: nothing to add
+        arrived(store, heard, self._goodbye_s)  # who has not heard it has died: nothing to add
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
         store = self._opened()

@@ -27,7 +27,7 @@ from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import Stepper
-from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, tighten
+from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
 from launcher.errors import LauncherError, OutOfMemoryError, PreemptedError
 from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
@@ -77,8 +77,11 @@ def run(
             raise failure from error
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
-            _tell_of_failure(telemetry, run_dir, launch, error)
+            stall = stall_of(error, store, job, launch)
+            _tell_of_failure(telemetry, run_dir, launch, stall or error)
             _let_go(error)
+            if stall is not None:
+                raise stall from error
             raise
 
 

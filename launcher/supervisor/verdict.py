@@ -23,7 +23,7 @@ FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
 # How a rank fails because another one did: in Gloo, NCCL or the store. Matched in the error's own words only.
 OF_ANOTHER = re.compile(
     r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
-    r"Connection (closed|reset)",
+    r"Application timeout|Connection (closed|reset)",
     re.IGNORECASE,
 )
 
@@ -124,6 +124,8 @@ def where(beat: Beat) -> str:
 
 def is_of_another(departure: Departure) -> bool:
     """Whether the error is what a rank says that lost its connection to another, or waited for it in vain."""
+    if departure.exit_code == STALLED:
+        return True
     return departure.exit_code == UNEXPECTED and bool(OF_ANOTHER.search(own_words(departure.error)))
 
 

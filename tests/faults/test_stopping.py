@@ -208,3 +208,16 @@ def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undist
     assert seconds < 10, "the others waited for the dead rank"
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     go_on(Ended(run_dir, [1], [], 0.0), undisturbed(ranks=2), 2)
+
+
+def test_without_a_parent_a_rank_that_hangs_is_named_by_those_that_wait(tmp_path: Path) -> None:
+    words = ("launch.stall_s=2", "train.epochs=1000")
+    with Started(tmp_path / "run", words, ranks=3, user_code=slowly) as started:
+        started.until(lambda: step_reached(tmp_path / "run", 6))
+        started.signal(signal.SIGSTOP, 1)
+        started.until(lambda: not started.processes[0].is_alive())
+        started.signal(signal.SIGKILL, 1)
+        ended = started.end()
+    assert ended.codes[0] == 6
+    assert "error: rank 1 did not come to a collective in time" in ended.outputs[0]
+    assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)
