@@ -60,8 +60,14 @@ class Reducer:
         self._overlap = overlap
         self._transports = transports
         self._sharded = any(isinstance(transport, ShardedSum) for transport in transports.values())
-        self._sums = SumOfSquares(layout.device, compiled)
         self.buckets = _buckets(layout, self._world_size)
+        sums = SumOfSquares(layout.device, compiled)
+        self._own_looks = [
+            sums.over([slot.flat(bucket.segment.grad) for slot in bucket.slots]) for bucket in self.buckets
+        ]
+        self._reduced_looks = [
+            sums.over(transports[bucket.segment.name].parts(bucket)) for bucket in self.buckets
+        ]
         self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None
         self._summed: set[int] = set()  # slots whose accumulator holds a gradient of this step
@@ -126,7 +132,7 @@ class Reducer:
             transport.settle(bucket)
             assert bucket.local_sums is not None
             alone = self._group is None  # then the look before the wire has seen all there is
-            sums.append(bucket.local_sums if alone else self._sums(transport.parts(bucket)))
+            sums.append(bucket.local_sums if alone else self._reduced_looks[bucket.index]())
         reduced = Reduced(torch.cat(sums), self.buckets[-1].tail, self._sent_bytes)
         if self._sharded:
             self._share_looks(reduced)
@@ -200,7 +206,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
-        bucket.local_sums = self._sums([slot.flat(bucket.segment.grad) for slot in bucket.slots])
+        bucket.local_sums = self._own_looks[bucket.index]()
         if bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._own_gradient_is_bad()

@@ -130,9 +130,9 @@ class Ours:
         for segment in self._layout.segments:
             for slot in segment.slots:  # what lies between the slots stays zero
                 slot.flat(segment.grad).normal_()
-        self._sums = SumOfSquares(self._layout.device, compiled)
-        self._runs = [
-            [slot.flat(segment.grad) for slot in run.slots]
+        sums = SumOfSquares(self._layout.device, compiled)
+        self._looks = [
+            sums.over([slot.flat(segment.grad) for slot in run.slots])
             for segment in self._layout.segments
             for run in segment.runs
         ]
@@ -142,7 +142,7 @@ class Ours:
         self._number = torch.ones((), dtype=torch.int64)
 
     def step(self) -> None:
-        squares = torch.cat([self._sums(parts) for parts in self._runs]).sum()
+        squares = torch.cat([look() for look in self._looks]).sum()
         unscale = 1 / LOSS_SCALE
         clip = (CLIP_NORM / (unscale * squares.sqrt() + 1e-6)).clamp(max=1.0)
         self._updater.step(Scalars((unscale * clip).float(), self._lr, self._number, ~squares.isfinite()))

@@ -27,14 +27,14 @@ def split(flat: torch.Tensor) -> list[torch.Tensor]:
 def test_the_largest_finite_elements_have_a_finite_sum(sums, dtype) -> None:
     flat = torch.full((sum(LENGTHS),), torch.finfo(dtype).max, dtype=dtype)
     exact = [length * torch.finfo(dtype).max ** 2 for length in LENGTHS]
-    assert sums(split(flat)).tolist() == pytest.approx(exact, rel=1e-5)
+    assert sums.over(split(flat))().tolist() == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sums_are_those_of_fp64(sums, dtype) -> None:
     flat = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = [part.double().square().sum().item() for part in split(flat)]
-    assert sums(split(flat)).tolist() == pytest.approx(exact, rel=3e-6)
+    assert sums.over(split(flat))().tolist() == pytest.approx(exact, rel=3e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,4 +45,17 @@ def test_one_element_that_is_not_finite_shows_in_its_own_sum_only(sums, dtype, v
             parts = split(torch.ones(sum(LENGTHS), dtype=dtype))
             parts[index][position] = value
             expected = [other != index for other in range(len(LENGTHS))]
-            assert sums(parts).isfinite().tolist() == expected, (index, position)
+            assert sums.over(parts)().isfinite().tolist() == expected, (index, position)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_look_sees_what_its_parts_hold_now_and_not_what_lies_between_them(sums, dtype) -> None:
+    flat = torch.full((40000,), float("nan"), dtype=dtype)
+    bounds = [(0, 5), (32, 40), (64, 8256), (8256, 16448), (16480, 24672), (24704, 30000), (30016, 30017)]
+    parts = [flat[start:stop] for start, stop in bounds]
+    look = sums.over([*parts, torch.full((7,), 3.0, dtype=dtype), flat[:5]])  # the last two lie elsewhere
+    for value in (1.0, 2.0):
+        for part in parts:
+            part.fill_(value)
+        lengths = [part.numel() for part in parts]
+        assert look().tolist() == [*(value**2 * length for length in lengths), 63.0, value**2 * 5]
