@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from launcher.engine.memory import flat_zeros
 from launcher.engine.policy import Policy
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -177,15 +178,17 @@ class Layout:
         self, name: str, runs: list[Run], weight: torch.dtype, grad: torch.dtype, masters: bool
     ) -> Segment:
         """Copy the parameters of these runs into flat memory, and make them views of it."""
-        exact = torch.zeros(runs[-1].end, dtype=torch.float32, device=self.device)
+        exact = flat_zeros(runs[-1].end, torch.float32, self.device)
         slots = [slot for run in runs for slot in run.slots]
         for slot in slots:
             slot.view(exact).copy_(self.parameters[slot.name].detach())
-        weights = exact if weight == torch.float32 else exact.to(weight)
+        weights = exact
+        if weight != torch.float32:
+            weights = flat_zeros(len(exact), weight, self.device).copy_(exact)
         for slot in slots:
             self.parameters[slot.name].grad = None  # autograd would add the first gradient to it
             self.parameters[slot.name].data = slot.view(weights)
-        grads = torch.zeros(len(exact), dtype=grad, device=self.device)
+        grads = flat_zeros(len(exact), grad, self.device)
         return Segment(name, runs, weights, exact if masters else None, grads)
 
     @property

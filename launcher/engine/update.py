@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from launcher.engine.layout import Piece
+from launcher.engine.memory import flat_zeros
 from launcher.engine.shards import Shards
 from launcher.engine.state import refuse_other_names
 from launcher.engine.sums import CHUNK
@@ -169,7 +170,7 @@ class Updater:
         self.optimizer = optimizer
         self.pieces = list(pieces)
         self.states = [  # by piece, then by state
-            [torch.zeros_like(piece.weight, dtype=torch.float32) for _ in optimizer.states]
+            [flat_zeros(len(piece.weight), torch.float32, piece.weight.device) for _ in optimizer.states]
             for piece in self.pieces
         ]
         run: Callable[..., None] = _predicated
