@@ -130,6 +130,8 @@ def _finished(config: Config, directory: Path) -> str:
             f"run.dir={directory} holds another run: {'; '.join(differences)}. Give the overrides that it "
             "was started with (its overrides.txt), or choose another directory."
         )
+    if Path(config.checkpoint.resume).is_relative_to(directory):
+        return ""  # it goes back to an earlier checkpoint of its own
     try:
         result = read_json(directory / "result.json")
     except (OSError, ValueError):

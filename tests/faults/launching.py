@@ -8,6 +8,7 @@ a second instead of five. Pictures are left out; nothing else of the program is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ WORDS = (
     "consistency.every_steps=null",
 )
 
+_NUMBERS = itertools.count()
 UserCode = Callable[[Any, Any], None]
 
 
@@ -116,7 +118,10 @@ class Started:
         self.directory = directory
         self._began = time.monotonic()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._outputs = [directory.parent / f"{directory.name}.output{rank}" for rank in range(ranks)]
+        number = next(_NUMBERS)
+        self._outputs = [
+            directory.parent / f"{directory.name}.{number}.output{rank}" for rank in range(ranks)
+        ]
         config = replace(composed(*words), run=RunConfig(str(directory)))
         self.processes: list[Any] = []
         for rank in range(ranks):
