@@ -51,8 +51,8 @@ class Continuity:
         another run's checkpoint and StorageError where none is intact although one was demanded.
         """
         wish = self.config.checkpoint.resume
-        if wish == NEVER and restart_count:
-            wish = AUTO  # not those of before, which its first start has set aside
+        if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.config.run.dir)):
+            wish = AUTO  # what its first start has left behind it is set aside by now
         found = checkpoint.resume(self.env, self.directory, wish, self._identity)
         for damage in found.damaged:
             self.telemetry.warn(f"a damaged checkpoint is passed over and set aside: {damage}")
