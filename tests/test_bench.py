@@ -93,3 +93,16 @@ def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
     assert rows["size_mb"] > 100, "weights and two states of 11 million parameters, 4 bytes each"
     assert all(key in printed for key in rows)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_launch_times_both_sides_and_both_events(tmp_path) -> None:
+    file = tmp_path / "launch.json"
+    printed = run("launch.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert [case["event"] for case in content["cases"]] == ["start", "restart", "answer"]
+    for case in content["cases"][:2]:
+        assert case["rows"].keys() == {"launcher", "torchrun", "ratio"}
+        assert all(value > 0 for row in case["rows"].values() for value in row.values())
+        assert f"{case['event']} to first all-reduce, 2 ranks" in printed
+    assert content["cases"][2]["rows"].keys() == {"help", "config error"}
+    assert {"cpu", "torch", "date"} <= set(content["machine"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from importlib import metadata
 
 from launcher.config import LaunchConfig
 from launcher.environment import LaunchEnv
@@ -48,11 +47,13 @@ def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
 @functools.cache
 def count_gpus() -> int:
     """The GPUs that a CUDA program started now would see: asked in a process that ends with the answer."""
-    if metadata.version("torch").endswith("+cpu"):
-        return 0
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
+        return 0
+    from importlib import metadata  # not before: it takes 20 ms
+
+    if metadata.version("torch").endswith("+cpu"):
         return 0
     child = os.fork()
     if child == 0:
