@@ -100,8 +100,6 @@ class Agent(LocalElasticAgent):
         number = self._restarts.used
         store = make_store(self._work, number)
         self._work.heartbeats.restart()
-        sys.stdout.flush()  # what is still in a buffer would be printed once more by every worker
-        sys.stderr.flush()
         with held_back():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._signals.handle()  # the agent has put its own handlers in their place

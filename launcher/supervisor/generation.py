@@ -7,6 +7,7 @@ whoever is left when a generation has failed is killed at once, for it sits in a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -162,7 +163,8 @@ class Generation:
         """Have the living write their stacks; wait until the files have stopped growing, or half a second."""
         paths = [self._work.stacks_of(fate.rank) for fate in alive]
         before = sizes = [_size(path) for path in paths]
-        self.send(SHOW_STACKS)
+        for fate in alive:
+            _ask_for_stacks(fate.pid)
         self.send(signal.SIGCONT)  # who is stopped handles no signal
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline:
@@ -180,6 +182,11 @@ def _send(process: BaseProcess, number: signal.Signals) -> None:
     if process.exitcode is None and process.pid is not None:  # not yet reaped: the number is still its own
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
+
+
+def _ask_for_stacks(pid: int) -> None:
+    """Tell the main thread itself: another one would show where that one has got to in the meantime."""
+    ctypes.CDLL(None).tgkill(pid, pid, SHOW_STACKS)
 
 
 def _is_stopped(process: BaseProcess) -> bool:

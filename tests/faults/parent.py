@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +32,6 @@ RECIPE = """
 import ctypes
 import os
 import signal
-import sys
 import time
 
 import torch
@@ -41,6 +41,8 @@ from launcher.errors import DataError
 from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
 
 RANK, GENERATION = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+LIBC = ctypes.PyDLL(None)  # its functions hold the interpreter's lock
+MUTEX = ctypes.create_string_buffer(64)
 step = 0
 
 
@@ -80,6 +82,7 @@ WORDS = (
     "train.eval_every_epochs=100000",
 )
 ENDLESS = "time.sleep(0.01)"
+BUFFERED = "a line that waits in the buffer of the parent's stdout when it forks"
 
 
 def write_recipe(directory: Path, in_step: str = "pass", in_build: str = "pass") -> None:
@@ -96,10 +99,12 @@ def be_the_parent(directory: Path, words: Sequence[str], name: str) -> None:
 
     os.chdir(directory)
     os.environ["OMP_NUM_THREADS"] = "1"
+    tempfile.tempdir = str(directory)
     for descriptor, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # the server's own may be closed
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    print(BUFFERED)
     code = main(list(words))
     sys.stdout.flush()
     os._exit(code)

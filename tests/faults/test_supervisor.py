@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.parent import ENDLESS, Parent, is_alive, state_of, write_recipe
+from tests.faults.parent import BUFFERED, ENDLESS, Parent, is_alive, state_of, write_recipe
 
 pytestmark = pytest.mark.timeout(60)
 LONG = "train.epochs=100000"
@@ -46,6 +47,7 @@ def test_a_run_ends_with_its_result_and_leaves_nothing_behind(tmp_path: Path) ->
         assert parent.end() == 0
         assert parent.stderr == ""
         assert parent.stdout.count("workers 2 (2 x CPU") == 1
+        assert parent.stdout.count(BUFFERED) == 1
         assert parent.json("result.json")["world_size"] == 2
         assert parent.json("status.json")["state"] == "done"
         assert {path.name for path in (parent.run_dir / "logs").iterdir()} == {"rank0.log", "rank1.log"}
@@ -77,6 +79,17 @@ def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank
         )
         assert_written_down(parent, 1)
         assert parent.json("status.json")["total_steps"], "what the leader wrote about the way stays"
+
+
+def test_a_rank_that_does_not_notice_is_ended_with_the_others(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 6 and RANK == 0: open('asleep', 'w').close(); time.sleep(1000)")
+    with Parent(tmp_path, LONG) as parent:
+        asleep, victim = parent.rank(0), parent.rank(1)
+        parent.wait_until((tmp_path / "asleep").exists, 5, "rank 0 is not in a collective")
+        os.kill(victim, signal.SIGKILL)
+        assert gone_within([asleep], 2)
+        assert parent.end() == 1
+        assert error_of(parent).startswith("error: rank 1 was killed by SIGKILL")
 
 
 def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: Path) -> None:
@@ -219,7 +232,7 @@ def test_a_request_to_save_reaches_the_workers(tmp_path: Path) -> None:
 
 HANGS = {
     "an endless sleep": "time.sleep(1000)",
-    "a call that holds the interpreter": "ctypes.PyDLL(None).sleep(1000)",
+    "a call that holds the interpreter": "lock = LIBC.pthread_mutex_lock; lock(MUTEX), lock(MUTEX)",
     "SIGSTOP": "os.kill(os.getpid(), signal.SIGSTOP)",
 }
 
@@ -341,6 +354,16 @@ def test_nothing_listens_off_the_machine(tmp_path: Path) -> None:
         listening = {address for pid in (parent.pid, *parent.workers()) for address in listening_of(pid)}
         assert listening, "Gloo's own sockets are found"
         assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for address in listening), listening
+
+
+def test_the_ranks_meet_in_a_folder_that_is_theirs_alone(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, "train.epochs=10") as parent:
+        parent.rank(0)
+        (folder,) = tmp_path.glob("launcher-*")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert parent.end() == 0
+        assert not folder.exists()
 
 
 def listening_of(pid: int) -> set[str]:
