@@ -84,13 +84,13 @@ def result(
 def write_files(
     run_dir: Path, content: dict[str, Any], evaluation: Evaluation | None, telemetry: Telemetry
 ) -> None:
-    """result.json and the classification report. Raises StorageError."""
+    """The classification report, then result.json, which says that the run is done. Raises StorageError."""
     try:
-        write_result(run_dir, content)
         if evaluation is not None and evaluation.classes is not None:
             text = classification_report_text(evaluation)
             (run_dir / "classification_report.txt").write_text(text, encoding="utf-8")
             telemetry.emit("report", content["steps"], text=text)
+        write_result(run_dir, content)
     except OSError as error:
         raise StorageError(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "

@@ -138,10 +138,24 @@ def _finished(config: Config, directory: Path) -> str:
         return ""
     if result.get("state") != "done" or result["steps"] < _wanted_steps(config, result["steps_per_epoch"]):
         return ""
+    if _was_cut_short(directory, result["steps"]):
+        return ""
     return (
         f"{directory}: the run is done, after {result['steps']} steps: {result['metric_name']} "
         f"{result['metric']}. To go on ask for more with train.epochs."
     )
+
+
+def _was_cut_short(directory: Path, steps: int) -> bool:
+    """Whether a run was killed after its result and before it had told of its end.
+
+    From the checkpoint of its last step it gets there again in a moment; without one it stays as it is.
+    """
+    try:
+        state = read_json(directory / FILE_NAME).get("state")
+    except (OSError, ValueError):
+        return False
+    return state == "running" and (directory / "checkpoints" / f"step-{steps:08d}").is_dir()
 
 
 def _wanted_steps(config: Config, steps_per_epoch: int) -> int:

@@ -50,6 +50,18 @@ def kill_before_the_result() -> None:
     closing.result = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
+def kill_after_the_result() -> None:
+    from launcher import closing
+
+    write_files = closing.write_files
+
+    def write_and_die(*args: Any) -> None:
+        write_files(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    closing.write_files = write_and_die
+
+
 def kill_in_the_middle_of_a_save() -> None:
     """Before the third file of the checkpoint of step 20 has its last byte on the disk."""
     synced = os.fsync
@@ -95,6 +107,18 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path: Pat
     assert len(set(started_after)) > 3
     assert last.events("start")[-1]["step"] == 3 * EPOCH
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_killed_between_its_result_and_its_last_words_it_says_them_again(tmp_path: Path, undisturbed) -> None:
+    killed = run(tmp_path / "run", prepare=kill_after_the_result)
+    assert killed.codes == [-signal.SIGKILL], killed
+    assert killed.result["state"] == "done"
+    assert killed.status["state"] == "running"
+    last = run(tmp_path / "run")
+    assert last.digest == undisturbed().digest
+    assert (last.status["state"], last.status["exit"]) == ("done", 0)
+    assert_each_step_once(last)
+    assert [event["step"] for event in last.events("restart")] == [3 * EPOCH]
 
 
 # G4: stopped anywhere
