@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = ".tmp"
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -64,7 +65,7 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
     `durable` also waits until the text is on the disk: for what must survive a power cut.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -76,6 +77,13 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def clear_away(directory: Path) -> None:
+    """Delete what writers that were killed have left of their rewrites. Nobody may be writing there."""
+    for rest in directory.glob(f".*{TEMPORARY}"):
+        with contextlib.suppress(OSError):
+            rest.unlink()
 
 
 def _spell(value: float) -> str:

@@ -14,6 +14,7 @@ from launcher.config import Config
 from launcher.errors import StorageError
 from launcher.telemetry.console import Console
 from launcher.telemetry.events import EventLog, last_run_id
+from launcher.telemetry.files import clear_away
 from launcher.telemetry.run_dir import user_shape
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Telemetry
@@ -33,6 +34,7 @@ def open_telemetry(
     `with_gpu` turns wandb's sampler of system metrics on: without one it would only take processor time.
     """
     run_dir = Path(config.run.dir)
+    clear_away(run_dir)  # rank 0 of this generation is the only writer
     run_id = last_run_id(run_dir / EventLog.name) or new_run_id()
     try:
         telemetry = Telemetry([EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)])

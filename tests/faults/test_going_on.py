@@ -50,6 +50,18 @@ def kill_before_the_result() -> None:
     closing.result = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
+def kill_in_a_rewrite_of_status() -> None:
+    """Before the rename, once the run has begun."""
+    replaced = os.replace
+
+    def replace_or_die(source: Path, target: Path) -> None:
+        if target.name == "status.json" and '"running"' in source.read_text():
+            os.kill(os.getpid(), signal.SIGKILL)
+        replaced(source, target)
+
+    os.replace = replace_or_die  # type: ignore[assignment]
+
+
 def kill_after_the_result() -> None:
     from launcher import closing
 
@@ -119,6 +131,14 @@ def test_killed_between_its_result_and_its_last_words_it_says_them_again(tmp_pat
     assert (last.status["state"], last.status["exit"]) == ("done", 0)
     assert_each_step_once(last)
     assert [event["step"] for event in last.events("restart")] == [3 * EPOCH]
+
+
+def test_what_a_killed_writer_has_left_is_cleared_away(tmp_path: Path) -> None:
+    killed = run(tmp_path / "run", prepare=kill_in_a_rewrite_of_status)
+    assert killed.codes == [-signal.SIGKILL], killed
+    assert len(list((tmp_path / "run").glob(".status.json.*.tmp"))) == 1
+    assert run(tmp_path / "run").codes == [0]
+    assert not list((tmp_path / "run").glob(".*.tmp"))
 
 
 # G4: stopped anywhere
