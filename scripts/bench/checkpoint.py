@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,30 @@ class Job:
         return checkpoint.take(self.stepper, self.env, self.identity, origin, progress)
 
 
+class Peak:
+    """The most host memory that the process takes while the context lasts, beyond what it had before."""
+
+    def __enter__(self) -> Peak:
+        self._before = self.bytes = resident_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.bytes -= self._before
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.005):
+            self.bytes = max(self.bytes, resident_bytes())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def measure(job: Job, directory: Path, repeats: int) -> dict[str, list[float]]:
     """Seconds of normal steps, of steps that publish, of their copies, and of steps beside the writing."""
     found: dict[str, list[float]] = {key: [] for key in ("normal", "publishing", "copy", "beside", "written")}
@@ -81,9 +107,12 @@ def measure(job: Job, directory: Path, repeats: int) -> dict[str, list[float]]:
                 raise report.error
             found["written"].append(report.seconds)
             size_bytes = report.size_bytes
+        with Peak() as peak:  # no steps beside it: they need memory of their own
+            writer.publish(job.take)
+            writer.wait()
     for key in ("publishing", "copy", "written"):
         found[key] = found[key][1:]  # the first one allocates the memory of the copy
-    return {**found, "size_mb": [size_bytes / 1e6]}
+    return {**found, "size_mb": [size_bytes / 1e6], "copies": [peak.bytes / size_bytes]}
 
 
 def summary(found: dict[str, list[float]]) -> dict[str, Any]:
@@ -98,6 +127,7 @@ def summary(found: dict[str, list[float]]) -> dict[str, Any]:
         "beside_the_writing_over_normal": statistics.median(found["beside"]) / normal,
         "written_behind_s": statistics.median(found["written"]),
         "size_mb": found["size_mb"][0],
+        "host_memory_over_size": found["copies"][0],
     }
 
 

@@ -1,6 +1,6 @@
 """What must hold after a run, whatever has happened to it: read from its files and from the processes alive.
 
-Every function returns the problems it has found, in words; an empty list means that all is well.
+What is found wrong comes as words; an empty list means that all is well.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def problems_of_events(run_dir: Path, expected: Expected) -> list[str]:
     """Of metrics.jsonl: each step told once and in order, no sink given up, one end."""
     events = read_events(run_dir / "metrics.jsonl")
     steps, skipped = steps_of(events, "step"), steps_of(events, "overflow")
-    problems = [f"metrics.jsonl: step {step} is told twice" for step in repeated(steps)]
+    problems = []
+    if twice := repeated(steps):
+        problems.append(f"metrics.jsonl: steps {twice} are told twice")
     missing = sorted(set(range(1, expected.steps + 1)) - set(steps))
     if missing:
         problems.append(f"metrics.jsonl: steps {missing} are missing")
@@ -81,10 +83,8 @@ def problems_of_events(run_dir: Path, expected: Expected) -> list[str]:
         problems.append("metrics.jsonl: the steps are not in order")
     if tuple(skipped) != expected.skipped:
         problems.append(f"metrics.jsonl: steps {skipped} were skipped, not {list(expected.skipped)}")
-    evaluations = steps_of(events, "eval")
-    problems += [
-        f"metrics.jsonl: the evaluation of step {step} is told twice" for step in repeated(evaluations)
-    ]
+    if twice := repeated(steps_of(events, "eval")):
+        problems.append(f"metrics.jsonl: the evaluations of steps {twice} are told twice")
     if [event["event"] for event in events].count("end") != 1 or events[-1]["event"] != "end":
         problems.append("metrics.jsonl does not end with its one end")
     given_up = [event["text"] for event in events if "is given up" in event.get("text", "")]
@@ -121,17 +121,24 @@ def problems_of_checkpoints(directory: Path, damaged: Collection[str], last_step
     return problems
 
 
-def alive_with(mark: str) -> list[str]:
-    """The processes that have inherited this mark, zombies aside: pid and command."""
+def alive_with(mark: str) -> list[int]:
+    """The processes that have inherited this mark, zombies aside."""
     needle = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
                 variables = (entry / "environ").read_bytes().split(b"\0")
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:  # gone, or another user's
                 continue
             if needle in variables:
-                found.append(f"pid {entry.name}: {command.strip()[:120]}")
+                found.append(int(entry.name))
     return found
+
+
+def described(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        command = "gone by now"
+    return f"pid {pid} ({command[:60].strip()})"

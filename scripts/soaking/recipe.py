@@ -1,9 +1,10 @@
 """The recipe of the soak, as user code: tiny, and with everything that a run has to keep.
 
-BatchNorm, dropout, augmentation noise and a counter that the forward pass depends on, so that buffers, random
-states and the position in the data all change the weights. One training sample is not a number: the step
-whose batch holds it is skipped, once an epoch, on whichever rank gets it. That is a part of the data, the
-same in the undisturbed run and in the others, so all of them end with the same bits.
+BatchNorm, dropout, augmentation noise, a counter and a sum over each rank's own samples, on both of which the
+forward pass depends: so buffers, random states and the position in the data all change the weights. One
+training sample is not a number: the step whose batch holds it is skipped, once an epoch, on whichever rank
+gets it. That is a part of the data, the same in the undisturbed run and in the others, so all of them end
+with the same bits.
 
 A file `slow-rank<k>` in the working directory makes rank k sleep once, for as many seconds as it says.
 """
@@ -27,9 +28,10 @@ BALLAST = 350_000  # fp32 values: 1.4 MB, more than any other file of the run
 
 
 class Noisy(nn.Module):
-    """[n, 6] features to 3 classes. `passes` counts the forward passes in training."""
+    """[n, 6] features to 3 classes. `passes` counts the passes in training, `seen` sums up their input."""
 
     passes: Tensor
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +40,15 @@ class Noisy(nn.Module):
         self.outer = nn.Linear(16, CLASSES)
         self.ballast = nn.Parameter(torch.zeros(BALLAST), requires_grad=False)
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.inner(x)))
         hidden = nn.functional.dropout(hidden, 0.2, self.training) * (1 + 0.1 * torch.sin(self.passes))
+        hidden = hidden * (1 + 0.1 * torch.sin(self.seen))
         if self.training:
             self.passes += 1
+            self.seen += x.detach().float().mean()
         logits: Tensor = self.outer(hidden)
         return logits
 

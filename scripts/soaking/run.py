@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from launcher.checkpoint.shelf import FOLDER
-from scripts.soaking.checks import MARK, alive_with
+from scripts.soaking.checks import MARK, alive_with, described
 
 ROOT = Path(__file__).parents[2]
 EVERY_STEPS = 15  # a checkpoint
@@ -106,14 +106,14 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Kill the parent, by which its workers go too, and those that do not."""
+        """Kill the parent, by which its workers go too, and whoever has not gone with a parent."""
         if self._process is not None and self._process.poll() is None:
-            workers = self.workers()
             self._process.kill()
-            for pid in workers:
+            self._process.wait(GONE_S)
+        for number in range(1, self._number + 1):
+            for pid in alive_with(f"{self._mark}-{number}"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._process.wait(GONE_S)
 
     # Processes
 
@@ -154,7 +154,7 @@ class Run:
         while (left := alive_with(self._own_mark)) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
         if left:
-            raise Failed(f"orphans, {GONE_S:g} s after the parent: {'; '.join(left)}")
+            raise Failed(f"orphans, {GONE_S:g} s after the parent: {'; '.join(map(described, left))}")
         return code
 
     def workers(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -79,13 +80,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "not done": (rewrite("result.json", state="failed"), "result.json: state is failed"),
     "a skip more": (rewrite("result.json", skipped_steps=2), "skipped_steps is 2, not 1"),
     "a status of before": (rewrite("status.json", state="running"), "status.json: state is running"),
-    "a step told twice": (tell(lambda told: [told[0], *told]), "step 1 is told twice"),
+    "a step told twice": (tell(lambda told: [told[0], *told]), "steps [1] are told twice"),
     "a step never told": (tell(lambda told: told[1:]), "steps [1] are missing"),
     "steps out of order": (tell(lambda told: [told[1], told[0], *told[2:]]), "not in order"),
     "no skip": (tell(lambda told: [*told[:2], *told[3:]]), "steps [] were skipped, not [2]"),
     "an evaluation told twice": (
         tell(lambda told: [*told[:-1], told[-2], told[-1]]),
-        "the evaluation of step 6 is told twice",
+        "the evaluations of steps [6] are told twice",
     ),
     "no end": (tell(lambda told: told[:-1]), "one end"),
     "a sink given up": (
@@ -150,7 +151,8 @@ def orphan():
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
     yield starter, pid
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     starter.stdout.close()
     starter.wait(5)
 
@@ -158,12 +160,17 @@ def orphan():
 def test_an_orphan_is_noticed(tmp_path: Path, orphan, monkeypatch) -> None:
     monkeypatch.setattr(running, "GONE_S", 0.2)
     starter, pid = orphan
-    assert [found for found in alive_with("a-test-1") if found.startswith(f"pid {pid}: ")]
+    assert pid in alive_with("a-test-1")
     assert alive_with("a-test-2") == []
     run = Run(Plan(2, 6), tmp_path, "a-test", limit_s=10)
     run._number, run._process = 1, starter
-    with pytest.raises(Failed, match=f"orphans, 0.2 s after the parent: pid {pid}"):
+    with pytest.raises(Failed, match=f"orphans, 0.2 s after the parent: pid {pid} "):
         run.exit_code()
+    run.__exit__(None, None, None)
+    deadline = time.monotonic() + 5
+    while alive_with("a-test-1"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_verdict_on_somebody_else_is_noticed(tmp_path: Path) -> None:
@@ -201,7 +208,6 @@ def test_the_same_seed_draws_the_same_faults() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_soak_is_survived(tmp_path: Path) -> None:
-    began = time.time()
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "soaking" / "main.py"), "--quick"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
@@ -213,4 +219,4 @@ def test_a_short_soak_is_survived(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"soak: 5 faults in 1 rounds, all survived, digest \w{16} equal in all", last)
-    assert list(tmp_path.iterdir()) == [], f"left since {began}"
+    assert list(tmp_path.iterdir()) == []
