@@ -65,7 +65,9 @@ class Heartbeat:
         if step is not None:
             self._step = step
         if self._table is not None:
-            _ROW.pack_into(self._table, self._offset, _NUMBERS[phase], self._step, time.monotonic())
+            # Not pack_into: it clears the row first, and a reader would see a rank that never started.
+            row = _ROW.pack(_NUMBERS[phase], self._step, time.monotonic())
+            self._table[self._offset : self._offset + _ROW.size] = row
 
 
 class Heartbeats:

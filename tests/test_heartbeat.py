@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from launcher.heartbeat import PHASES, Heartbeat, Heartbeats
 
@@ -36,3 +37,20 @@ def test_a_new_table_and_a_restarted_one_say_starting() -> None:
 def test_without_a_table_beating_is_allowed() -> None:
     for phase in PHASES:
         Heartbeat().beat(phase, 1)
+
+
+def test_a_row_is_never_seen_half_written() -> None:
+    table = Heartbeats(1)
+    child = os.fork()
+    if child == 0:
+        heartbeat = table.of(0)
+        for step in range(1, 400_000):
+            heartbeat.beat("wire", step)
+        os._exit(0)
+    while table.read()[0].step == 0:
+        time.sleep(0.001)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        for _ in range(1000):
+            (beat,) = table.read()
+            assert (beat.phase, beat.step > 0) == ("wire", True)
+            assert beat.age_s < 60
