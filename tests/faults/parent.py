@@ -50,7 +50,7 @@ def loss(network, batch):
     global step
     step += network.training
     if step == 5:
-        with open(f"pid-{GENERATION}-{RANK}.unfinished", "w") as file:
+        with open(f"{os.getpid()}.unfinished", "w") as file:
             file.write(str(os.getpid()))
         os.rename(file.name, f"pid-{GENERATION}-{RANK}")
     if network.training:
