@@ -63,10 +63,19 @@ class Reducer:
         self.buckets = _buckets(layout, self._world_size)
         sums = SumOfSquares(layout.device, compiled)
         self._own_looks = [
-            sums.over([slot.flat(bucket.segment.grad) for slot in bucket.slots]) for bucket in self.buckets
+            sums.over([slot.flat(bucket.segment.grad) for slot in bucket.slots])
+            for bucket in (self.buckets if group is not None else [])
         ]
         self._reduced_looks = [
-            sums.over(transports[bucket.segment.name].parts(bucket)) for bucket in self.buckets
+            sums.over(
+                [
+                    part
+                    for bucket in self.buckets
+                    if bucket.segment is segment
+                    for part in transports[segment.name].parts(bucket)
+                ]
+            )
+            for segment in layout.segments
         ]
         self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None
@@ -125,15 +134,17 @@ class Reducer:
         self._next = len(self.buckets)
 
     def finish(self) -> Reduced:
-        """Wait for the buckets in order and look at each once while it is still in cache."""
-        sums = []
+        """Wait for the buckets in order, then look at all of them in one read per segment.
+
+        A look at each bucket as it comes would find it in cache, and yet a dozen looks cost more than that
+        saves: ResNet-50 on 2 threads, 2.5 ms against 1.7 (min of 16, interleaved).
+        """
         for bucket in self.buckets:
-            transport = self._transports[bucket.segment.name]
-            transport.settle(bucket)
-            assert bucket.local_sums is not None
-            alone = self._group is None  # then the look before the wire has seen all there is
-            sums.append(bucket.local_sums if alone else self._reduced_looks[bucket.index]())
-        reduced = Reduced(torch.cat(sums), self.buckets[-1].tail, self._sent_bytes)
+            self._transports[bucket.segment.name].settle(bucket)
+        culprits = self.buckets[-1].tail
+        reduced = Reduced(torch.cat([look() for look in self._reduced_looks]), culprits, self._sent_bytes)
+        if self._group is None:
+            culprits.copy_(~reduced.sums.sum().isfinite())
         if self._sharded:
             self._share_looks(reduced)
         self._backward, self._summed = _Backward(), set()
@@ -206,8 +217,9 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
-        bucket.local_sums = self._own_looks[bucket.index]()
-        if bucket.tail.numel():
+        if self._group is not None:
+            bucket.local_sums = self._own_looks[bucket.index]()
+        if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._own_gradient_is_bad()
         self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)

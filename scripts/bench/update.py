@@ -132,9 +132,8 @@ class Ours:
                 slot.flat(segment.grad).normal_()
         sums = SumOfSquares(self._layout.device, compiled)
         self._looks = [
-            sums.over([slot.flat(segment.grad) for slot in run.slots])
+            sums.over([slot.flat(segment.grad) for run in segment.runs for slot in run.slots])
             for segment in self._layout.segments
-            for run in segment.runs
         ]
         pieces = [Piece(segment.weight, segment.master, segment.grad) for segment in self._layout.segments]
         self._updater = Updater(pieces, optimizer, compiled)
