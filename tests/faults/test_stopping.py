@@ -84,7 +84,7 @@ def slow_disk() -> None:
 
     def fsync(descriptor: int) -> None:
         if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            time.sleep(0.1)
+            time.sleep(0.2)  # a save takes about a second
         synced(descriptor)
 
     os.fsync = fsync
@@ -100,8 +100,9 @@ def test_in_a_save_and_twice(tmp_path: Path, undisturbed) -> None:
         started.signal(signal.SIGTERM)
         assert not list(checkpoints.glob("step-*"))
         ended = started.end()
-    assert assert_stopped(ended, 2) in (6, 7, 8, 9)
-    assert len(ended.checkpoints) == 2
+    stopped = assert_stopped(ended, 2)
+    assert 6 <= stopped < EPOCH
+    assert {5, stopped} <= ended.checkpoints.keys()
     assert not list(checkpoints.glob(".*"))
     go_on(ended, undisturbed(ranks=2), 2)
 
