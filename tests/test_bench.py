@@ -95,6 +95,7 @@ def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_launch_times_both_sides_and_both_events(tmp_path) -> None:
     file = tmp_path / "launch.json"
     printed = run("launch.py", "--json", str(file))

@@ -124,7 +124,11 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
         (0, ["precision=amp_fp16", "optim=adamw"]),
         (1, ["precision=bf16"]),
         (3, ["precision=amp_bf16", "data.micro_batch=20"]),
-        (4, ["data=synthetic", "precision=pure_fp16", "precision.scale.mode=static"]),
+        pytest.param(
+            4,
+            ["data=synthetic", "precision=pure_fp16", "precision.scale.mode=static"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_policies_optimizers_and_worlds_train(ranks, words, tmp_path) -> None:
