@@ -1,7 +1,8 @@
 """Do all ranks still hold the same bits?
 
 Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters and optimizer
-states. Compares integers (sums of bit patterns), so that no NaN and no rounding can hide a difference.
+states; and of buffers that have changed on some ranks only. Compares integers (sums of bit patterns), so that
+no NaN and no rounding can hide a difference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from launcher.engine import Stepper
 from launcher.errors import ReplicaError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ABSTAINS = -2  # of a rank that has not trained since the start: below both answers and their negatives
 SHOWN = 5  # names in an error; more would hide the rest of it
 
 
@@ -23,6 +25,7 @@ def check_replicas(stepper: Stepper) -> None:
     """Raise ReplicaError, on all ranks alike, if any replica differs. A collective: all ranks call it."""
     if stepper.group is None:
         return
+    _refuse_lone_changes(stepper, stepper.group)
     replicas = stepper.replicas()
     own = checksums(replicas)
     extremes = torch.cat([own, -own])
@@ -31,6 +34,36 @@ def check_replicas(stepper: Stepper) -> None:
     # Every rank sees the same extremes, so all of them go on here, or none does.
     if bool((largest != smallest).any()):
         raise ReplicaError(_difference(list(replicas), own, stepper.group))
+
+
+def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
+    """Raise ReplicaError, on all ranks alike, for a buffer that has changed since the start on some of them.
+
+    Values may differ: BatchNorm statistics are those of each rank's own samples, until an evaluation. But
+    what training changes it changes on every rank that trains, and what it does not change has no business
+    to. A collective.
+    """
+    changed = stepper.changed_buffers()
+    if not changed:
+        return
+    device = stepper.layout.device
+    own = torch.tensor(list(changed.values()), dtype=torch.int64, device=device)
+    answers = torch.cat([own, -own])
+    if not stepper.has_trained:
+        answers.fill_(ABSTAINS)
+    dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=group)
+    some, not_all = answers[: len(own)] == 1, answers[len(own) :] == 0
+    odd = (some & not_all).nonzero().flatten().tolist()
+    if odd:
+        names = [list(changed)[index] for index in odd]
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, own, group=group)
+        ranks = [rank for rank, row in enumerate(rows) if bool(row[odd].any())]
+        raise ReplicaError(
+            f"the ranks no longer hold the same bits: buffers ({', '.join(names[:SHOWN])}) have changed on "
+            f"rank(s) {', '.join(map(str, ranks))} only. Look for a faulty device or for code that changes "
+            "them on one rank only, and start again."
+        )
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -63,6 +63,11 @@ class Buffers:
                 dist.broadcast(flat, group=self._group, group_src=0)
 
 
+def bits_of(buffer: Tensor) -> Tensor:
+    """A copy of its bytes: uint8, flat. Equal for NaNs of the same pattern."""
+    return buffer.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
 def _flatten(buffers: list[Tensor]) -> Tensor:
     """One flat tensor with the values of `buffers`, which become views of it."""
     flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
-from launcher.engine.buffers import Buffers
+from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
@@ -88,6 +88,7 @@ class Stepper:
         self._names = [slot.name for slot in self.layout.slots]
         self._tally = Tally(self._device, group)
         self.clock = StepClock(self._device)
+        self._start_of_run()
         self._start_of_step()
 
     def forward(self) -> AbstractContextManager[object]:
@@ -128,6 +129,7 @@ class Stepper:
         if self._reference is None:
             self._reference = self._agree_on_reference(count)
         self._done += 1
+        self.has_trained = True
         last = self._done == self._micro_batches
         self._tally.add(loss_sum, count)
         if last:
@@ -209,6 +211,7 @@ class Stepper:
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state.buffers[name])
         self.buffers.snapshot()
+        self._start_of_run()
         set_counters(self.scale, state.counters)
 
     def replicas(self) -> dict[str, Tensor]:
@@ -230,12 +233,21 @@ class Stepper:
             }
         return found
 
+    def changed_buffers(self) -> dict[str, bool]:
+        """By name, whether a buffer has other bits than at the start, or after `load`."""
+        start, buffers = self._start_bits, self.model.named_buffers()
+        return {name: not torch.equal(bits_of(buffer), start[name]) for name, buffer in buffers}
+
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
         kept = [self.scale.state, *self.buffers.tensors(), *self.reducer.tensors(), *self.updater.tensors()]
         kept += [tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)]
         kept += [p.master for p in self.shards.pieces if p.half and p.master is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    def _start_of_run(self) -> None:
+        self.has_trained = False  # on this rank: it may have had no sample yet
+        self._start_bits = {name: bits_of(buffer) for name, buffer in self.model.named_buffers()}
 
     def _start_of_step(self) -> None:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move

@@ -77,3 +77,37 @@ def drift_sharded(env: WorkerEnv) -> str:
 
 def test_sharded_ranks_compare_the_weights_that_they_share() -> None:
     assert all("0.weight (weight)" in text for text in run_ranks(2, drift_sharded))
+
+
+def drift_of_buffers(env: WorkerEnv, fault: str) -> str:
+    """Rank 2 never has a sample, and the others' statistics are of their own samples."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.ones(4))
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    stepper = Stepper(model, AdamW(0.01), Policy.fp16(), env.group, reference_count=8, micro_batches=2)
+    for step in range(4):
+        for _ in range((2, 1, 0)[env.rank]):
+            generator = torch.Generator().manual_seed(10 * step + env.rank)
+            with stepper.forward():
+                loss = model(torch.randn(8, 8, generator=generator)).float().square().sum()
+            stepper.backward(loss, 8)
+            model.seen += 1
+        stepper.step()
+        check_replicas(stepper)
+        if step == 1:
+            stepper.buffers.average()
+    if env.rank == 1 and fault:
+        model.get_buffer(fault).view(torch.int32)[-1] ^= 1
+    try:
+        check_replicas(stepper)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def test_buffers_may_differ_but_none_may_change_on_one_rank_only() -> None:
+    assert run_ranks(3, drift_of_buffers, "") == [""] * 3
+    assert run_ranks(3, drift_of_buffers, "1.running_mean") == [""] * 3, "it is each rank's own"
+    texts = run_ranks(3, drift_of_buffers, "mask")
+    assert len(set(texts)) == 1
+    assert "buffers (mask) have changed on rank(s) 1 only" in texts[0]
