@@ -15,6 +15,7 @@ from launcher.checkpoint.shelf import FOLDER
 from launcher.config import Config
 from launcher.engine import Stepper
 from launcher.environment import WorkerEnv
+from launcher.errors import ConfigError
 from launcher.loop import Course, Start
 from launcher.saving import Standing
 from launcher.telemetry import Telemetry
@@ -37,7 +38,9 @@ class Continuity:
 
     def __post_init__(self) -> None:
         self._identity = Identity.of(self.config, self.stepper.model, self.num_samples)
-        self._origin = Origin(self.env.world_size, self.reference_count, self.config.precision.name)
+        wire = self.config.wire
+        form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
+        self._origin = Origin(self.env.world_size, self.reference_count, form)
 
     @property
     def directory(self) -> Path:
@@ -48,7 +51,8 @@ class Continuity:
         """Take the state of the checkpoint to go on from, if there is one. A collective.
 
         After a restart that is always the newest of this run. Raises, on all ranks alike, ConfigError for
-        another run's checkpoint and StorageError where none is intact although one was demanded.
+        another run's checkpoint or one beyond the end, StorageError where none is intact although one was
+        demanded.
         """
         wish = self.config.checkpoint.resume
         if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.config.run.dir)):
@@ -60,16 +64,21 @@ class Continuity:
             self.telemetry.rewind(0, evaluates_again=False)
             return Start()
         step = found.snapshot.progress.step
+        if step > self.course.total_steps:
+            raise ConfigError(
+                f"{found.path} is after step {step}, but the run is to end after {self.course.total_steps}. "
+                "Ask for more with train.epochs or train.max_steps, or go back with checkpoint.resume=PATH."
+            )
         checkpoint.restore(self.stepper, found.snapshot, self.env)
         self.standing = Standing.of(found.snapshot.extra)
         self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
-        evaluated = bool(found.snapshot.extra["evaluated"])
-        at_end = step >= self.course.total_steps  # killed before its result was written
+        evaluated = bool(found.snapshot.extra.get("evaluated", False))
+        at_end = step == self.course.total_steps  # killed before its result was written
         owes = at_end or (self.course.evaluates_after(step) and not evaluated)
         self.telemetry.rewind(step, evaluates_again=owes)
         self.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
         self.telemetry.decision("resume", f"goes on after step {step}, from {found.path}")
-        return Start(min(step, self.course.total_steps), owes)
+        return Start(step, owes)
 
     def take(self, moment: Moment, metric: Metric | None) -> Snapshot | None:
         """The run's state after `moment`, on rank 0. A collective."""

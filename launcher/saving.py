@@ -120,8 +120,8 @@ class Saving:
         done = last and measured is not None
         stops = self.stops() and not done
         heard, self._heard = self._heard, set()
-        if Question.GIVE_UP in heard:
-            raise StorageError(self._of_leader(self._failure))
+        if Question.GIVE_UP in heard and (failure := self._of_leader(self._failure)):
+            raise StorageError(failure)  # unless a later one could be written after all
         is_best = measured is not None and measured.is_best
         if stops or done or is_best or Question.SAVE in heard or self.due.after_step(moment.step):
             self._save(moment, None if measured is None else measured.metric)

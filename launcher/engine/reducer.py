@@ -137,7 +137,7 @@ class Reducer:
         """Wait for the buckets in order, then look at all of them in one read per segment.
 
         A look at each bucket as it comes would find it in cache, and yet a dozen looks cost more than that
-        saves: ResNet-50 on 2 threads, 2.5 ms against 1.7 (min of 16, interleaved).
+        saves: on ResNet-50, AdamW, 2 threads about 1 ms of 20 (medians of 24 in each of three processes).
         """
         for bucket in self.buckets:
             self._transports[bucket.segment.name].settle(bucket)

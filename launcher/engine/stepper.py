@@ -240,7 +240,13 @@ class Stepper:
 
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
-        kept = [self.scale.state, *self.buffers.tensors(), *self.reducer.tensors(), *self.updater.tensors()]
+        kept = [
+            self.scale.state,
+            *self._start_bits.values(),
+            *self.buffers.tensors(),
+            *self.reducer.tensors(),
+            *self.updater.tensors(),
+        ]
         kept += [tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)]
         kept += [p.master for p in self.shards.pieces if p.half and p.master is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)

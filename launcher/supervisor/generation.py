@@ -146,9 +146,8 @@ class Generation:
     def _departures(self) -> dict[int, Departure]:
         keys = {rank: departure_key(self._number, rank) for rank in range(len(self._processes))}
         found = {}
-        with contextlib.suppress(
-            RuntimeError, ValueError, MemoryError
-        ):  # torn by a kill: then nobody said anything
+        # The file may have been torn by a kill: then nobody said anything.
+        with contextlib.suppress(RuntimeError, ValueError, MemoryError):
             for rank, key in keys.items():
                 if self._store.check([key]):
                     found[rank] = Departure(**json.loads(self._store.get(key)))

@@ -10,6 +10,7 @@ counted apart. Directory: --directory, by default a temporary one.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -68,6 +69,7 @@ class Peak:
     """The most host memory that the process takes while the context lasts, beyond what it had before."""
 
     def __enter__(self) -> Peak:
+        ctypes.CDLL(None).malloc_trim(0)  # or the copy would be made in memory that was used before
         self._before = self.bytes = resident_bytes()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)

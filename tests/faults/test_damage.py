@@ -348,6 +348,14 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(stopped, tmp_path: 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_run_cannot_end_before_the_step_it_goes_on_from(again: Path) -> None:
+    ended = run(again, "train.max_steps=11")
+    assert ended.codes == [2], ended
+    assert "is after step 12, but the run is to end after 11. Ask for more" in ended.outputs[0]
+    assert names(again) == [f"step-{step:08d}" for step in (5, 10, 12)]
+    assert run(again, "train.max_steps=12").codes == [0]
+
+
 def test_a_checkpoint_of_a_newer_version_is_left_alone(again: Path) -> None:
     manifest = step_dir(again, 12) / MANIFEST
     content = json.loads(manifest.read_bytes())["content"]
