@@ -111,6 +111,9 @@ class Piece:
     def half(self) -> bool:
         return self.weight.dtype != torch.float32
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
+
 
 class Layout:
     """The flat form of a model's trainable parameters. Building it moves the parameters into it.

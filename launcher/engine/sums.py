@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 19  # elements: 2 MB of fp32 scratch, which stays in cache; smaller ones cost more calls
-DOT = 1 << 17  # elements of one dot product in fp32: more, and equal elements lose digits of the sum
-BLOCK = 1 << 9  # elements that the compiled kernel sums in fp32
+CHUNK = 1 << 17  # elements of one dot product in fp32: more, and equal elements lose digits of the sum
+BLOCKS = (
+    1 << 11,
+    1 << 9,
+)  # elements that a compiled kernel sums in fp32: long ones are faster, short ones fit
 SMALL = 1 << 12  # elements below which parameters are summed together: most vectors
+FEW = 1 << 16  # elements below which a copy in fp64 costs less than calls for chunks
+IN_CHUNKS, AS_COPY = 0, 1
 
 Look = Callable[[], Tensor]  # [parameters] fp64 sums; inf or nan where an element is
 
@@ -28,8 +32,7 @@ class SumOfSquares:
 
     def __init__(self, device: torch.device, compiled: bool = False) -> None:
         self._device = device
-        # One kernel for all lengths: buckets are unequal.
-        self._kernel = torch.compile(_block_sums, dynamic=True) if compiled else None
+        self._kernel = torch.compile(_block_sums) if compiled else None
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def over(self, parts: Sequence[Tensor]) -> Look:
@@ -51,25 +54,28 @@ class SumOfSquares:
         return all_groups
 
     def _over_group(self, group: list[Tensor], wide: torch.dtype) -> Look:
-        whole = _stretch(group)
-        if self._in_blocks(group[0]):
-            kernel, lengths = self._kernel, torch.tensor([part.numel() // BLOCK for part in group])
-            assert kernel is not None
-            return lambda: _sums_of(kernel(whole, wide).double(), lengths)
-        if group[0].numel() < SMALL:
+        whole, manner = _stretch(group), self._manner(group[0])
+        if manner == IN_CHUNKS:
+            return lambda: self._chunked(whole, wide)[None]
+        if manner == AS_COPY and len(group) == 1:
+            return lambda: whole.double().square_().sum()[None]
+        if manner == AS_COPY:
             pairs = [(part.numel(), gap) for part, gap in zip(group, [*_gaps(group), 0], strict=True)]
             lengths = torch.tensor(pairs).flatten()
             return lambda: _sums_of(whole.double().square_(), lengths)[::2]  # [1::2]: what the gaps hold
-        return lambda: torch.stack([self._chunked(part, wide) for part in group])
+        kernel, blocks = self._kernel, whole.view(-1, manner)
+        assert kernel is not None
+        torch._dynamo.maybe_mark_dynamic(blocks, 0)  # one kernel for all lengths
+        torch._dynamo.mark_static(blocks, 1)
+        lengths = torch.tensor([part.numel() // manner for part in group])
+        return lambda: _sums_of(kernel(blocks, wide).double(), lengths)
 
     def _chunked(self, part: Tensor, wide: torch.dtype) -> Tensor:
         """Widen, then one dot product: both run at memory speed, unlike norms of fp16 tensors."""
-        dots = torch.empty(-(-part.numel() // DOT), dtype=wide)
-        out = iter(dots.unbind())
-        for chunk in torch.split(part, CHUNK):
+        dots = torch.empty(-(-part.numel() // CHUNK), dtype=wide)
+        for chunk, dot in zip(torch.split(part, CHUNK), dots, strict=True):
             scratch = self._scratch_for(wide)[: chunk.numel()].copy_(chunk)
-            for factor in torch.split(scratch, DOT):
-                torch.dot(factor, factor, out=next(out))
+            torch.dot(scratch, scratch, out=dot)
         return dots.double().sum()
 
     def _scratch_for(self, dtype: torch.dtype) -> Tensor:
@@ -77,16 +83,22 @@ class SumOfSquares:
             self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
         return self._scratch[dtype]
 
-    def _in_blocks(self, part: Tensor) -> bool:
-        return self._kernel is not None and part.numel() >= SMALL and part.numel() % BLOCK == 0
+    def _manner(self, part: Tensor) -> int:
+        """IN_CHUNKS, AS_COPY, or the length of the blocks that a kernel sums."""
+        if self._kernel is not None and part.numel() >= SMALL:
+            for block in BLOCKS:
+                if part.numel() % block == 0:
+                    return block
+        return AS_COPY if part.numel() < FEW else IN_CHUNKS
 
     def _groups(self, parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """Neighbours that are summed alike: small ones, and those of whole blocks that lie without a gap."""
+        """Neighbours that one call sums: blocks that lie without a gap, and small ones."""
         group = [parts[0]]
         for before, part in itertools.pairwise(parts):
             (gap,) = _gaps([before, part])
-            small = before.numel() < SMALL and part.numel() < SMALL and 0 <= gap < SMALL
-            if small or (self._in_blocks(before) and self._in_blocks(part) and gap == 0):
+            manner = self._manner(part)
+            small = max(before.numel(), part.numel()) < SMALL and 0 <= gap < SMALL
+            if small or (manner in BLOCKS and manner == self._manner(before) and gap == 0):
                 group.append(part)
             else:
                 yield group
@@ -94,9 +106,9 @@ class SumOfSquares:
         yield group
 
 
-def _block_sums(whole: Tensor, wide: torch.dtype) -> Tensor:
-    """Sums of squares of consecutive blocks."""
-    return whole.view(-1, BLOCK).to(wide).square().sum(dim=1)
+def _block_sums(blocks: Tensor, wide: torch.dtype) -> Tensor:
+    """[blocks] sums of squares."""
+    return blocks.to(wide).square().sum(dim=1)
 
 
 def _sums_of(values: Tensor, lengths: Tensor) -> Tensor:

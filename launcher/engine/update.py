@@ -2,7 +2,7 @@
 
 Owns SGD and AdamW, each as tensor expressions that a compiler makes one kernel of, and as a call of torch's
 fused kernel, which on a CPU runs chunk by chunk, so that the widened gradient never leaves the cache. Both
-give the same values within rounding. A skipped step writes nothing.
+give the same values within rounding. A skipped step changes nothing; no host looks at that on a GPU.
 
 SGD with (Nesterov) momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD` without dampening.
 AdamW: Loshchilov and Hutter 2019, in the form of `torch.optim.AdamW`.
@@ -21,7 +21,8 @@ from launcher.engine.layout import Piece
 from launcher.engine.memory import flat_zeros
 from launcher.engine.shards import Shards
 from launcher.engine.state import refuse_other_names
-from launcher.engine.sums import CHUNK
+
+CHUNK = 1 << 19  # elements: 2 MB of fp32 scratch, which stays in cache; smaller ones cost more calls
 
 
 @dataclass(frozen=True)
@@ -173,16 +174,23 @@ class Updater:
             [flat_zeros(len(piece.weight), torch.float32, piece.weight.device) for _ in optimizer.states]
             for piece in self.pieces
         ]
-        run: Callable[..., None] = _predicated
+        self._on_host = self.pieces[0].weight.device.type == "cpu"
+        run: Callable[..., None] = _whole if self._on_host else _predicated
         if compiled:
-            # one kernel for all lengths: the pieces of a sharded optimizer are many and unequal
-            run = torch.compile(_predicated, dynamic=True)
-        elif self.pieces[0].weight.device.type == "cpu":
+            # One kernel for all lengths: the pieces of a sharded optimizer are many and unequal. Under
+            # dynamic=True the optimizer's constants would be loaded and converted for every vector.
+            for piece, states in zip(self.pieces, self.states, strict=True):
+                for tensor in (*piece.tensors(), *states):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            run = torch.compile(run)
+        elif self._on_host:
             run = _chunked
         self._run = run
 
     def step(self, scalars: Scalars) -> None:
         """Apply one update to all pieces, or write nothing where `scalars.skip` is true."""
+        if self._on_host and scalars.skip:  # only there a look at the verdict waits for nothing
+            return
         with torch.no_grad():
             scalars = replace(scalars, factors=self.optimizer.factors(scalars))
             for piece, states in zip(self.pieces, self.states, strict=True):
@@ -210,16 +218,23 @@ class Updater:
         return [state for states in self.states for state in states]
 
 
+def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
+    """The pass as expressions for a compiler. The step is known to be applied."""
+    grad = piece.grad.float() * scalars.multiplier  # widened first: a product in fp16 would overflow
+    master = piece.weight.float() if piece.master is None else piece.master
+    optimizer.update(master, grad, states, scalars)
+    if piece.half:
+        piece.weight.copy_(master)
+
+
 def _chunked(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
-    """The pass on a CPU, a cache-sized chunk at a time. The host may look at the verdict there."""
-    if scalars.skip:
-        return
+    """The same by torch's fused kernel, a cache-sized chunk at a time."""
     scratch = torch.empty(min(CHUNK, piece.weight.numel()))
     for start in range(0, piece.weight.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         weight = piece.weight[part]
         grad = scratch[: weight.numel()]
-        grad.copy_(piece.grad[part])  # widened first: a product with an fp16 tensor would be fp16
+        grad.copy_(piece.grad[part])
         grad.mul_(scalars.multiplier)
         master = weight.float() if piece.master is None else piece.master[part]
         optimizer.fused(master, grad, [state[part] for state in states], scalars)
@@ -228,7 +243,7 @@ def _chunked(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: 
 
 
 def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
-    """The same pass without a look by the host: old values are written back where the step is skipped."""
+    """The same without a look by the host: where the step is skipped, old values are written back."""
     grad = piece.grad.float() * scalars.multiplier
     old = piece.weight.float() if piece.master is None else piece.master
     new = old.clone()

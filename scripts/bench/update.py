@@ -3,19 +3,22 @@
     python scripts/bench/update.py [--quick] [--json FILE] [--threads 2 1] [--models resnet50 bert_base]
 
 On the parameter shapes of ResNet-50 and BERT-base, for AdamW and for SGD with Nesterov momentum. All
-contenders live in one process and take turns, A B C A B C, so that they see the same machine; reported are
-minimum and median. The bytes per parameter are those that a copy would move in the same time. The compiled
-pass is watched: a compilation after the warm-up ends the benchmark with an error.
+contenders live in one process and take turns, A B C A B C, so that they see the same machine; compared are
+minima and medians. Where a process's memory lies moves these ratios by a tenth and more, so each case is
+measured in several processes, one after another: reported are the median process, the best and the worst.
+The bytes per parameter are those that a copy would move in the same time. The compiled pass is watched: a
+compilation after the warm-up ends the benchmark with an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,49 +208,94 @@ def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, 
     return rows
 
 
-def tell(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
-    print(f"\n{title}; copy: {rows['copy']['gb_per_s']:.1f} GB/s read and written")
+@dataclass(frozen=True)
+class Case:
+    model: str
+    optimizer: str
+    threads: int
+    repeats: int
+    slow: bool  # with the slowest contender
+
+    def run(self) -> dict[str, dict[str, float]]:
+        """In this process."""
+        torch.set_num_threads(self.threads)
+        make, num_parameters = MODELS[self.model]
+        shapes = make()
+        assert sum(shape.numel() for shape in shapes.values()) == num_parameters
+        times = measure(contenders_for(shapes, self.optimizer, self.slow), self.repeats)
+        return summary(times, num_parameters)
+
+    def run_in_processes(self, count: int) -> list[dict[str, dict[str, float]]]:
+        """In fresh processes, one after another."""
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as executor:
+            return list(executor.map(Case.run, [self] * count))
+
+
+def medians(processes: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of each figure, over the processes."""
+    return {
+        name: {key: statistics.median(rows[name][key] for rows in processes) for key in row}
+        for name, row in processes[0].items()
+    }
+
+
+def tell(title: str, processes: Sequence[Mapping[str, Mapping[str, float]]]) -> None:
+    middle = medians(processes)
     print(
-        f"{'':18} {'min ms':>8} {'median':>8} {'/ fused':>8} {'median':>7} {'/ stock':>8} {'median':>7} "
-        f"{'B/p':>6}"
+        f"\n{title}; copy: {middle['copy']['gb_per_s']:.1f} GB/s read and written; {len(processes)} processes"
     )
-    for name, row in rows.items():
+    ratios = {
+        "min_over_fused_alone": "min / fused",
+        "median_over_fused_alone": "median / fused",
+        "min_over_stock_composition": "min / stock",
+        "median_over_stock_composition": "median / stock",
+    }
+    print(f"{'':18} {'min ms':>7} {'B/p':>5}", *(f"{title:>19}" for title in ratios.values()))
+    for name, row in middle.items():
         print(
-            f"{name:18} {row['min_ms']:8.1f} {row['median_ms']:8.1f} {row['min_over_fused_alone']:8.2f} "
-            f"{row['median_over_fused_alone']:7.2f} {row['min_over_stock_composition']:8.2f} "
-            f"{row['median_over_stock_composition']:7.2f} {row['bytes_per_parameter_at_copy_speed']:6.1f}"
+            f"{name:18} {row['min_ms']:7.1f} {row['bytes_per_parameter_at_copy_speed']:5.1f}",
+            *(f"{with_range([rows[name][key] for rows in processes]):>19}" for key in ratios),
         )
+
+
+def with_range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    repeats = 2 if arguments.quick else arguments.repeats
+    for threads in arguments.threads:
+        for model in ["tiny"] if arguments.quick else arguments.models:
+            for optimizer in RULES:
+                yield Case(model, optimizer, threads, repeats, slow=not arguments.skip_per_tensor)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    models = ["tiny"] if arguments.quick else arguments.models
-    repeats = 2 if arguments.quick else arguments.repeats
-    cases = []
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        for model in models:
-            make, num_parameters = MODELS[model]
-            shapes = make()
-            assert sum(shape.numel() for shape in shapes.values()) == num_parameters
-            for optimizer in RULES:
-                gc.collect()
-                torch._dynamo.reset()  # each case compiles for itself
-                contenders = contenders_for(shapes, optimizer, slow=not arguments.skip_per_tensor)
-                rows = summary(measure(contenders, repeats), num_parameters)
-                del contenders
-                tell(f"{model}, {num_parameters:,} parameters, {optimizer}, {threads} threads", rows)
-                cases.append({"model": model, "optimizer": optimizer, "threads": threads, "rows": rows})
-                if arguments.json:  # after each case: a long run that is ended has shown something
-                    arguments.json.write_text(json.dumps(report(cases, repeats), indent=2) + "\n")
+    done = []
+    for case in cases(arguments):
+        processes = case.run_in_processes(1 if arguments.quick else arguments.processes)
+        tell(f"{case.model}, {case.optimizer}, {case.threads} threads", processes)
+        done.append(
+            {
+                "model": case.model,
+                "optimizer": case.optimizer,
+                "threads": case.threads,
+                "rows": medians(processes),
+                "processes": processes,
+            }
+        )
+        if arguments.json:  # after each case: a long run that is ended has shown something
+            arguments.json.write_text(json.dumps(report(done, case.repeats), indent=2) + "\n")
 
 
-def report(cases: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
+def report(done: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
     return {
-        "what": "whole update: check, norm, clip, optimizer, fp16 weights",
+        "what": "whole update: check, norm, clip, optimizer, fp16 weights; rows are medians over processes",
         "machine": machine(),
         "n": repeats,
-        "cases": cases,
+        "cases": done,
     }
 
 
@@ -257,7 +305,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["resnet50", "bert_base"])
     parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=12, help="in each process")
+    parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--skip-per-tensor", action="store_true", help="leave the slowest contender out")
     parser.add_argument("--quick", action="store_true", help="two repeats, a tiny model: a test of this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
