@@ -188,11 +188,14 @@ def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool,
 
 
 def gradient_looks(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: Telemetry) -> GradientLooks:
-    """How often this rank looks at the gradients: they are equal on all ranks, so only the leader does."""
+    """How often this rank looks at the gradients: the leader alone, where they are equal on all ranks."""
     every_steps = config.telemetry.gradients_every_steps or None
-    if not env.is_leader or config.wire.shard:  # sharded: no rank holds the whole reduced gradient
-        every_steps = None
-    return GradientLooks(stepper.layout.gradients, telemetry, every_steps, env.device)
+    if config.wire.shard:
+        own = stepper.reducer.own_gradients
+        return GradientLooks(own, telemetry, every_steps, env.device, env.group)
+    return GradientLooks(
+        stepper.layout.gradients, telemetry, every_steps if env.is_leader else None, env.device
+    )
 
 
 def decisions(
@@ -209,8 +212,6 @@ def decisions(
     if config.optim.name in TORCH_OPTIMIZERS:
         yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
     yield "update", compiles_update(env.device, numel, min(steps, config.train.max_steps or steps))[1]
-    if config.wire.shard and config.telemetry.gradients_every_steps:
-        yield "gradients", "not looked at: with wire.shard=true no rank holds the whole reduced gradient"
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.statistics import FIRST_EXPONENT, ExponentCounter, ExponentCounts
@@ -19,8 +20,9 @@ from launcher.telemetry import Telemetry
 class GradientLooks:
     """Looks at the gradients every `every_steps` steps; never, where that is None.
 
-    `gradients` gives the reduced wire gradients by parameter name, valid until the next backward pass. They
-    are equal on all ranks, so only the rank that tells of them needs to look.
+    `gradients` gives the reduced wire gradients by parameter name, valid until the next backward pass. Where
+    they are equal on all ranks, only the rank that tells of them needs to look. With a `group`, each rank of
+    it gives its own elements, and all look at the same steps: a collective.
     """
 
     def __init__(
@@ -29,12 +31,13 @@ class GradientLooks:
         telemetry: Telemetry,
         every_steps: int | None,
         device: torch.device,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._gradients = gradients
         self._telemetry = telemetry
         self._every = every_steps
         self._next = every_steps or 0
-        self._counter = ExponentCounter(device) if every_steps else None
+        self._counter = ExponentCounter(device, group) if every_steps else None
 
     def look(self, step: int) -> ExponentCounts | None:
         """The counts of the step just done, where one is due."""

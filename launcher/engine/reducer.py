@@ -151,6 +151,18 @@ class Reducer:
         self._next, self._sent_bytes = 0, 0
         return reduced
 
+    def own_gradients(self) -> dict[str, Tensor]:
+        """By parameter name, the elements of the reduced gradient that this rank answers for, flat.
+
+        Each element has one such rank. Scaled; valid from step() to the next backward.
+        """
+        return {
+            slot.name: part[:0] if self._rank and not isinstance(transport, ShardedSum) else part
+            for bucket in self.buckets
+            for transport in [self._transports[bucket.segment.name]]
+            for slot, part in zip(bucket.slots, transport.parts(bucket), strict=True)
+        }
+
     def tensors(self) -> list[Tensor]:
         """What is held here beside the wire gradients themselves: accumulators and the tail."""
         return [self.buckets[-1].tail, *(self._accumulated or {}).values()]

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; what lies outside is counted in the outermost
@@ -49,9 +50,13 @@ class GradientStatistics:
 
 
 class ExponentCounter:
-    """Counts the exponents of gradients. Holds the tables that it needs on the device."""
+    """Counts the exponents of gradients. Holds the tables that it needs on the device.
 
-    def __init__(self, device: torch.device) -> None:
+    With a `group`, what its ranks count is added, so each gives its own elements: a collective.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._columns = {
             dtype: _columns(dtype).to(device) for dtype in (torch.float16, torch.bfloat16, torch.float32)
         }
@@ -60,6 +65,8 @@ class ExponentCounter:
         """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for it."""
         rows = [self._row(gradient) for gradient in gradients.values()]
         counts, ready = torch.stack(rows), None
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
         if counts.is_cuda:
             counts = counts.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine.statistics import ExponentCounter, GradientStatistics
 from launcher.environment import WorkerEnv
 from tests.engine.observe import train
 from tests.models import Planted, mlp
@@ -173,3 +174,30 @@ def test_no_collective_beyond_the_counts_the_buckets_and_the_shared_looks(name, 
     first, second = run_ranks(2, count_collectives, WIRES[name])
     assert first == second
     assert sorted(call.replace("into_tensor", "single") for call in first) == sorted(expected)
+
+
+def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:
+    """By wire, of a step whose gradients are zeros and powers of two, the same on all ranks."""
+    powers = torch.ldexp(torch.ones(35), -torch.arange(35.0)).where(torch.arange(35) % 5 > 0, 0.0)
+    found = {}
+    for name in ("native", "sharded"):
+        options = {"wire": SMALL[name], "scaling": Scaling("static", 1024)}
+        stepper = Stepper(Planted(5, 7, 11), SGD(0.1), Policy.fp16(), env.group, **options)
+        with stepper.forward():
+            loss = stepper.model(powers.reshape(5, 7), powers[:11])
+        stepper.backward(loss, 1)
+        stepper.step()
+        sharded = name == "sharded"
+        gradients = stepper.reducer.own_gradients() if sharded else stepper.layout.gradients()
+        counter = ExponentCounter(torch.device("cpu"), env.group if sharded else None)
+        found[name] = counter.count(gradients).read(1024)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_sharded_gradients_are_counted_once_each(world_size) -> None:
+    """Vectors are whole on all ranks, matrices in pieces, and 35 elements do not divide."""
+    for found in run_ranks(world_size, counted_gradients):
+        assert found["sharded"] == found["native"]
+        assert sum(found["native"].histogram) + found["native"].zeros == 35 + 11
+        assert found["native"].layers["vector"].zero_share == 3 / 11
