@@ -7,7 +7,6 @@ at all is allowed) and then step(); all ranks come out of step() with the same v
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
+from launcher.engine.alike import refuse_different_models, take_values_of_rank_0
 from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
@@ -65,10 +65,10 @@ class Stepper:
         self.policy = policy or Policy.fp16()
         self.group = group
         world_size = dist.get_world_size(group) if group else 1
-        _refuse_different_models(model, group)  # first: what comes next then raises on all ranks or on none
+        refuse_different_models(model, group)  # first: what comes next then raises on all ranks or on none
         self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
         self.buffers = Buffers(model, group)
-        self._take_values_of_rank_0()
+        take_values_of_rank_0(self.layout, model, self.buffers, group)
         self._device = self.layout.device
         self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
         transports, self._divisor = choose_transports(wire, self.layout, group)
@@ -289,36 +289,3 @@ class Stepper:
                 f"backward() was called more than {self._micro_batches} times before step(). "
                 f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
             )
-
-    def _take_values_of_rank_0(self) -> None:
-        if self.group is None:
-            return
-        for segment in self.layout.segments:
-            exact = segment.weight if segment.master is None else segment.master
-            dist.broadcast(exact, group=self.group, group_src=0)
-        self.layout.round_weights()
-        for p in self.model.parameters():
-            if not p.requires_grad:
-                values = p.detach().contiguous()
-                dist.broadcast(values, group=self.group, group_src=0)
-                p.detach().copy_(values)
-        self.buffers.broadcast()
-
-
-def _refuse_different_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All ranks must hold the same tensors in the same order. A collective; all ranks raise alike."""
-    if group is None:
-        return
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    lines = [f"{n} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for n, t in tensors]
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
-    device = tensors[0][1].device if tensors else None
-    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    if both[0] != -both[1]:
-        raise ValueError(
-            "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
-            "or order). Build the same model on all of them; "
-            f"rank {dist.get_rank(group)} has {len(tensors)} of them, the first is "
-            f"{lines[0] if lines else 'none'}."
-        )

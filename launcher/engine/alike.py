@@ -1,0 +1,52 @@
+"""All ranks begin alike: the same tensors, with the values of rank 0.
+
+Owns the comparison of the ranks' models and the broadcasts before the first step. Collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launcher.engine.buffers import Buffers
+from launcher.engine.layout import Layout
+
+
+def refuse_different_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """All ranks must hold the same tensors in the same order. Raises ValueError on all ranks alike."""
+    if group is None:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lines = [f"{n} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+    device = tensors[0][1].device if tensors else None
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if both[0] != -both[1]:
+        raise ValueError(
+            "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
+            "or order). Build the same model on all of them; "
+            f"rank {dist.get_rank(group)} has {len(tensors)} of them, the first is "
+            f"{lines[0] if lines else 'none'}."
+        )
+
+
+def take_values_of_rank_0(
+    layout: Layout, model: nn.Module, buffers: Buffers, group: dist.ProcessGroup | None
+) -> None:
+    """Parameters, frozen ones too, and buffers, bit for bit."""
+    if group is None:
+        return
+    for segment in layout.segments:
+        exact = segment.weight if segment.master is None else segment.master
+        dist.broadcast(exact, group=group, group_src=0)
+    layout.round_weights()
+    for p in model.parameters():
+        if not p.requires_grad:
+            values = p.detach().contiguous()
+            dist.broadcast(values, group=group, group_src=0)
+            p.detach().copy_(values)
+    buffers.broadcast()
