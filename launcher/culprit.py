@@ -6,6 +6,7 @@ all read the same numbers; nothing of the run changes but the random state. Neve
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +16,20 @@ from torch import Tensor, nn
 
 from launcher.data import Batch, DeviceBatches, epoch_order
 from launcher.engine import Stepper
-from launcher.engine.diagnosis import Diagnosis, ModuleFinding, diagnose, nonfinite_parameters
+from launcher.engine.diagnosis import (
+    BackwardDiagnosis,
+    Diagnosis,
+    ModuleFinding,
+    diagnose,
+    diagnose_backward,
+    nonfinite_parameters,
+)
 from launcher.recipe import Loss
 
 MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
 ORDER_BYTES = 8
 NOTHING = 2 ** (8 * ORDER_BYTES) - 1  # the order of a rank that found nothing: after all others
+AFTER_FORWARD = 2**31
 MAX_SAMPLES = 8
 MAX_NAMES = 5
 MAX_RANKS = 4
@@ -64,22 +73,23 @@ class Culprit:
         ]
         return ", ".join(told) + _rest(len(broken), MAX_NAMES)
 
-    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int]) -> str:
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
 
         A collective. `suspected_ranks` are those whose gradient was not finite: they are told of where no
-        forward pass shows anything. The weights are those of now: the step left them alone, but the next
-        one, under way when this one is read, may have moved them a little.
+        pass shows anything. `backward` asks for the backward pass too: the losses were finite. The weights
+        are those of now: the step left them alone, but the next one, under way when this one is read, may
+        have moved them a little.
         """
         plan = self._batches.plan
         try:
-            own = self._look(epoch, (step - 1) % plan.steps_per_epoch)
+            own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
         except Exception as error:  # whatever happens here, the other ranks wait in the exchange below
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
         found = exchange(own, self._group, self._stepper.layout.device)
         return told_by_rank(found, suspected_ranks)
 
-    def _look(self, epoch: int, step_of_epoch: int) -> Evidence:
+    def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
         """Run this rank's micro-batches again: all of them, so that modules that communicate stay in line."""
         plan = self._batches.plan
         order = epoch_order(plan.num_samples, plan.seed, epoch)
@@ -87,7 +97,9 @@ class Culprit:
         found: list[Evidence] = []
         for number, batch in enumerate(self._batches.step(epoch, step_of_epoch)):
             indices = order[positions[number].start : positions[number].stop].tolist()
-            found.append(evidence_of(*self._run(batch), number, batch, indices))
+            forward, loss_finite = self._run(batch)
+            back = self._run_back(batch) if backward else None
+            found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
         return min(found, key=lambda evidence: evidence.order, default=Evidence(NOTHING, "no samples"))
 
     def _run(self, batch: Batch) -> tuple[Diagnosis, bool]:
@@ -101,15 +113,37 @@ class Culprit:
         diagnosis = diagnose(self._stepper.model, forward)
         return diagnosis, bool(losses[0].isfinite())
 
+    def _run_back(self, batch: Batch) -> BackwardDiagnosis | None:
+        """The same there and back, whatever the way there showed: modules that communicate stay in line.
+
+        None where that cannot be done outside a step, as under re-entrant checkpointing.
+        """
+
+        def gradients() -> dict[str, Tensor]:
+            with self._stepper.forward():
+                loss = self._loss(self._stepper.model, batch).sum
+            return self._stepper.dry_backward(loss)
+
+        with contextlib.suppress(RuntimeError):
+            return diagnose_backward(self._stepper.model, gradients)
+        return None
+
 
 def evidence_of(
-    diagnosis: Diagnosis, loss_finite: bool, number: int, batch: Batch, indices: Sequence[int]
+    diagnosis: Diagnosis,
+    loss_finite: bool,
+    back: BackwardDiagnosis | None,
+    number: int,
+    batch: Batch,
+    indices: Sequence[int],
 ) -> Evidence:
     """What speaks against micro-batch `number`, which holds the training samples `indices`."""
     finding = diagnosis.finding
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     if finding is None and loss_finite and not columns:
-        return Evidence(NOTHING, f"{samples_text((), indices)}; {finite_text(diagnosis)}")
+        seen = back is not None and (back.module is not None or bool(back.parameters))
+        parts = [samples_text((), indices), finite_text(diagnosis), backward_text(back)]
+        return Evidence((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
     suspects = sorted({row for rows in columns.values() for row in rows})
     if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
         suspects = list(finding.rows)
@@ -122,7 +156,7 @@ def evidence_of(
     if diagnosis.parameters:
         names = ", ".join(diagnosis.parameters[:MAX_NAMES])
         parts.append(f"weights not finite: {names}{_rest(len(diagnosis.parameters), MAX_NAMES)}")
-    position = 0 if columns else finding.position if finding is not None else 2**31
+    position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
     return Evidence((number << 32) + position, "; ".join(parts))
 
 
@@ -130,15 +164,31 @@ def finite_text(diagnosis: Diagnosis) -> str:
     if diagnosis.largest is None:
         return "the forward pass is finite"
     name, size = diagnosis.largest
-    return (
-        f"the forward pass is finite, its largest value {size:.3g} from {name or 'the model itself'}: "
-        "what is not finite arises in the backward pass"
-    )
+    return f"the forward pass is finite, its largest value {size:.3g} from {_called(name)}"
+
+
+def backward_text(back: BackwardDiagnosis | None) -> str:
+    """Where the gradient left the range of the arithmetic, or how near it came."""
+    if back is None:
+        return "what is not finite arises in the backward pass"
+    if back.module is not None:
+        name, kind, value = back.module
+        parts = [f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"]
+    elif back.parameters:
+        names = ", ".join(back.parameters[:MAX_NAMES]) + _rest(len(back.parameters), MAX_NAMES)
+        parts = [f"gradients not finite: {names}, though those at all outputs were"]
+    else:
+        parts = ["all gradients are finite: it is their sum over micro-batches and ranks that is not"]
+    if back.largest is not None:
+        name, size = back.largest
+        before = "before it " if back.module else ""
+        parts.append(f"the largest {before}{size:.3g} at the output of {_called(name)}")
+    return ", ".join(parts)
 
 
 def module_text(finding: ModuleFinding) -> str:
-    name = f"{finding.name} ({finding.type})" if finding.name else f"the model itself ({finding.type})"
-    text = f"first module whose output was not finite: {name}, {finding.kind}"
+    name = _called(finding.name)
+    text = f"first module whose output was not finite: {name} ({finding.type}), {finding.kind}"
     if not finding.inputs_finite:
         return f"{text}, which was given values that are not finite"
     if finding.input_range is None:
@@ -201,6 +251,11 @@ def master_text(master: Tensor, weight: torch.dtype) -> str:
     if bool(master.isfinite().all()):
         return f"master {float(master.abs().max()):.3g}, beyond the {torch.finfo(weight).max:.4g} of {weight}"
     return "master nan" if bool(master.isnan().any()) else "master inf"
+
+
+def _called(module: str) -> str:
+    """A module by its name in named_modules()."""
+    return module or "the model itself"
 
 
 def _rest(count: int, shown: int) -> str:

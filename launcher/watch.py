@@ -59,7 +59,7 @@ class Inspector(Protocol):
 
     def broken_weights(self) -> str: ...
 
-    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int]) -> str: ...
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str: ...
 
 
 class Watch:
@@ -185,7 +185,9 @@ class Watch:
         lines = [
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {parameters}",
             f"Loss scale: {scales}",
-            self._inspector.explain(moment.epoch, moment.step, report.culprit_ranks),
+            self._inspector.explain(
+                moment.epoch, moment.step, report.culprit_ranks, backward=not report.bad_losses
+            ),
         ]
         return "\n".join(lines)
 

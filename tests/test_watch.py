@@ -88,8 +88,8 @@ class Inspector:
     def broken_weights(self) -> str:
         return self.broken
 
-    def explain(self, *question) -> str:
-        self.asked.append(question)
+    def explain(self, *question, backward: bool) -> str:
+        self.asked.append((*question, backward))
         return "seen again"
 
 
@@ -171,7 +171,7 @@ def test_the_end_tells_ranks_parameters_scales_and_what_was_seen_again(recorder)
     assert lines[2].startswith("Loss scale: 512 from step 6, 256 from step 7")
     assert lines[2].endswith("1 from step 15")
     assert lines[3] == "seen again"
-    assert inspector.asked == [(0, 15, (1,))]
+    assert inspector.asked == [(0, 15, (1,), True)]  # the losses were finite: the backward pass is to blame
 
 
 def test_a_bad_loss_over_broken_weights_ends_the_run_at_once(recorder) -> None:

@@ -1,4 +1,4 @@
-"""What became not finite first: one forward pass, watched module by module.
+"""What became not finite first: one forward or backward pass, watched module by module.
 
 Owns the hooks of that one pass and takes them off again whatever happens. It looks only when asked, after
 something has gone wrong, and changes neither weights nor buffers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -57,6 +58,19 @@ class Diagnosis:
         return self.origin or self.first
 
 
+@dataclass(frozen=True)
+class BackwardDiagnosis:
+    """What one backward pass showed. A module stands for the gradient of its output.
+
+    `module` is the first on the way back whose gradient was not finite, with its type and kind, None where
+    all were; `largest` the one with the largest gradient among those that were finite before it.
+    """
+
+    module: tuple[str, str, Kind] | None
+    largest: tuple[str, float] | None
+    parameters: tuple[str, ...]  # those whose own gradient was not finite
+
+
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
     """The first module of `model` whose output is not finite although its inputs were.
 
@@ -84,6 +98,20 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
         tuple(nonfinite_parameters(model)),
         observer.largest,
     )
+
+
+def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]]) -> BackwardDiagnosis:
+    """Watch one backward pass: `run` does a forward pass, then gives the gradients by parameter name.
+
+    Buffers that it moves are put back.
+    """
+    observer = _BackwardObserver()
+    with torch.enable_grad(), buffers_kept(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(observer.watcher(name)).remove)
+        gradients = run()
+    bad = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
+    return BackwardDiagnosis(observer.module, observer.largest, bad)
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
@@ -142,7 +170,7 @@ class _Observer:
             finding = ModuleFinding(
                 name,
                 type(module).__name__,
-                "nan" if bool(bad.isnan().any()) else "inf",
+                _kind(bad),
                 self._ended,
                 inputs.finite,
                 inputs.range,
@@ -160,11 +188,39 @@ class _Observer:
                 self.largest = (name, size)
 
 
+@dataclass
+class _BackwardObserver:
+    """Hangs a hook on every module's output; autograd calls them in the order of the way back."""
+
+    module: tuple[str, str, Kind] | None = None
+    largest: tuple[str, float] | None = None
+
+    def watcher(self, name: str) -> Callable[..., None]:
+        def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+            for tensor in _floats(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._see, name, module))  # type: ignore[no-untyped-call]
+
+        return watch
+
+    def _see(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+        if self.module is not None:
+            return
+        if not _finite(gradient):
+            self.module = (name, type(module).__name__, _kind(gradient))
+        elif (size := float(gradient.abs().max())) > (self.largest or ("", 0.0))[1]:
+            self.largest = (name, size)
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return "nan" if bool(tensor.isnan().any()) else "inf"
+
+
 def _floats(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors within, however nested, that have elements."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
-            yield value.detach()
+            yield value
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _floats(item)

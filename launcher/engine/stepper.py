@@ -135,10 +135,24 @@ class Stepper:
         if last:
             self._tally.send()
         self.reducer.begin_backward(last)
-        factor = self.scale.value() / self._reference  # both powers of two: exact
-        # Emulated arithmetic must reach the forward passes that activation checkpointing repeats in backward.
-        with self.forward() if self.emulation.used else nullcontext():
-            (loss_sum * factor).backward()  # type: ignore[no-untyped-call]
+        with self._during_backward():
+            self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
+
+    def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
+        """The gradients of one micro-batch at the loss scale of now, by name, as autograd gives them.
+
+        It takes no part in a step and leaves no trace. Raises RuntimeError under re-entrant checkpointing.
+        """
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with self._during_backward():
+            found = torch.autograd.grad(
+                self._objective(loss_sum), list(trainable.values()), allow_unused=True
+            )
+        return {
+            name: gradient
+            for name, gradient in zip(trainable, found, strict=True)
+            if gradient is not None and gradient.numel()
+        }
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step."""
@@ -259,6 +273,15 @@ class Stepper:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
         self._done = 0
         self._tally.restart()
+
+    def _objective(self, loss_sum: Tensor) -> Tensor:
+        """J = (S / n0) * sum of losses, in fp32."""
+        assert self._reference is not None
+        return loss_sum * (self.scale.value() / self._reference)  # both powers of two: exact
+
+    def _during_backward(self) -> AbstractContextManager[object]:
+        """Emulated arithmetic must reach the forward passes that activation checkpointing repeats there."""
+        return self.forward() if self.emulation.used else nullcontext()
 
     def _clip_factor(self, grad_norm: Tensor) -> Tensor:
         """min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`."""

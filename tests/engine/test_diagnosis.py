@@ -6,12 +6,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Stepper
-from launcher.engine.diagnosis import buffers_kept, diagnose, first_nonfinite_module, nonfinite_parameters
-from tests.models import conv_net, mlp
+from launcher.engine.diagnosis import (
+    buffers_kept,
+    diagnose,
+    diagnose_backward,
+    first_nonfinite_module,
+    nonfinite_parameters,
+)
+from tests.engine.observe import state_digest
+from tests.models import conv_net, features, mlp
 
 
 class Faulty(nn.Module):
@@ -162,3 +170,60 @@ def test_no_gradient_and_no_grad_mode_is_left() -> None:
     assert all(p.grad is None for p in model.parameters())
     with buffers_kept(model):
         pass
+
+
+class Growing(nn.Module):
+    """Passes its input on, and the gradient multiplied."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * self.factor - (x * self.factor).detach())
+
+
+def gradients_on(model: nn.Module, x: Tensor) -> Callable[[], dict[str, Tensor]]:
+    parameters = dict(model.named_parameters())
+    return lambda: dict(
+        zip(parameters, torch.autograd.grad(model(x).sum(), list(parameters.values())), strict=True)
+    )
+
+
+def test_the_first_gradient_on_the_way_back_is_named_by_its_module() -> None:
+    """3 multiplies it beyond the range, so what comes out of 2 is the first that is not finite."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Growing(torch.inf), nn.Identity())
+    found = diagnose_backward(model, gradients_on(model, torch.ones(2, 4)))
+    assert found.module == ("2", "Linear", "inf")
+    assert found.largest is not None
+    assert found.largest[1] == 1.0
+    assert found.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def test_only_a_parameters_gradient_may_be_at_fault() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+    found = diagnose_backward(model, gradients_on(model, torch.full((2, 1), 3e38)))
+    assert found.module is None
+    assert found.parameters == ("0.weight",)
+    assert found.largest is not None
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_a_dry_backward_gives_the_gradients_of_the_step_and_leaves_no_trace(policy: Policy) -> None:
+    model = conv_net()
+    images, labels = features(8, 0, (3, 8, 8))
+    stepper = Stepper(model, SGD(0.1), policy, reference_count=8)
+
+    def loss_sum() -> Tensor:
+        with stepper.forward():
+            return F.cross_entropy(model(images).float(), labels, reduction="sum")
+
+    before = state_digest(stepper)
+    with buffers_kept(model):
+        dry = stepper.dry_backward(loss_sum())
+    assert state_digest(stepper) == before
+    assert all(p.grad is None for p in model.parameters())
+    stepper.backward(loss_sum(), 8)
+    stepper.step()
+    for name, gradient in stepper.layout.gradients().items():
+        assert torch.equal(dry[name].to(gradient.dtype), gradient), name

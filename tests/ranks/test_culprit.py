@@ -31,7 +31,7 @@ def breaking_transform(batch: Batch, noise: torch.Tensor) -> Batch:
     return batch
 
 
-def explain(env: WorkerEnv, planted: int, transform_fails: bool) -> tuple[str, bool]:
+def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool = False) -> tuple[str, bool]:
     """What this rank is told, and whether its state stayed as it was."""
     images, labels = features(NUM_SAMPLES, 0, (3, 8, 8))
     images[planted, 1, 2, 3] = float("nan")
@@ -39,10 +39,17 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool) -> tuple[str, b
     transform = breaking_transform if transform_fails else None
     batches = DeviceBatches(TensorData({"image": images, "label": labels}), plan, transform)
     model = conv_net().train()
-    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, micro_batches=plan.micro_batches)
+    stepper = Stepper(
+        model,
+        SGD(0.1),
+        Policy.fp16(),
+        env.group,
+        micro_batches=plan.micro_batches,
+        reference_count=BATCH_SIZE // env.world_size,
+    )
     before = state_digest(stepper)
     text = Culprit(stepper, loss, batches, env.group).explain(
-        EPOCH, EPOCH * plan.steps_per_epoch + STEP, range(env.world_size)
+        EPOCH, EPOCH * plan.steps_per_epoch + STEP, range(env.world_size), backward
     )
     return text, state_digest(stepper) == before
 
@@ -58,10 +65,11 @@ def place_of(position: int, world_size: int) -> tuple[int, int]:
     return int(order[at]), rank
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("world_size", "position"), [(1, 0), (2, 3), (2, 15), (3, 7), (4, 12)])
-def test_all_ranks_name_the_same_rank_sample_and_module(world_size: int, position: int) -> None:
+def test_all_ranks_name_the_same_rank_sample_and_module(world_size, position, backward) -> None:
     sample, rank = place_of(position, world_size)
-    results = run_ranks(world_size, explain, sample, False)
+    results = run_ranks(world_size, explain, sample, False, backward)
     texts = {text for text, _ in results}
     assert len(texts) == 1
     assert all(unchanged for _, unchanged in results)
@@ -81,6 +89,8 @@ def test_a_rank_that_cannot_look_again_does_not_hang_the_others() -> None:
 
 def test_a_clean_batch_is_told_as_finite() -> None:
     outside = int(epoch_order(NUM_SAMPLES, SEED, EPOCH)[-1])
-    (first, _), (second, _) = run_ranks(2, explain, outside, False)
+    (first, _), (second, unchanged) = run_ranks(2, explain, outside, False, True)
     assert first == second
     assert first.count("the forward pass is finite") == 2
+    assert first.count("all gradients are finite: it is their sum over micro-batches and ranks that is") == 2
+    assert unchanged
