@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -46,6 +47,22 @@ def launcher_words(command: str) -> list[str]:
 
 def test_it_is_short_enough_to_be_read() -> None:
     assert len(TEXT.splitlines()) <= 150
+
+
+def test_the_table_of_wires_is_what_the_benchmark_found() -> None:
+    found = json.loads((ROOT / "scripts/bench/results/wire_precision.json").read_text())["rows"]
+    lines = TEXT.partition("| simulated on real gradients")[2].splitlines()[2:6]
+    for wire, line in zip(("plain", "average", "split", "fp32"), lines, strict=True):
+        cells = [cell.strip() for cell in line.split("|")[2:-1]]
+        rows = [row for row in found if row["wire"] == wire]
+        assert [row["ranks"] for row in rows] == [8, 64, 512, 4096]
+        for cell, row in zip(cells, rows, strict=True):
+            error, zeros, scale = cell.split("; ")
+            assert error == f"{100 * row['error_at_largest_scale']:.2f} %"
+            assert float(zeros.removesuffix(" %")) == pytest.approx(
+                100 * row["zeros_by_scale_exponent"]["0"], abs=0.5 if "." not in zeros else 0.05
+            )
+            assert scale == f"2^{row['largest_scale_exponent']}"
 
 
 def test_a_recipe_of_ones_own_takes_at_most_25_lines() -> None:
