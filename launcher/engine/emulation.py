@@ -70,13 +70,17 @@ PROMOTING = frozenset(
     [
         *_functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
         *_functions("grid_sample grid_sampler index_put scatter_add"),
+        # In half, a processor's backward pass adds the gradients of equal tokens in half, too.
+        *_functions("embedding embedding_bag", torch),
     ]
 )
 # Written in Python from other functions, which the mode must see one by one. The backward passes are here
 # because activation checkpointing runs forward passes within them.
 COMPOSITES = frozenset(
     [
-        *_functions("multi_head_attention_forward gumbel_softmax local_response_norm"),
+        *_functions(
+            "multi_head_attention_forward gumbel_softmax local_response_norm embedding embedding_bag", F
+        ),
         *_functions("triplet_margin_with_distance_loss"),
         *_functions("backward", torch.Tensor),
         *_functions("backward grad", torch.autograd),

@@ -371,3 +371,18 @@ def test_the_context_leaves_no_trace_even_after_an_error() -> None:
         raise ZeroDivisionError
     assert not torch._C._is_any_autocast_enabled()
     assert torch.exp(torch.ones(1, dtype=HALF)).dtype == HALF
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.bf16()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_the_gradients_of_equal_tokens_are_summed_in_fp32(policy, kind) -> None:
+    """16384 ones: in fp16 the sum would stay at 2048, in bf16 at 256."""
+    table = kind(3, 2).to(policy.weights)
+    tokens = torch.ones(16384, 1, dtype=torch.int64)
+    with policy.forward(torch.device("cpu"), emulate=True):
+        out = table(tokens)
+    assert out.dtype == policy.weights
+    out.sum(dtype=torch.float32).backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.dtype == policy.weights
+    assert table.weight.grad[1].tolist() == [16384, 16384]
