@@ -170,12 +170,30 @@ class Watch:
                 f"optim.lr, or set optim.clip_norm.\n{self._evidence(moment, report)}"
             )
         if report.floor_skips >= self._limits.max_floor_skips:
+            at, advice = self._floor(report.scale)
             raise DivergedError(
-                f"the gradient overflowed in {report.floor_skips} steps in a row at loss scale "
-                f"{report.scale:g}, the smallest allowed, the last being step {moment.step}. Lower optim.lr, "
-                "or try precision=amp_fp16 or precision=fp32."
-                f"\n{self._evidence(moment, report)}"
+                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
+                f"{moment.step}. {advice}\n{self._evidence(moment, report)}"
             )
+
+    def _floor(self, scale: float) -> tuple[str, str]:
+        """Where the gradient overflows although the scale cannot fall, and what to do about it."""
+        mode, least = self._limits.mode, self._limits.min
+        if mode == "none":
+            return (
+                " without a loss scale",
+                "Lower optim.lr, or make the loss smaller. wire.dtype=fp32 has more room.",
+            )
+        if mode == "static":
+            return (
+                f" at the constant loss scale {scale:g}",
+                "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic.",
+            )
+        lower = "" if least == 1 else " Lower precision.scale.min, too."
+        return (
+            f" at loss scale {scale:g}, the smallest allowed",
+            f"Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32.{lower}",
+        )
 
     def _evidence(self, moment: Moment, report: StepReport) -> str:
         """What is known of a step that ends the run: ranks, parameters, loss scale, and a closer look."""

@@ -99,10 +99,11 @@ def watch_over(
     every: int = 2,
     inspector: Inspector | None = None,
     gradients_every: int | None = None,
+    limits: ScaleConfig = LIMITS,
 ) -> Watch:
     telemetry = Telemetry([recorder])
     looks = GradientLooks(lambda: GRADIENTS, telemetry, gradients_every, torch.device("cpu"))
-    watch = Watch(telemetry, LIMITS, every, torch.device("cpu"), inspector or Inspector(), looks)
+    watch = Watch(telemetry, limits, every, torch.device("cpu"), inspector or Inspector(), looks)
     for step, report in enumerate(reports, 1):
         watch.see(Moment(0, step), Ready(report))
     return watch
@@ -221,3 +222,19 @@ def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
         "gradients/zero_share_at_scale_1",
         "gradients/near_max_share",
     ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "words"),
+    [
+        ("dynamic", 1, r"at loss scale 1024, the smallest allowed, .*Lower optim.lr or the loss"),
+        ("auto", 64, r"the smallest allowed, .*Lower precision.scale.min, too"),
+        ("static", 1, r"at the constant loss scale 1024, .*precision.scale.init.*mode=dynamic"),
+        ("none", 1, r"in a row without a loss scale, .*wire.dtype=fp32"),
+    ],
+)
+def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(recorder, mode, least, words) -> None:
+    limits = replace(LIMITS, mode=mode, min=least)
+    watch = watch_over(recorder, [replace(OVERFLOW, floor_skips=4)], limits=limits)
+    with pytest.raises(DivergedError, match=words):
+        watch.catch_up()
