@@ -15,6 +15,7 @@ from launcher.errors import ConfigError
 from launcher.problems import show, summary, unknown_key
 from launcher.rules import PRECISIONS, RULES, is_number, value_problem
 
+OF_OUR_OWN = ("sgd", "adamw")  # the optimizers that need neither whole parameters nor masters
 OPTIONS = "options"  # where the keys of a model's or data set's own lie in the dataclasses
 
 
@@ -82,6 +83,17 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
         yield (
             {"data.batch_size", "data.micro_batch"},
             f"data.micro_batch={micro}: must be at most data.batch_size={batch}, a whole update.",
+        )
+    name = leaves["optim.name"]
+    if name not in OF_OUR_OWN and leaves["wire.shard"] is True:
+        yield (
+            {"optim.name", "wire.shard"},
+            f"wire.shard=true: excludes optim={name}, which needs whole parameters. Use sgd or adamw.",
+        )
+    if name not in OF_OUR_OWN and precision == "pure_fp16":
+        yield (
+            {"optim.name", "precision.name"},
+            f"precision=pure_fp16: excludes optim={name}, which needs fp32 masters. Use sgd or adamw.",
         )
     if leaves["model.sync_bn"] is True and leaves["train.compile"] is True:
         yield (

@@ -264,3 +264,15 @@ def test_composing_creates_no_file(tmp_path, monkeypatch) -> None:
     composed("recipe=resnet18")
     compose_jobs(Request(("recipe=resnet18", "seed=0,1"), multirun=True))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("wire.shard=true", "wire.shard=true: excludes optim=adam, which needs whole parameters"),
+        ("precision=pure_fp16", "precision=pure_fp16: excludes optim=adam, which needs fp32 masters"),
+    ],
+)
+def test_what_an_optimizer_of_torch_cannot_do_is_known_before_any_worker_starts(word, text) -> None:
+    assert text in problems("recipe=resnet18", "optim=adam", word)
+    assert composed("recipe=resnet18", "optim=adamw", word).optim.name == "adamw"
