@@ -26,9 +26,9 @@ from launcher.config import Config
 from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
-from launcher.engine import Stepper
+from launcher.engine import Stepper, UnusableError
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
-from launcher.errors import LauncherError, OutOfMemoryError, PreemptedError
+from launcher.errors import ConfigError, LauncherError, OutOfMemoryError, PreemptedError
 from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
@@ -66,23 +66,24 @@ def run(
     with heeded(alone) as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
             _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
-        except torch.cuda.OutOfMemoryError as error:
-            failure = OutOfMemoryError(
-                f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
-                "Lower data.micro_batch (the update stays that of data.batch_size)."
-            )
-            claim_first_failure(store, job, launch.rank)
-            _tell_of_failure(telemetry, run_dir, launch, failure)
-            _let_go(error)
-            raise failure from error
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
-            stall = stall_of(error, store, job, launch)
-            _tell_of_failure(telemetry, run_dir, launch, stall or error)
+            failure = _users_to_mend(error, launch) or stall_of(error, store, job, launch)
+            _tell_of_failure(telemetry, run_dir, launch, failure or error)
             _let_go(error)
-            if stall is not None:
-                raise stall from error
+            if failure is not None:
+                raise failure from error
             raise
+
+
+def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
+    """What a user can do about an error of torch or of the engine, None where it is none of those."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return OutOfMemoryError(
+            f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
+            "Lower data.micro_batch (the update stays that of data.batch_size)."
+        )
+    return ConfigError(str(error)) if isinstance(error, UnusableError) else None
 
 
 def _let_go(error: BaseException) -> None:

@@ -104,3 +104,30 @@ def test_an_overflow_at_the_floor_tells_the_way_down_and_the_batch(tmp_path) -> 
     assert "  rank 0: micro-batch of 16 training samples " in error
     assert "the forward pass is finite, its largest value " in error
     assert "first gradient that was not finite: at the output of 3 (Linear), inf" in error
+
+
+BAD_MODELS = {
+    "frozen": ("nn.Linear(8, 3).requires_grad_(False)", "Linear has no trainable parameter"),
+    "fp64": ("nn.Linear(8, 3).double()", "parameter weight is torch.float64"),
+}
+
+
+@pytest.mark.parametrize(("build", "text"), BAD_MODELS.values(), ids=BAD_MODELS)
+@pytest.mark.parametrize(
+    "words", [[], ["launch.nproc=2", "launch.max_restarts=2"]], ids=["torchrun", "parent"]
+)
+def test_a_model_that_cannot_be_trained_is_one_line_and_no_reason_to_restart(
+    tmp_path, words, build, text
+) -> None:
+    recipe = re.sub(r"nn\.Sequential\(.*\),\n", f"{build},\n", RECIPE.format(poisoned=None, factor=1))
+    (tmp_path / "own.py").write_text(recipe)
+    own = ["recipe=resnet18", "recipe.uses=own", "recipes.path=own.py", f"data.batch_size={BATCH}"]
+    done = launch(tmp_path, [*own, *words, "tracker=none"], ranks=0 if words else 2)
+    result = read_json(only_run(tmp_path) / "result.json")
+    assert (result["state"], result["exit"]) == ("failed", 2)
+    assert text in result["error"]
+    assert done.stderr.count(text) == 1
+    assert "restart" not in done.stdout + done.stderr
+    if words:
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from launcher.engine.adapter import TorchOptimizer
 from launcher.engine.policy import Policy
+from launcher.engine.refusal import UnusableError
 from launcher.engine.result import StepReport, StepResult
 from launcher.engine.scale import Scaling
 from launcher.engine.stepper import Stepper
@@ -17,5 +18,6 @@ __all__ = [
     "StepResult",
     "Stepper",
     "TorchOptimizer",
+    "UnusableError",
     "Wire",
 ]

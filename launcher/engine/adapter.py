@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.layout import Layout, Piece
+from launcher.engine.refusal import UnusableError
 from launcher.engine.shards import Shards
 from launcher.engine.state import refuse_other_names
 from launcher.engine.update import Scalars
@@ -38,7 +39,9 @@ class TorchOptimizer:
     def __post_init__(self) -> None:
         reason = _REFUSED.get(self.kind.__name__)
         if reason is not None:
-            raise ValueError(f"{self.kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
+            raise UnusableError(
+                f"{self.kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam."
+            )
 
 
 class AdaptedUpdater:
@@ -46,12 +49,12 @@ class AdaptedUpdater:
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], optimizer: TorchOptimizer) -> None:
         if [piece.weight.numel() for piece in pieces] != [segment.numel for segment in layout.segments]:
-            raise ValueError(
+            raise UnusableError(
                 f"{optimizer.kind.__name__} cannot be sharded: it needs whole parameters. "
                 "Use SGD or AdamW, or a wire that is not sharded."
             )
         if any(piece.master is None for piece in pieces):
-            raise ValueError(
+            raise UnusableError(
                 f"{optimizer.kind.__name__} needs fp32 masters, and this policy has none. "
                 "Use SGD or AdamW, or a policy with masters."
             )
@@ -96,9 +99,15 @@ class AdaptedUpdater:
         given = {name for _, _, name in (key.partition("/") for key in named)}
         refuse_other_names("optimizer states", set(self._masters) if given else set(), given)
         self._optimizer.state.clear()
+        on_device = any(self._optimizer.defaults.get(key) for key in ("capturable", "fused"))
         for key, value in named.items():
             state, _, name = key.partition("/")
-            self._optimizer.state[self._masters[name]][state] = value.clone()
+            master = self._masters[name]
+            # torch counts steps on the host, unless the whole optimizer runs on the device
+            stays = state == "step" and not on_device
+            self._optimizer.state[master][state] = (
+                value.clone() if stays else value.to(master.device, copy=True)
+            )
 
     def tensors(self) -> list[Tensor]:
         """All states."""

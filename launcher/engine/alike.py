@@ -13,24 +13,31 @@ from torch import nn
 
 from launcher.engine.buffers import Buffers
 from launcher.engine.layout import Layout
+from launcher.engine.refusal import UnusableError
 
 
-def refuse_different_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All ranks must hold the same tensors in the same order. Raises ValueError on all ranks alike."""
+def refuse_different_models(
+    model: nn.Module, reference_count: int | None, group: dist.ProcessGroup | None
+) -> None:
+    """All ranks must hold the same tensors in the same order, and be given the same reference count.
+
+    Raises ValueError on all ranks alike.
+    """
     if group is None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    lines.append(f"reference_count {reference_count}")
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
     device = tensors[0][1].device if tensors else None
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     if both[0] != -both[1]:
-        raise ValueError(
+        raise UnusableError(
             "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
-            "or order). Build the same model on all of them; "
+            "or order), or were given different reference counts. Build the same model on all of them; "
             f"rank {dist.get_rank(group)} has {len(tensors)} of them, the first is "
-            f"{lines[0] if lines else 'none'}."
+            f"{lines[0] if tensors else 'none'}. Its reference count is {reference_count}."
         )
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine.refusal import UnusableError
+
 
 class Buffers:
     """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy."""
@@ -21,6 +23,12 @@ class Buffers:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         self._flat = [_flatten(group) for group in by_dtype.values()]
         self._before = [torch.empty_like(flat) for flat in self._flat]
+        self._homes = [
+            (f"{prefix}.{key}".lstrip("."), module, key, buffer)
+            for prefix, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.numel()
+        ]
 
     def tensors(self) -> list[Tensor]:
         """Everything held here, the snapshot included."""
@@ -33,6 +41,24 @@ class Buffers:
         """
         for before, flat in zip(self._before, self._flat, strict=True):
             before.copy_(flat)
+
+    def collect(self) -> None:
+        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.
+
+        Raises UnusableError where that has another shape or dtype.
+        """
+        for name, module, key, buffer in self._homes:
+            new = module._buffers.get(key)
+            if new is buffer:
+                continue
+            if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+                raise UnusableError(
+                    f"buffer {name} ({buffer.dtype}, {tuple(buffer.shape)}) was replaced by "
+                    f"{None if new is None else (new.dtype, tuple(new.shape))}. A buffer may change its "
+                    "values only: register it with its final shape and dtype."
+                )
+            buffer.data.copy_(new.detach())
+            module._buffers[key] = buffer
 
     def restore_if(self, skipped: Tensor) -> None:
         """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true."""

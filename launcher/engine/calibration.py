@@ -7,7 +7,7 @@ and leaves no trace: weights, gradients, buffers and random state are as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,17 +22,19 @@ UNKNOWN = -(2**31)
 def safe_exponent(
     model: nn.Module,
     loss_sum: Callable[[], Tensor] | None,
+    gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
     reference_count: int,
-    ranks_on_wire: float,
+    growth: float,
     group: dist.ProcessGroup | None,
 ) -> int | None:
-    """The largest s at which 2^s / n0 times every gradient of one batch stays two octaves below 65504.
+    """The largest s at which 2^s / n0 times every gradient of one micro-batch stays two octaves below 65504.
 
-    `loss_sum` runs the forward pass on this rank's batch and gives its summed loss; None where the rank has
-    no batch. `ranks_on_wire` is how many times larger the sum on the wire may be than one rank's part.
-    None if no rank saw a gradient other than zero, or any saw one that is not finite. A collective.
+    `loss_sum` runs the forward pass on this rank's micro-batch and gives its summed loss; None where the
+    rank has none; `gradients_of` back-propagates it. `growth` is how many times larger a
+    parameter's gradient may be on the wire. None if no rank saw a gradient other than zero, or any saw one
+    that is not finite. A collective.
     """
-    largest = None if loss_sum is None else _largest_gradient(model, loss_sum)
+    largest = None if loss_sum is None else _largest_gradient(model, loss_sum, gradients_of, growth)
     agreed = torch.tensor(_octave(largest), dtype=torch.int64)
     if group is not None:
         agreed = agreed.to(next(model.parameters()).device)
@@ -40,7 +42,7 @@ def safe_exponent(
     octave = int(agreed)
     if octave in (UNKNOWN, -UNKNOWN):
         return None
-    room = math.floor(math.log2(FP16_MAX / HEADROOM / ranks_on_wire * reference_count))
+    room = math.floor(math.log2(FP16_MAX / HEADROOM * reference_count))
     return room - octave
 
 
@@ -51,13 +53,16 @@ def _octave(largest: float | None) -> int:
     return math.ceil(math.log2(largest)) if math.isfinite(largest) else -UNKNOWN
 
 
-def _largest_gradient(model: nn.Module, loss_sum: Callable[[], Tensor]) -> float:
-    """Over all parameters and all outputs of modules: those are what fp16 must hold in backward."""
+def _largest_gradient(
+    model: nn.Module,
+    loss_sum: Callable[[], Tensor],
+    gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
+    growth: float,
+) -> float:
+    """Of the outputs of modules, and of parameters times `growth`: those are what fp16 must hold."""
     seen: list[Tensor] = []
     with _widened(model), _watched_outputs(model, seen):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(loss_sum(), parameters, allow_unused=True)
-        seen += [gradient.abs().amax() for gradient in gradients if gradient is not None and gradient.numel()]
+        seen += [growth * g.float().abs().amax() for g in gradients_of(loss_sum()).values()]
         return float(torch.stack([value.float() for value in seen]).amax()) if seen else 0.0
 
 
@@ -65,7 +70,7 @@ def _largest_gradient(model: nn.Module, loss_sum: Callable[[], Tensor]) -> float
 def _widened(model: nn.Module) -> Iterator[None]:
     """Half parameters as fp32 while the context lasts; the random state is put back."""
     halves = [(p, p.data) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
-    devices = [torch.cuda.current_device()] if halves and halves[0][1].is_cuda else []
+    devices = [torch.cuda.current_device()] if any(p.is_cuda for p in model.parameters()) else []
     with torch.random.fork_rng(devices):
         try:
             for p, half in halves:

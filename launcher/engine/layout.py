@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from launcher.engine.memory import flat_zeros
 from launcher.engine.policy import Policy
+from launcher.engine.refusal import UnusableError
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
@@ -135,8 +136,9 @@ class Layout:
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
         self.device = trainable[0][1].device
         self.world_size = world_size
-        matrices = [n for n, p in self.parameters.items() if p.ndim >= 2]
-        vectors = [n for n, p in self.parameters.items() if p.ndim < 2]
+        halves = _half_in(model, policy)
+        matrices = [n for n, p in self.parameters.items() if p in halves]
+        vectors = [n for n, p in self.parameters.items() if p not in halves]
         wire = wire or policy.wire
         run_bytes = run_bytes or default_run_bytes(
             sum(self.parameters[n].numel() for n in matrices) * wire.itemsize
@@ -229,15 +231,15 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]]) -> None:
     if not trainable:
-        raise ValueError(
+        raise UnusableError(
             f"{type(model).__name__} has no trainable parameter. At least one needs requires_grad=True."
         )
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
-        raise ValueError(f"parameters lie on {len(devices)} devices ({devices}). Move the model to one.")
+        raise UnusableError(f"parameters lie on {len(devices)} devices ({devices}). Move the model to one.")
     for name, p in trainable:
         if p.dtype not in _FLOATS or p.layout != torch.strided:
-            raise ValueError(
+            raise UnusableError(
                 f"parameter {name} is {p.dtype}, {p.layout}. Trainable parameters are dense and "
                 "float32, float16 or bfloat16: convert it, or freeze it with requires_grad_(False)."
             )
@@ -248,8 +250,22 @@ def _dense_stride(p: Tensor) -> tuple[int, ...]:
     return torch.empty_like(p, device="meta").stride()
 
 
+def _half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
+    """The parameters that are half where a policy has half weights: matrices, and all of an RNN's.
+
+    cuDNN wants the parameters of one RNN in one dtype, and autocast refuses to mix them.
+    """
+    halves = {p for p in model.parameters() if p.ndim >= 2}
+    if policy.weights != torch.float32:
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                halves.update(module.parameters())
+    return halves
+
+
 def _round_frozen(model: nn.Module, policy: Policy) -> None:
     """Frozen parameters take part in half arithmetic like trainable ones."""
+    halves = _half_in(model, policy)
     for p in model.parameters():
         if not p.requires_grad and p.dtype in _FLOATS:
-            p.data = p.data.to(policy.weights if p.ndim >= 2 else torch.float32)
+            p.data = p.data.to(policy.weights if p in halves else torch.float32)

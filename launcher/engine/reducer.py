@@ -7,8 +7,9 @@ without a gradient send zeros. How a bucket travels is the business of `wires`.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine.layout import Layout, Segment, Slot
+from launcher.engine.refusal import UnusableError
 from launcher.engine.sums import SumOfSquares
 from launcher.engine.wires import Bucket, ShardedSum, Transport
 
@@ -60,7 +62,16 @@ class Reducer:
         self._overlap = overlap
         self._transports = transports
         self._sharded = any(isinstance(transport, ShardedSum) for transport in transports.values())
-        self.buckets = _buckets(layout, self._world_size)
+        self.buckets = _buckets(layout, self._world_size, transports)
+        # [parameters] those of segments that every rank holds whole
+        self._replicated = torch.tensor(
+            [
+                not isinstance(transports[bucket.segment.name], ShardedSum)
+                for bucket in self.buckets
+                for _ in bucket.slots
+            ],
+            device=layout.device,
+        )
         sums = SumOfSquares(layout.device, compiled)
         self._own_looks = [
             sums.over([slot.flat(bucket.segment.grad) for slot in bucket.slots])
@@ -81,6 +92,7 @@ class Reducer:
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None
         self._summed: set[int] = set()  # slots whose accumulator holds a gradient of this step
         self._backward = _Backward()
+        self._listens = True
         self._next = 0
         self._sent_bytes = 0
         self._hooks = [
@@ -101,15 +113,11 @@ class Reducer:
 
     def take(self, segment: Segment, slot: Slot, gradient: Tensor) -> None:
         """Receive a parameter's gradient from autograd."""
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of {slot.name} is sparse; only dense ones can travel. Build the embedding "
-                "with sparse=False."
-            )
+        refuse_sparse(slot.name, gradient)
         again = slot.index in self._backward.arrived
         self._backward.arrived.add(slot.index)
         if again and self._home[slot.index].index < self._next:
-            raise RuntimeError(
+            raise UnusableError(
                 f"parameter {slot.name} received a gradient twice in one backward pass, after its bucket "
                 "was sent. Re-entrant activation checkpointing does that: use use_reentrant=False, or "
                 "build the Stepper with overlap=False."
@@ -117,11 +125,32 @@ class Reducer:
         if self._accumulated is not None:
             self._accumulate(self._accumulated[segment.name], slot, gradient)
         elif again:
-            slot.view(segment.grad).add_(gradient * self._transports[segment.name].before)
+            wire = slot.view(segment.grad)
+            wire.add_(_exact(gradient, wire), alpha=self._transports[segment.name].before)
         else:
             self._write(segment, slot.view(segment.grad), gradient)
         if self._backward.last and self._overlap and not again:
             self._ready(slot)
+
+    @property
+    def has_received(self) -> bool:
+        """Whether any parameter has a gradient of the backward pass under way."""
+        return bool(self._backward.arrived)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """While this lasts, gradients stay where autograd puts them: that pass is no part of a step."""
+        self._listens = False
+        try:
+            yield
+        finally:
+            self._listens = True
+
+    def receive(self, segment: Segment, slot: Slot, parameter: nn.Parameter) -> None:
+        """Take over what autograd has just put into `parameter.grad`."""
+        if self._listens and parameter.grad is not None:
+            self.take(segment, slot, parameter.grad)
+            parameter.grad = None
 
     def flush(self) -> None:
         """Send all that is left: the buckets of parameters that received no gradient, with zeros.
@@ -176,19 +205,10 @@ class Reducer:
         """Each rank has seen its piece only: add the sums. A SUM, because a MAX may drop a NaN."""
         own = torch.zeros(self._world_size, dtype=torch.float64, device=self._layout.device)
         own[self._rank] = self._own_gradient_is_bad()
-        replicated = self._replicated_slots()
-        looks = torch.cat([reduced.sums.masked_fill(replicated, 0.0) if self._rank else reduced.sums, own])
+        sums = reduced.sums.masked_fill(self._replicated, 0.0) if self._rank else reduced.sums
+        looks = torch.cat([sums, own])  # those that all hold are counted by rank 0
         dist.all_reduce(looks, group=self._group)
         reduced.sums, reduced.culprits = looks[: -self._world_size], looks[-self._world_size :]
-
-    def _replicated_slots(self) -> Tensor:
-        """[parameters] bool: those of segments that every rank holds whole; rank 0 alone counts them."""
-        flags = [
-            not isinstance(self._transports[bucket.segment.name], ShardedSum)
-            for bucket in self.buckets
-            for _ in bucket.slots
-        ]
-        return torch.tensor(flags, device=self._layout.device)
 
     def _own_gradient_is_bad(self) -> Tensor:
         looks = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
@@ -200,7 +220,7 @@ class Reducer:
         if factor == 1.0:
             wire.copy_(gradient)
         else:
-            torch.mul(gradient, factor, out=wire)
+            torch.mul(_exact(gradient, wire), factor, out=wire)
 
     def _accumulate(self, totals: Tensor, slot: Slot, gradient: Tensor) -> None:
         total = slot.view(totals)
@@ -243,11 +263,24 @@ def _hook(reducer: Reducer, segment: Segment, slot: Slot) -> Callable[[nn.Parame
 
     def receive(parameter: nn.Parameter) -> None:
         reducer = held()
-        if reducer is not None and parameter.grad is not None:
-            reducer.take(segment, slot, parameter.grad)
-            parameter.grad = None
+        if reducer is not None:
+            reducer.receive(segment, slot, parameter)
 
     return receive
+
+
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """Raise UnusableError for a gradient of the parameter `name` that no bucket has room for."""
+    if gradient.layout != torch.strided:
+        raise UnusableError(
+            f"the gradient of {name} is sparse; only dense ones can travel. Build the embedding with "
+            "sparse=False."
+        )
+
+
+def _exact(gradient: Tensor, wire: Tensor) -> Tensor:
+    """What may be multiplied for this wire: `torch.mul(half, c, out=fp32)` would compute in half first."""
+    return gradient if gradient.dtype == wire.dtype else gradient.float()
 
 
 def _accumulators(layout: Layout) -> dict[str, Tensor]:
@@ -258,8 +291,11 @@ def _accumulators(layout: Layout) -> dict[str, Tensor]:
     }
 
 
-def _buckets(layout: Layout, world_size: int) -> list[Bucket]:
-    """One bucket per run. The last segment's gradients are re-made with `world_size` elements behind them."""
+def _buckets(layout: Layout, world_size: int, transports: Mapping[str, Transport]) -> list[Bucket]:
+    """One bucket per run. The last segment's gradients are re-made with `world_size` elements behind them.
+
+    Those travel with the last bucket, but where that is sharded: no rank would receive them all.
+    """
     last = layout.segments[-1]
     whole = torch.zeros(last.numel + world_size, dtype=last.grad.dtype, device=layout.device)
     last.grad = whole[: last.numel]
@@ -268,6 +304,7 @@ def _buckets(layout: Layout, world_size: int) -> list[Bucket]:
     for index, (segment, run) in enumerate(pairs):
         message = segment.grad[run.start : run.end]
         buckets.append(Bucket(index, segment, run, message, message[:0]))
-    buckets[-1].message = whole[pairs[-1][1].start :]
+    if not isinstance(transports[last.name], ShardedSum):
+        buckets[-1].message = whole[pairs[-1][1].start :]
     buckets[-1].tail = whole[last.numel :]
     return buckets

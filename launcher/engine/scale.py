@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from launcher.engine.policy import Policy, ScaleMode
+from launcher.engine.refusal import UnusableError
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,17 @@ class Scaling:
         for name in ("init", "min", "max"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
-                raise ValueError(
+                raise UnusableError(
                     f"loss scale {name}={value} is not a power of two (1, 2, 4, ... 65536, ...)."
                 )
+        if self.mode not in get_args(ScaleMode):
+            raise UnusableError(
+                f"loss scale mode={self.mode!r}: it must be one of {', '.join(get_args(ScaleMode))}."
+            )
         if not self.min <= self.init <= self.max:
-            raise ValueError(f"loss scale needs min <= init <= max, not {self.min}, {self.init}, {self.max}.")
+            raise UnusableError(
+                f"loss scale needs min <= init <= max, not {self.min}, {self.init}, {self.max}."
+            )
 
 
 class LossScale:
@@ -93,7 +101,7 @@ class LossScale:
             low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
             floor_next = torch.where(overflow & (s == low), floor + 1, floor * ~clean)
             lives = torch.where(clean, self.scaling.hysteresis, h - overflow.long())
-            grown = clean & (t + 1 == self.scaling.growth_interval)
+            grown = clean & (t + 1 >= self.scaling.growth_interval)
             lowered = overflow & (lives <= 0)
             s = (s + grown.long() - lowered.long()).clamp(low, high)
             t = torch.where(clean, torch.where(grown, 0, t + 1), torch.where(overflow, 0, t))

@@ -56,6 +56,11 @@ class Shards:
         for segment in self._layout.segments:
             whole = torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
             for slot in segment.slots:
+                if named[slot.name].shape != slot.shape:
+                    raise ValueError(
+                        f"the state does not fit: a tensor of {slot.name} has shape "
+                        f"{tuple(named[slot.name].shape)}, the parameter {tuple(slot.shape)}."
+                    )
                 slot.view(whole).copy_(named[slot.name])
             own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
             for tensor, part in zip(own, self._parts(segment), strict=True):

@@ -6,6 +6,7 @@ sharding or the order of parameters, so a run may go on with others of these. Kn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class EngineState:
     optimizer: dict[str, Tensor]
     buffers: dict[str, Tensor]
     counters: dict[str, int]
+    reference_count: int | None = None  # n0; None before the first step, where it was not given
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
@@ -34,6 +36,7 @@ class EngineState:
             {name: tensor.clone() for name, tensor in self.optimizer.items()},
             {name: tensor.clone() for name, tensor in self.buffers.items()},
             dict(self.counters),
+            self.reference_count,
         )
 
 
@@ -56,3 +59,13 @@ def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
             f"and {len(unknown)} are not known here ({', '.join(unknown[:3])}). Build the model and the "
             "optimizer that the state was saved from."
         )
+
+
+def refuse_other_shapes(kind: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor of another shape: copying might stretch it unseen."""
+    for name, shape in expected.items():
+        if given[name].shape != shape:
+            raise ValueError(
+                f"the state does not fit: of the {kind}, {name} has shape {tuple(given[name].shape)} in the "
+                f"state and {tuple(shape)} in the model. Build the model that the state was saved from."
+            )

@@ -21,14 +21,23 @@ from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
 from launcher.engine.policy import Emulation, Policy, choose_emulation
-from launcher.engine.reducer import Reduced, Reducer
+from launcher.engine.reducer import Reduced, Reducer, refuse_sparse
+from launcher.engine.refusal import UnusableError
 from launcher.engine.result import StepResult
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
 from launcher.engine.shards import Shards
-from launcher.engine.state import EngineState, counters_of, refuse_other_names, set_counters
+from launcher.engine.state import (
+    EngineState,
+    counters_of,
+    refuse_other_names,
+    refuse_other_shapes,
+    set_counters,
+)
 from launcher.engine.tally import Tally
 from launcher.engine.update import Optimizer, Scalars, Updater
 from launcher.engine.wires import Wire, choose_transports
+
+NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
 
 
 class Stepper:
@@ -60,12 +69,21 @@ class Stepper:
         emulate: bool | None = None,
         compiled: bool = False,
     ) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            name = type(optimizer).__name__
+            raise UnusableError(
+                f"give the class and its options: TorchOptimizer(torch.optim.{name}, lr=...)."
+            )
         wire = wire or Wire()
         self.model = model
         self.policy = policy or Policy.fp16()
         self.group = group
         world_size = dist.get_world_size(group) if group else 1
-        refuse_different_models(model, group)  # first: what comes next then raises on all ranks or on none
+        rates = [optimizer.lr] if learning_rates is None else list(learning_rates)
+        _refuse_settings(clip_norm, rates, micro_batches, reference_count)
+        refuse_different_models(
+            model, reference_count, group
+        )  # first: what comes next then raises on all ranks or on none
         self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
         self.buffers = Buffers(model, group)
         take_values_of_rank_0(self.layout, model, self.buffers, group)
@@ -81,7 +99,6 @@ class Stepper:
         )
         self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
         self._clip_norm = clip_norm
-        rates = list(learning_rates) if learning_rates is not None else [optimizer.lr]
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
         self._micro_batches = micro_batches
         self._reference = reference_count
@@ -98,16 +115,19 @@ class Stepper:
     def calibrate(self, loss_sum: Callable[[], Tensor] | None) -> int | None:
         """Start the loss scale where one dry backward says that it fits, before the first step.
 
-        `loss_sum` runs the forward pass on this rank's first batch (without `forward()`) and returns the
-        fp32 sum of its losses; None on a rank without a batch. Returns the exponent of the new scale, None
-        if the batch had nothing to say. A collective; needs `reference_count`. Waits for the device.
+        `loss_sum` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns
+        the fp32 sum of its losses; None on a rank without one. Returns the exponent of the new scale, None
+        if there was nothing to see or there is no loss scale. A collective; needs `reference_count`. Waits
+        for the device.
         """
+        if self.scale.scaling.mode == "none":
+            return None
         if self._reference is None:
-            raise ValueError(
+            raise UnusableError(
                 "calibrate() needs reference_count, the usual number of samples per rank and step."
             )
-        on_wire = self.layout.world_size / self._divisor
-        found = safe_exponent(self.model, loss_sum, self._reference, max(1.0, on_wire), self.group)
+        growth = max(1.0, self.layout.world_size / self._divisor) * self._micro_batches
+        found = safe_exponent(self.model, loss_sum, self._aside, self._reference, growth, self.group)
         self.buffers.restore_if(torch.ones((), dtype=torch.bool, device=self._device))
         return None if found is None else self.scale.start_at(found)
 
@@ -126,10 +146,11 @@ class Stepper:
         the count of all micro-batches of all ranks, so micro-batches and ranks may differ in size.
         """
         self._refuse_unusable(loss_sum)
+        if isinstance(count, int) and count < 0:
+            raise UnusableError(f"backward() was given {count} samples. It must be 0 or more.")
         if self._reference is None:
             self._reference = self._agree_on_reference(count)
         self._done += 1
-        self.has_trained = True
         last = self._done == self._micro_batches
         self._tally.add(loss_sum, count)
         if last:
@@ -137,22 +158,16 @@ class Stepper:
         self.reducer.begin_backward(last)
         with self._during_backward():
             self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
+        if not self.reducer.has_received:
+            raise UnusableError(NO_GRADIENT)
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
         """The gradients of one micro-batch at the loss scale of now, by name, as autograd gives them.
 
-        It takes no part in a step and leaves no trace. Raises RuntimeError under re-entrant checkpointing.
+        It takes no part in a step and leaves no trace.
         """
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with self._during_backward():
-            found = torch.autograd.grad(
-                self._objective(loss_sum), list(trainable.values()), allow_unused=True
-            )
-        return {
-            name: gradient
-            for name, gradient in zip(trainable, found, strict=True)
-            if gradient is not None and gradient.numel()
-        }
+            return self._aside(self._objective(loss_sum))
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step."""
@@ -163,6 +178,7 @@ class Stepper:
         """`step()` without the report to the host: what a CUDA graph can capture."""
         if self._reference is None:
             self._reference = self._agree_on_reference(0)
+        reference = max(1, self._reference)
         if not self._tally.sent:
             self._tally.send()
         self.clock.mark("compute")
@@ -177,15 +193,18 @@ class Stepper:
         skip = overflow | bad_loss | (count == 0)
 
         scale = self.scale.value().double()
-        unscale = self._divisor * self._reference / (scale * count)
+        unscale = self._divisor * reference / (scale * count)
         grad_norm = unscale * squares.sqrt()
         # take, not [...]: indexing with a 0-dim tensor asks the host for its value
         lr = self._rates.take(self.scale.applied.clamp(max=len(self._rates) - 1))
         multiplier = (unscale * self._clip_factor(grad_norm)).float()
         self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
         self.shards.gather_weights()
+        self.buffers.collect()
         self.buffers.restore_if(skip)
         self.scale.advance(skip, bad_loss, overflow)
+        if self._done:
+            self._trained |= ~skip
         self.clock.mark("update")
         self._start_of_step()
         values = torch.stack([loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses])
@@ -207,6 +226,7 @@ class Stepper:
             optimizer=self.updater.named_states(self.shards),
             buffers=dict(self.model.named_buffers()),
             counters=counters_of(self.scale),
+            reference_count=self._reference,
         )
 
     def load(self, state: EngineState) -> None:
@@ -217,6 +237,9 @@ class Stepper:
         """
         refuse_other_names("weights", {n for n, _ in self.model.named_parameters()}, set(state.weights))
         refuse_other_names("buffers", {n for n, _ in self.model.named_buffers()}, set(state.buffers))
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        refuse_other_shapes("weights", shapes, state.weights)
+        refuse_other_shapes("buffers", {n: b.shape for n, b in self.model.named_buffers()}, state.buffers)
         self.updater.load_states(self.shards, state.optimizer)
         self.shards.load_masters(state.weights)
         for name, p in self.model.named_parameters():
@@ -227,13 +250,15 @@ class Stepper:
         self.buffers.snapshot()
         self._start_of_run()
         set_counters(self.scale, state.counters)
+        self._reference = self._reference or state.reference_count
 
     def replicas(self) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by a name for people.
 
         Where the optimizer is sharded its masters and states have one owner each and are not among them.
         """
-        found = {"loss scale and step counters": self.scale.state}
+        state = self.scale.state
+        found = {f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)}
         for segment in self.layout.segments:
             kinds = {"weight": segment.weight}
             for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
@@ -247,10 +272,20 @@ class Stepper:
             }
         return found
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether samples of this rank have gone into an update since the start. Waits for the device."""
+        return bool(self._trained)
+
     def changed_buffers(self) -> dict[str, bool]:
         """By name, whether a buffer has other bits than at the start, or after `load`."""
-        start, buffers = self._start_bits, self.model.named_buffers()
-        return {name: not torch.equal(bits_of(buffer), start[name]) for name, buffer in buffers}
+        start, buffers = self._start_bits, dict(self.model.named_buffers())
+        if new := buffers.keys() - start.keys():
+            raise UnusableError(
+                f"buffers {', '.join(sorted(new))} were registered after the Stepper was built. Register "
+                "buffers in the model's __init__."
+            )
+        return {name: not torch.equal(bits_of(buffer), start[name]) for name, buffer in buffers.items()}
 
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
@@ -266,18 +301,35 @@ class Stepper:
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def _start_of_run(self) -> None:
-        self.has_trained = False  # on this rank: it may have had no sample yet
+        self._trained = torch.zeros((), dtype=torch.bool, device=self._device)
         self._start_bits = {name: bits_of(buffer) for name, buffer in self.model.named_buffers()}
 
     def _start_of_step(self) -> None:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
         self._done = 0
+        self._reference = self._reference or None  # 0: that step was empty
         self._tally.restart()
+
+    def _aside(self, loss: Tensor) -> dict[str, Tensor]:
+        """Gradients by name from a backward pass that is no part of a step. Not of `autograd.grad`, under
+        which re-entrant activation checkpointing refuses to run."""
+        self._refuse_unusable(loss)
+        parameters = self.layout.parameters
+        try:
+            with self.reducer.aside():
+                loss.backward()  # type: ignore[no-untyped-call]
+            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        finally:
+            for p in parameters.values():
+                p.grad = None
+        for name, gradient in found.items():
+            refuse_sparse(name, gradient)
+        return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
     def _objective(self, loss_sum: Tensor) -> Tensor:
         """J = (S / n0) * sum of losses, in fp32."""
         assert self._reference is not None
-        return loss_sum * (self.scale.value() / self._reference)  # both powers of two: exact
+        return loss_sum * (self.scale.value() / max(1, self._reference))  # both powers of two: exact
 
     def _during_backward(self) -> AbstractContextManager[object]:
         """Emulated arithmetic must reach the forward passes that activation checkpointing repeats there."""
@@ -290,25 +342,41 @@ class Stepper:
         return (self._clip_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
     def _agree_on_reference(self, count: int | Tensor) -> int:
-        """n0 from the first step: the power of two nearest to the mean count per rank. A collective."""
+        """n0 from the first step: the power of two nearest to the mean count per rank. A collective.
+
+        0 where no rank had a sample: then the next step has another say.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self._device) + count * self._micro_batches
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
-        return nearest_power_of_two(float(total) / self.layout.world_size)
+        mean = float(total) / self.layout.world_size
+        return nearest_power_of_two(mean) if mean else 0
 
     def _refuse_unusable(self, loss_sum: Tensor) -> None:
         if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
-            raise ValueError(
+            raise UnusableError(
                 f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. "
                 "Take logits.float() before the loss (an fp16 loss times the loss scale would overflow) and "
                 "sum over the samples."
             )
         if not loss_sum.requires_grad:
-            raise ValueError(
-                "the loss does not depend on any trainable parameter. Compute it from the model."
-            )
+            raise UnusableError(NO_GRADIENT)
         if self._done == self._micro_batches:
             raise RuntimeError(
                 f"backward() was called more than {self._micro_batches} times before step(). "
                 f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
             )
+
+
+def _refuse_settings(
+    clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
+) -> None:
+    """Raise UnusableError for what would train in the wrong direction, or not at all, without a word."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise UnusableError(f"clip_norm={clip_norm}: it must be above 0, or None.")
+    if not rates or not all(rate >= 0 for rate in rates):
+        raise UnusableError("learning rates: there must be one at least, and all of them 0 or more.")
+    if micro_batches < 1:
+        raise UnusableError(f"micro_batches={micro_batches}: it must be 1 or more.")
+    if reference_count is not None and reference_count not in (1 << bit for bit in range(63)):
+        raise UnusableError(f"reference_count={reference_count}: it must be a power of two, 1 or more.")

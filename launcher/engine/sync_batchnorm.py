@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from launcher.engine.refusal import UnusableError
+
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -111,7 +113,7 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and type(module) not in _CONVERTED:
-            raise ValueError(
+            raise UnusableError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose arithmetic is unknown here. "
                 "Use nn.BatchNorm1d, 2d or 3d, or leave the batch norms as they are."
             )

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.layout import Layout, Run, Segment, Slot
+from launcher.engine.refusal import UnusableError
+
+Sum = Literal["native", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,14 @@ class Wire:
     bucket_bytes: int | None = None
     overlap: bool = True
     predivide: int | None = None
-    sum: Literal["native", "fp32"] = "native"
+    sum: Sum = "native"
     shard: bool = False
 
     def __post_init__(self) -> None:
+        if self.sum not in get_args(Sum):
+            raise UnusableError(f"wire sum={self.sum!r}: it must be one of {', '.join(get_args(Sum))}.")
         if self.predivide is not None and (self.predivide < 1 or self.predivide & (self.predivide - 1)):
-            raise ValueError(f"wire predivide={self.predivide} is not a power of two (1, 2, 4, ...).")
+            raise UnusableError(f"wire predivide={self.predivide} is not a power of two (1, 2, 4, ...).")
 
 
 @dataclass
@@ -185,7 +190,7 @@ def choose_transports(
     """
     if group is None:
         return {segment.name: NativeSum(None) for segment in layout.segments}, 1
-    if wire.shard:
+    if wire.shard and layout.world_size > 1:
         transports: dict[str, Transport] = {
             segment.name: NativeSum(group) if segment.name == "vectors" else ShardedSum(group)
             for segment in layout.segments

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from launcher.engine import SGD, Policy, Scaling, Stepper
+from launcher.engine import SGD, Policy, Scaling, Stepper, UnusableError
 from tests.engine.observe import state_digest, train
 from tests.models import Planted, conv_net, loss_sum
 
@@ -79,3 +81,42 @@ def test_it_needs_to_know_how_many_samples_a_step_has() -> None:
     model = Planted()
     with pytest.raises(ValueError, match="needs reference_count"):
         Stepper(model, SGD(0.1), Policy.fp16()).calibrate(lambda: model(1.0, 1.0))
+
+
+def test_a_step_of_many_micro_batches_starts_lower() -> None:
+    """The sum over 64 of them is 64 times larger, and must fit as well."""
+    found = []
+    for micro_batches in (1, 64):
+        model = Planted()
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), reference_count=64, micro_batches=micro_batches)
+        found.append(stepper.calibrate(lambda model=model: model(50.0, 0.0)))
+    assert found[0] - found[1] == 6
+
+
+@pytest.mark.parametrize("policy", [Policy.bf16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_where_there_is_no_loss_scale_there_is_none_to_start(policy) -> None:
+    model = Planted()
+    stepper = Stepper(model, SGD(0.1), policy, reference_count=4)
+    assert stepper.calibrate(lambda: model(50.0, 0.0)) is None
+    assert stepper.scale.value().item() == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_it_sees_through_activation_checkpointing(use_reentrant) -> None:
+    inner = Planted()
+    stepper = Stepper(inner, SGD(0.1), Policy.fp16(), reference_count=4)
+    one = torch.ones((), requires_grad=True)  # without it the re-entrant kind has nothing to do
+    found = stepper.calibrate(
+        lambda: checkpoint(lambda x: inner(50.0 * x, 0.0 * x), one, use_reentrant=use_reentrant)
+    )
+    assert found == planted(50.0)[1]
+    assert all(p.grad is None for p in inner.parameters())
+
+
+def test_what_a_step_refuses_is_refused_here_too() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    stepper = Stepper(embedding, SGD(0.1), Policy.fp32(), scaling=Scaling(), reference_count=4)
+    with pytest.raises(UnusableError, match="the gradient of weight is sparse"):
+        stepper.calibrate(lambda: embedding(torch.tensor([1, 2])).sum())
+    with pytest.raises(UnusableError, match="does not depend on any trainable parameter"):
+        stepper.calibrate(lambda: torch.zeros(()))

@@ -88,3 +88,14 @@ def on_two_devices() -> nn.Module:
 def test_models_that_cannot_be_trained_are_refused(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(make(), Policy.fp16())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.amp_fp16()], ids=lambda policy: policy.name)
+def test_the_parameters_of_an_rnn_have_one_dtype(policy, frozen) -> None:
+    """cuDNN's condition; other vectors stay fp32."""
+    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4), "head": nn.Linear(4, 2)})
+    model["rnn"].requires_grad_(not frozen)
+    Layout(model, policy)
+    assert {p.dtype for p in model["rnn"].parameters()} == {policy.weights}
+    assert model["head"].bias.dtype == torch.float32

@@ -102,3 +102,11 @@ def test_powers_of_two_are_exact_over_the_whole_range_of_fp32() -> None:
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (3, 4), (5, 4), (6, 8), (1000, 1024), (0.3, 1)])
 def test_nearest_power_of_two(value, power) -> None:
     assert nearest_power_of_two(value) == power
+
+
+def test_a_run_that_goes_on_with_a_shorter_interval_grows() -> None:
+    scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
+    scale.state[1] = 9  # clean steps counted under a longer one
+    no = torch.zeros((), dtype=torch.bool)
+    scale.advance(no, no, no)
+    assert scale.value().item() == 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.wires import default_predivide
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Planted, conv_net, features, loss_sum, mlp
@@ -136,7 +136,7 @@ def test_checkpointed_layers_have_the_gradients_of_plain_ones(times, options, us
 def test_a_gradient_that_arrives_after_its_bucket_left_is_refused_by_name() -> None:
     stepper = Stepper(Twice(2, True), SGD(0.1), Policy.fp32(), wire=Wire(bucket_bytes=1))
     x, classes = features(4, 0)
-    with pytest.raises(RuntimeError, match=r"layer\.(weight|bias) received a gradient twice.*overlap=False"):
+    with pytest.raises(UnusableError, match=r"layer\.(weight|bias) received a gradient twice.*overlap=False"):
         train(stepper, x.requires_grad_(), classes)
 
 
@@ -207,7 +207,7 @@ def test_more_backward_calls_than_micro_batches_are_refused() -> None:
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     stepper = Stepper(nn.Embedding(5, 3, sparse=True), SGD(0.1))
-    with pytest.raises(RuntimeError, match="the gradient of weight is sparse"):
+    with pytest.raises(UnusableError, match="the gradient of weight is sparse"):
         stepper.backward(stepper.model(torch.arange(3)).float().sum(), 3)
 
 
@@ -276,3 +276,117 @@ def test_a_compiled_model_trains_as_the_plain_one(build, shape, policy) -> None:
         assert torch.allclose(a, b, atol=1e-4)
     for a, b in zip(*(model.buffers() for model in models), strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm=-1.0: it must be above 0"),
+        ({"learning_rates": []}, "there must be one at least"),
+        ({"learning_rates": [0.1, -0.1]}, "0 or more"),
+        ({"optimizer": SGD(-0.1)}, "0 or more"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"reference_count": 0}, "reference_count=0: it must be a power of two"),
+        ({"reference_count": 6}, "reference_count=6: it must be a power of two"),
+        (
+            {"optimizer": torch.optim.Adam([nn.Parameter(torch.zeros(1))])},
+            r"TorchOptimizer\(torch.optim.Adam",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_would_train_wrongly_without_a_word_are_refused(options, text) -> None:
+    with pytest.raises(UnusableError, match=text):
+        Stepper(**{"model": Planted(), "optimizer": SGD(0.1)} | options)
+
+
+def test_a_misspelt_way_of_scaling_or_summing_is_refused() -> None:
+    with pytest.raises(UnusableError, match="mode='dynmic': it must be one of dynamic, static, none"):
+        Scaling(mode="dynmic")
+    with pytest.raises(UnusableError, match="sum='fp64': it must be one of native, fp32"):
+        Wire(sum="fp64")
+
+
+def test_a_negative_count_is_refused() -> None:
+    stepper = Stepper(Planted(), SGD(0.1))
+    with pytest.raises(UnusableError, match="-3 samples"):
+        stepper.backward(stepper.model(1.0, 1.0), -3)
+
+
+def test_a_loss_of_something_else_than_the_model_is_refused() -> None:
+    stepper = Stepper(Planted(), SGD(0.1))
+    with pytest.raises(UnusableError, match="does not depend on any trainable parameter"):
+        stepper.backward(torch.ones((), requires_grad=True) * 2, 1)
+
+
+def test_an_empty_first_step_does_not_settle_the_reference_count() -> None:
+    stepper = Stepper(Planted(), SGD(0.1), scaling=Scaling("static", 1))
+    assert stepper.step().read().skipped
+    assert stepper.state().reference_count is None
+    stepper.backward(stepper.model(64.0, 64.0), 64)
+    stepper.step()
+    assert stepper.state().reference_count == 64
+    assert torch.equal(stepper.layout.gradients()["matrix"].float(), torch.ones(2, 3))
+
+
+def test_the_reference_count_is_part_of_the_state() -> None:
+    first, second = Stepper(Planted(), SGD(0.1)), Stepper(Planted(), SGD(0.1))
+    first.backward(first.model(1.0, 1.0), 64)
+    first.step()
+    second.load(first.state())
+    second.backward(second.model(1.0, 1.0), 3)
+    second.step()
+    assert second.state().reference_count == 64
+
+
+@pytest.mark.parametrize("kind", ["weights", "buffers", "optimizer"])
+def test_a_state_of_another_shape_is_refused_not_stretched(kind) -> None:
+    stepper = Stepper(conv_net(), AdamW(0.1))
+    state = stepper.state().clone()
+    tensors = getattr(state, kind)
+    name = next(name for name, value in tensors.items() if value.ndim == 1 and len(value) > 1)
+    tensors[name] = tensors[name][:1]
+    before = state_digest(stepper)
+    with pytest.raises(ValueError, match=r"the state does not fit: .*has shape \(1,\)"):
+        stepper.load(state)
+    assert state_digest(stepper) == before
+
+
+class Remembering(nn.Module):
+    """Puts a new tensor in its buffer's place at each pass, as people do."""
+
+    def __init__(self, lasting: bool = True) -> None:
+        super().__init__()
+        self.planted = Planted()
+        self.register_buffer("passes", torch.zeros(()))
+        self.lasting = lasting
+
+    def forward(self, gradient: float) -> Tensor:
+        self.passes = self.passes + 1 if self.lasting else torch.zeros(2)
+        return self.planted(gradient, 1.0)
+
+
+def test_a_buffer_that_is_replaced_takes_part_in_the_transaction() -> None:
+    stepper = Stepper(Remembering(), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
+    for gradient, passes in ((1.0, 1), (torch.inf, 1), (1.0, 2)):
+        with stepper.forward():
+            loss = stepper.model(gradient)
+        stepper.backward(loss, 1)
+        stepper.step()
+        assert stepper.model.passes.item() == passes
+    assert stepper.state().buffers["passes"].item() == 2
+
+
+def test_a_buffer_that_is_replaced_by_another_shape_is_refused_by_name() -> None:
+    stepper = Stepper(Remembering(lasting=False), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
+    stepper.backward(stepper.model(1.0), 1)
+    with pytest.raises(UnusableError, match=r"buffer passes .*was replaced by .*\(2,\)"):
+        stepper.step()
+
+
+def test_only_an_applied_step_counts_as_training() -> None:
+    stepper = Stepper(Planted(), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
+    for gradient, trained in ((torch.inf, False), (1.0, True), (torch.inf, True)):
+        stepper.backward(stepper.model(gradient, 1.0), 1)
+        stepper.step()
+        assert stepper.has_trained == trained

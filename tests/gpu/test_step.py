@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.recipe import load_recipe
 from tests.configs import composed
 from tests.models import conv_net
@@ -205,3 +205,44 @@ def test_the_digest_helper_sees_a_difference() -> None:
     assert state_digest_on_host(one) == state_digest_on_host(other)
     other.shards.pieces[0].master[0] += 1e-3
     assert state_digest_on_host(one) != state_digest_on_host(other)
+
+
+@pytest.mark.parametrize("name", ["amp_fp16", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_learn(kind, name) -> None:
+    """cuDNN wants all parameters of such a layer in one dtype."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"rnn": kind(8, 32, num_layers=2, batch_first=True), "head": nn.Linear(32, 3)})
+    stepper = Stepper(model.to(DEVICE), AdamW(0.01), Policy.named(name), reference_count=64)
+    x, classes = torch.randn(64, 5, 8, device=DEVICE), torch.randint(3, (64,), device=DEVICE)
+    losses = []
+    for _ in range(30):
+        with stepper.forward():
+            logits = model["head"](model["rnn"](x)[0][:, -1]).float()
+        stepper.backward(F.cross_entropy(logits, classes, reduction="sum"), len(classes))
+        losses.append(stepper.step().read().loss)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_adapted_optimizer_goes_on_from_a_state_on_the_host(kind) -> None:
+    """As a checkpoint gives it. torch keeps its count of steps there, and all else on the device."""
+    digests = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        steppers = [
+            Stepper(conv_net().to(DEVICE), TorchOptimizer(kind, 0.01), Policy.fp16(), reference_count=64)
+            for _ in range(2)
+        ]
+        stepper = steppers[0]
+        for step in range(6):
+            if step == 3 and resumes:
+                state = stepper.state().clone()
+                for tensors in (state.weights, state.optimizer, state.buffers):
+                    tensors |= {key: value.cpu() for key, value in tensors.items()}
+                stepper = steppers[1]
+                stepper.load(state)
+            forward_backward(stepper, *batch_of(step))
+            stepper.step()
+        digests.append(state_digest_on_host(stepper))
+    assert digests[0] == digests[1]

@@ -45,7 +45,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
         Policy.fp16(),
         env.group,
         micro_batches=plan.micro_batches,
-        reference_count=BATCH_SIZE // env.world_size,
+        reference_count=8,
     )
     before = state_digest(stepper)
     text = Culprit(stepper, loss, batches, env.group).explain(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.statistics import ExponentCounter, GradientStatistics
 from launcher.environment import WorkerEnv
 from tests.engine.observe import train
@@ -201,3 +202,56 @@ def test_sharded_gradients_are_counted_once_each(world_size) -> None:
         assert found["sharded"] == found["native"]
         assert sum(found["native"].histogram) + found["native"].zeros == 35 + 11
         assert found["native"].layers["vector"].zero_share == 3 / 11
+
+
+def train_matrices_alone(env: WorkerEnv, policy: Policy, wire: Wire) -> tuple[torch.Tensor, list[bool], list]:
+    """Two steps, the first of which overflows on the last rank; nothing but a matrix is trained."""
+    model = nn.Linear(7, 5, bias=False)
+    nn.init.zeros_(model.weight)
+    stepper = Stepper(model, SGD(1.0), policy, env.group, wire=wire, reference_count=1)
+    skipped, culprits = [], []
+    for factor in (torch.inf if env.rank == env.world_size - 1 else 1.0, 1.0):
+        with stepper.forward():
+            loss = (model(torch.eye(7)).float() * factor).sum()
+        stepper.backward(loss, 1)
+        report = stepper.step().read()
+        skipped.append(report.skipped)
+        culprits.append(report.culprit_ranks)
+    return stepper.named_masters()["weight"].clone(), skipped, culprits
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_model_of_matrices_alone_travels_on_every_wire(world_size, wire) -> None:
+    for master, skipped, culprits in run_ranks(world_size, train_matrices_alone, Policy.fp32(), WIRES[wire]):
+        assert torch.equal(master, torch.full((5, 7), -1.0))
+        assert skipped == [False, False] or culprits[0] == (world_size - 1,)
+
+
+def send_subnormals(env: WorkerEnv, wire: Wire) -> float:
+    stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), env.group, wire=wire, scaling=Scaling("static", 1))
+    with stepper.forward():
+        loss = stepper.model(3 * 2.0**-24, 0.0)
+    stepper.backward(loss, 1)
+    stepper.step()
+    return stepper.named_masters()["matrix"][0, 0].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"sum": "fp32"}, {"predivide": 4}], ids=str)
+def test_a_gradient_is_widened_before_it_is_multiplied(options, dtype) -> None:
+    """Halved in fp16, 3 * 2^-24 would be 2 * 2^-24."""
+    for weight in run_ranks(2, send_subnormals, Wire(dtype=dtype, **options)):
+        assert weight == -3 * 2.0**-24
+
+
+def build_with_different_counts(env: WorkerEnv) -> str:
+    with pytest.raises(UnusableError) as caught:
+        Stepper(mlp(), SGD(0.1), group=env.group, reference_count=8 << env.rank)
+    return str(caught.value)
+
+
+def test_different_reference_counts_are_refused_on_all_ranks() -> None:
+    for rank, text in enumerate(run_ranks(2, build_with_different_counts)):
+        assert "different reference counts" in text
+        assert f"Its reference count is {8 << rank}" in text
