@@ -168,7 +168,9 @@ def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequenc
     found = stepper.calibrate((lambda: recipe.loss(model, first[0]).sum) if first else None)
     if found is None:
         return "auto: the first batch has no gradient to judge by; it starts where precision.scale.init says"
-    return f"auto: starts at 2^{found} = {2**found}, two octaves below overflow on the first batch"
+    return (
+        f"auto: starts at 2^{found} = {2**found}, what the first batch bears within scale.min and scale.max"
+    )
 
 
 def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:

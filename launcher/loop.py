@@ -14,7 +14,7 @@ from launcher.config import TrainConfig
 from launcher.consistency import check_replicas
 from launcher.data import Batch, DeviceBatches
 from launcher.engine import Stepper, StepResult
-from launcher.recipe import Loss
+from launcher.recipe import Loss, loss_of
 from launcher.saving import Measured, Saving
 from launcher.watch import Moment, Watch
 
@@ -117,6 +117,6 @@ def train_on(
     """One update from this rank's micro-batches, which may be none."""
     for batch in micro_batches:
         with stepper.forward():
-            of_batch = loss(network, batch)
+            of_batch = loss_of(loss, network, batch)
         stepper.backward(of_batch.sum, of_batch.count)
     return stepper.step()

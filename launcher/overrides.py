@@ -14,6 +14,10 @@ from hydra.core.override_parser.types import Override
 
 from launcher.problems import nearest, show, suggestion
 
+NOT_OFFERED = {
+    "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
+    "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
+}
 RESOLVER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
 CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 KnownKeys = Callable[[], Collection[str]]  # called only where they are needed: a composition takes time
@@ -91,6 +95,8 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
 def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:
     if choice is None or (isinstance(choice, str) and choice in choices):
         return None
+    if reason := NOT_OFFERED.get(f"{group}={choice}"):
+        return f"{group}={choice}: is not offered: {reason}. Choose from {', '.join(choices)}."
     return (
         f"{group}={show(choice)}: there is no such {group}.{suggestion(nearest(show(choice), choices))} "
         f"All: {', '.join(choices)}."

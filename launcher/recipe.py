@@ -54,6 +54,18 @@ class Loss:
     predictions: Tensor | None = None  # int64 [n]: the class that each sample is given, for evaluation
 
 
+def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch: Batch) -> Loss:
+    """What a recipe's loss gives. Raises ConfigError where that is something else than a Loss."""
+    found = loss(network, batch)
+    if isinstance(found, Loss) and isinstance(found.sum, Tensor):
+        return found
+    given = f"Loss({type(found.sum).__name__}, ...)" if isinstance(found, Loss) else type(found).__name__
+    raise ConfigError(
+        f"the recipe's loss gave a {given}. Return Loss(sum, count, predictions): the sum of the losses as a "
+        "tensor (not .item()), the number of samples, and the predicted classes if there are any."
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A training task: the data, the model, the loss, and what is measured."""

@@ -264,6 +264,11 @@ def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: flo
         job.config, job.env, job.stepper, job.recipe.metric, evaluation, watch.totals
     )
     steps = job.course.total_steps
+    if result["applied_steps"] < steps / 2:
+        job.telemetry.warn(
+            f"only {result['applied_steps']} of {steps} steps were applied, the others skipped: lower "
+            "precision.scale.init, or start with precision.scale.mode=auto."
+        )
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if job.env.is_leader:
         closing.write_files(Path(job.config.run.dir), result, evaluation, job.telemetry)

@@ -276,3 +276,7 @@ def test_composing_creates_no_file(tmp_path, monkeypatch) -> None:
 def test_what_an_optimizer_of_torch_cannot_do_is_known_before_any_worker_starts(word, text) -> None:
     assert text in problems("recipe=resnet18", "optim=adam", word)
     assert composed("recipe=resnet18", "optim=adamw", word).optim.name == "adamw"
+
+
+def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
+    assert "it evaluates the loss several times per step" in problems("recipe=resnet18", "optim=lbfgs")

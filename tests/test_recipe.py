@@ -10,7 +10,7 @@ from torch import nn
 from launcher.config import RecipeConfig, RecipesConfig
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.errors import ConfigError, DataError
-from launcher.recipe import cross_entropy, load_recipe, model_builder, registry_of
+from launcher.recipe import Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
 from tests.configs import composed
 
 OWN_RECIPE = """
@@ -220,3 +220,16 @@ def test_decorated_functions_stay_plain_functions():
     recipe = registry_of(None).models["resnet18"]
     assert recipe.__name__ == "resnet18"
     assert dataclasses.is_dataclass(load_recipe(config_of()))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.ones(()), "gave a Tensor"),
+        (Loss(1.5, 2), r"gave a Loss\(float, ...\)"),
+        (None, "gave a NoneType"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:
+    with pytest.raises(ConfigError, match=text):
+        loss_of(lambda network, batch: given, torch.nn.Identity(), {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +95,7 @@ class Reducer:
         self._listens = True
         self._next = 0
         self._sent_bytes = 0
+        _take_over(layout.parameters.values())
         self._hooks = [
             layout.parameters[slot.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _hook(self, segment, slot)
@@ -266,6 +267,8 @@ def _hook(reducer: Reducer, segment: Segment, slot: Slot) -> Callable[[nn.Parame
         if reducer is not None:
             reducer.receive(segment, slot, parameter)
 
+    receive.reducer = held  # type: ignore[attr-defined]
+
     return receive
 
 
@@ -281,6 +284,15 @@ def refuse_sparse(name: str, gradient: Tensor) -> None:
 def _exact(gradient: Tensor, wire: Tensor) -> Tensor:
     """What may be multiplied for this wire: `torch.mul(half, c, out=fp32)` would compute in half first."""
     return gradient if gradient.dtype == wire.dtype else gradient.float()
+
+
+def _take_over(parameters: Iterable[nn.Parameter]) -> None:
+    """Of two that share a model the newer one trains it: a cell of a notebook that is run again."""
+    for parameter in parameters:
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            older = getattr(hook, "reducer", lambda: None)()
+            if older is not None:
+                older.close()
 
 
 def _accumulators(layout: Layout) -> dict[str, Tensor]:

@@ -49,8 +49,8 @@ class Stepper:
     gives one rate per applied step, the last one for ever after; None means `optimizer.lr` throughout.
 
     Building a Stepper moves the model's parameters and buffers into flat memory and takes rank 0's values
-    on all ranks. Raises ValueError for a model that cannot be trained and where ranks hold different
-    parameters.
+    on all ranks: load weights before it, or afterwards with `load`; freeze or thaw before it. Raises
+    UnusableError for what cannot be trained, and where ranks hold different parameters.
     """
 
     def __init__(
@@ -220,6 +220,12 @@ class Stepper:
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """
         assert self._done == 0, "a step is under way"
+        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if thawed := trainable - self.layout.parameters.keys():
+            raise UnusableError(
+                f"{', '.join(sorted(thawed)[:5])}: requires_grad was set after the Stepper was built: it is "
+                "not trained. Build another Stepper after thawing."
+            )
         frozen = {n: p.detach().float() for n, p in self.model.named_parameters() if not p.requires_grad}
         return EngineState(
             weights=frozen | self.named_masters(),

@@ -390,3 +390,21 @@ def test_only_an_applied_step_counts_as_training() -> None:
         stepper.backward(stepper.model(gradient, 1.0), 1)
         stepper.step()
         assert stepper.has_trained == trained
+
+
+def test_of_two_steppers_on_one_model_the_newer_trains_it() -> None:
+    model = Planted()
+    older = Stepper(model, SGD(1.0), Policy.fp32(), reference_count=1)
+    newer = Stepper(model, SGD(1.0), Policy.fp32(), reference_count=1)
+    newer.backward(model(2.0, 2.0), 1)
+    newer.step()
+    assert torch.equal(model.matrix, torch.full((2, 3), -2.0))
+    assert older is not newer
+
+
+def test_parameters_that_were_thawed_too_late_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+    stepper = Stepper(model, SGD(0.1))
+    model.requires_grad_(True)
+    with pytest.raises(UnusableError, match=r"0\.bias, 0\.weight: requires_grad was set after"):
+        stepper.state()
