@@ -86,7 +86,7 @@ class Buffers:
         """Take rank 0's values. A collective: all ranks call it."""
         if self._group is not None:
             for flat in self._flat:
-                dist.broadcast(flat, group=self._group, group_src=0)
+                dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0)  # of any dtype
 
 
 def bits_of(buffer: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ at all is allowed) and then step(); all ranks come out of step() with the same v
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,7 +23,7 @@ from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
 from launcher.engine.policy import Emulation, Policy, choose_emulation
 from launcher.engine.reducer import Reduced, Reducer, refuse_sparse
-from launcher.engine.refusal import UnusableError
+from launcher.engine.refusal import NO_GRADIENT, UnusableError, refuse_loss, refuse_settings
 from launcher.engine.result import StepResult
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
 from launcher.engine.shards import Shards
@@ -36,8 +37,6 @@ from launcher.engine.state import (
 from launcher.engine.tally import Tally
 from launcher.engine.update import Optimizer, Scalars, Updater
 from launcher.engine.wires import Wire, choose_transports
-
-NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
 
 
 class Stepper:
@@ -74,13 +73,19 @@ class Stepper:
             raise UnusableError(
                 f"give the class and its options: TorchOptimizer(torch.optim.{name}, lr=...)."
             )
+        if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                f"group=None: this Stepper trains alone, beside {dist.get_world_size() - 1} others. To train "
+                "together pass group=torch.distributed.group.WORLD.",
+                stacklevel=2,
+            )
         wire = wire or Wire()
         self.model = model
         self.policy = policy or Policy.fp16()
         self.group = group
         world_size = dist.get_world_size(group) if group else 1
         rates = [optimizer.lr] if learning_rates is None else list(learning_rates)
-        _refuse_settings(clip_norm, rates, micro_batches, reference_count)
+        refuse_settings(clip_norm, rates, micro_batches, reference_count)
         refuse_different_models(
             model, reference_count, group
         )  # first: what comes next then raises on all ranks or on none
@@ -145,9 +150,12 @@ class Stepper:
         `loss_sum`: fp32 scalar, the sum of the losses of `count` samples (or tokens). The step divides by
         the count of all micro-batches of all ranks, so micro-batches and ranks may differ in size.
         """
-        self._refuse_unusable(loss_sum)
-        if isinstance(count, int) and count < 0:
-            raise UnusableError(f"backward() was given {count} samples. It must be 0 or more.")
+        refuse_loss(loss_sum, count)
+        if self._done == self._micro_batches:
+            raise RuntimeError(
+                f"backward() was called more than {self._micro_batches} times before step(). "
+                f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
+            )
         if self._reference is None:
             self._reference = self._agree_on_reference(count)
         self._done += 1
@@ -319,7 +327,7 @@ class Stepper:
     def _aside(self, loss: Tensor) -> dict[str, Tensor]:
         """Gradients by name from a backward pass that is no part of a step. Not of `autograd.grad`, under
         which re-entrant activation checkpointing refuses to run."""
-        self._refuse_unusable(loss)
+        refuse_loss(loss)
         parameters = self.layout.parameters
         try:
             with self.reducer.aside():
@@ -357,32 +365,3 @@ class Stepper:
             dist.all_reduce(total, group=self.group)
         mean = float(total) / self.layout.world_size
         return nearest_power_of_two(mean) if mean else 0
-
-    def _refuse_unusable(self, loss_sum: Tensor) -> None:
-        if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
-            raise UnusableError(
-                f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. "
-                "Take logits.float() before the loss (an fp16 loss times the loss scale would overflow) and "
-                "sum over the samples."
-            )
-        if not loss_sum.requires_grad:
-            raise UnusableError(NO_GRADIENT)
-        if self._done == self._micro_batches:
-            raise RuntimeError(
-                f"backward() was called more than {self._micro_batches} times before step(). "
-                f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
-            )
-
-
-def _refuse_settings(
-    clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
-) -> None:
-    """Raise UnusableError for what would train in the wrong direction, or not at all, without a word."""
-    if clip_norm is not None and not clip_norm > 0:
-        raise UnusableError(f"clip_norm={clip_norm}: it must be above 0, or None.")
-    if not rates or not all(rate >= 0 for rate in rates):
-        raise UnusableError("learning rates: there must be one at least, and all of them 0 or more.")
-    if micro_batches < 1:
-        raise UnusableError(f"micro_batches={micro_batches}: it must be 1 or more.")
-    if reference_count is not None and reference_count not in (1 << bit for bit in range(63)):
-        raise UnusableError(f"reference_count={reference_count}: it must be a power of two, 1 or more.")

@@ -207,6 +207,7 @@ def test_the_digest_helper_sees_a_difference() -> None:
     assert state_digest_on_host(one) != state_digest_on_host(other)
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # not in cuDNN's order: it copies them at each call
 @pytest.mark.parametrize("name", ["amp_fp16", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_learn(kind, name) -> None:

@@ -255,3 +255,26 @@ def test_different_reference_counts_are_refused_on_all_ranks() -> None:
     for rank, text in enumerate(run_ranks(2, build_with_different_counts)):
         assert "different reference counts" in text
         assert f"Its reference count is {8 << rank}" in text
+
+
+def build_alone(env: WorkerEnv) -> None:
+    with pytest.warns(UserWarning, match="trains alone, beside 1 others"):
+        Stepper(mlp(), SGD(0.1))
+
+
+def test_a_stepper_without_a_group_says_that_it_trains_alone() -> None:
+    run_ranks(2, build_alone)
+
+
+def buffers_of_rank_0(env: WorkerEnv) -> dict[str, torch.Tensor]:
+    model = mlp()
+    for dtype in (torch.int16, torch.bool, torch.float64, torch.complex64):
+        model.register_buffer(str(dtype).partition(".")[2], torch.full((3,), 1 - env.rank).to(dtype))
+    Stepper(model, SGD(0.1), group=env.group)
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_any_dtype_take_the_values_of_rank_0() -> None:
+    for buffers in run_ranks(2, buffers_of_rank_0):
+        assert len(buffers) == 4
+        assert all(torch.equal(value, torch.ones(3).to(value.dtype)) for value in buffers.values())
