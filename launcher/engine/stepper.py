@@ -86,9 +86,8 @@ class Stepper:
         world_size = dist.get_world_size(group) if group else 1
         rates = [optimizer.lr] if learning_rates is None else list(learning_rates)
         refuse_settings(clip_norm, rates, micro_batches, reference_count)
-        refuse_different_models(
-            model, reference_count, group
-        )  # first: what comes next then raises on all ranks or on none
+        # First: what comes next then raises on all ranks or on none.
+        refuse_different_models(model, reference_count, group)
         self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
         self.buffers = Buffers(model, group)
         take_values_of_rank_0(self.layout, model, self.buffers, group)
