@@ -54,6 +54,7 @@ def convert(env: WorkerEnv) -> list[str]:
         problems.append("a class of somebody's own was taken")
     except ValueError as error:
         problems += [] if "1 is a Own" in str(error) else [str(error)]
+    dist.barrier(group)  # who leaves earlier may take the connection from who is still making it
     return problems
 
 
