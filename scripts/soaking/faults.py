@@ -34,8 +34,16 @@ NOT_SAVED = 128 + signal.SIGTERM  # stopped before a checkpoint could be written
 
 
 def kill_worker(run: Run, random: Random) -> float:
+    return lose_worker(run, random, signal.SIGKILL)
+
+
+def stop_worker(run: Run, random: Random) -> float:
+    return lose_worker(run, random, signal.SIGSTOP)
+
+
+def lose_worker(run: Run, random: Random, how: signal.Signals) -> float:
     victim = random.choice(run.all_workers())
-    hurt_s = run.signal(victim, signal.SIGKILL)
+    hurt_s = run.signal(victim, how)
     run.wait_for_restart(victim)
     return run.recovery_s(hurt_s)
 
@@ -90,13 +98,6 @@ def kill_at_the_end(run: Run, random: Random) -> float:
         run.finish_or_fail(code)
     run.until(lambda: False, "the run is done")
     raise AssertionError
-
-
-def stop_worker(run: Run, random: Random) -> float:
-    victim = random.choice(run.all_workers())
-    hurt_s = run.signal(victim, signal.SIGSTOP)
-    run.wait_for_restart(victim)
-    return run.recovery_s(hurt_s)
 
 
 def pause_worker(run: Run, random: Random) -> float:
