@@ -6,7 +6,6 @@ all read the same numbers; nothing of the run changes but the random state. Neve
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from launcher.recipe import Loss
 MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
 ORDER_BYTES = 8
 NOTHING = 2 ** (8 * ORDER_BYTES) - 1  # the order of a rank that found nothing: after all others
-AFTER_FORWARD = 2**31
+AFTER_FORWARD = 2**31  # the position of what only the loss or the backward pass shows
 MAX_SAMPLES = 8
 MAX_NAMES = 5
 MAX_RANKS = 4
@@ -113,20 +112,15 @@ class Culprit:
         diagnosis = diagnose(self._stepper.model, forward)
         return diagnosis, bool(losses[0].isfinite())
 
-    def _run_back(self, batch: Batch) -> BackwardDiagnosis | None:
-        """The same there and back, whatever the way there showed: modules that communicate stay in line.
-
-        None where that cannot be done outside a step, as under re-entrant checkpointing.
-        """
+    def _run_back(self, batch: Batch) -> BackwardDiagnosis:
+        """The same there and back, whatever the way there showed: modules that communicate stay in line."""
 
         def gradients() -> dict[str, Tensor]:
             with self._stepper.forward():
                 loss = self._loss(self._stepper.model, batch).sum
             return self._stepper.dry_backward(loss)
 
-        with contextlib.suppress(RuntimeError):
-            return diagnose_backward(self._stepper.model, gradients)
-        return None
+        return diagnose_backward(self._stepper.model, gradients)
 
 
 def evidence_of(

@@ -227,3 +227,16 @@ def test_a_dry_backward_gives_the_gradients_of_the_step_and_leaves_no_trace(poli
     stepper.step()
     for name, gradient in stepper.layout.gradients().items():
         assert torch.equal(dry[name].to(gradient.dtype), gradient), name
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_within_activation_checkpointing_is_named_too(use_reentrant: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), Growing(torch.inf))
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    stepper = Stepper(model, SGD(0.1), Policy.fp32(), reference_count=1)
+
+    def gradients() -> dict[str, Tensor]:
+        x = model[0](torch.ones(2, 4))
+        return stepper.dry_backward(checkpoint(inner, x, use_reentrant=use_reentrant).sum())
+
+    assert diagnose_backward(model, gradients).module == ("1.0", "Linear", "inf")
