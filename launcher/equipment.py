@@ -55,8 +55,9 @@ def apply_switches(config: Config) -> None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.train.tf32
-        for half in ("fp16", "bf16"):  # matrix products accumulate in fp32
-            setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
+        # Matrix products accumulate in fp32.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cudnn.benchmark = not config.train.deterministic
 
 

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 
 from launcher.problems import nearest, show, suggestion
 
-NOT_OFFERED = {
+NOT_OFFERED = {  # as the engine says to those who use it alone; it cannot be asked without torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
 }

@@ -29,7 +29,7 @@ _REFUSED = {
 class TorchOptimizer:
     """A class from `torch.optim` with its options, `lr` among the fields.
 
-    Raises ValueError for optimizers that cannot work on reduced gradients (LBFGS, SparseAdam).
+    Raises UnusableError for optimizers that cannot work on reduced gradients (LBFGS, SparseAdam).
     """
 
     kind: type[torch.optim.Optimizer]

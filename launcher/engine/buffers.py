@@ -42,26 +42,12 @@ class Buffers:
         for before, flat in zip(self._before, self._flat, strict=True):
             before.copy_(flat)
 
-    def collect(self) -> None:
-        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.
-
-        Raises UnusableError where that has another shape or dtype.
-        """
-        for name, module, key, buffer in self._homes:
-            new = module._buffers.get(key)
-            if new is buffer:
-                continue
-            if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
-                raise UnusableError(
-                    f"buffer {name} ({buffer.dtype}, {tuple(buffer.shape)}) was replaced by "
-                    f"{None if new is None else (new.dtype, tuple(new.shape))}. A buffer may change its "
-                    "values only: register it with its final shape and dtype."
-                )
-            buffer.data.copy_(new.detach())
-            module._buffers[key] = buffer
-
     def restore_if(self, skipped: Tensor) -> None:
-        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true."""
+        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true.
+
+        Raises UnusableError where a forward pass has put another shape or dtype in a buffer's place.
+        """
+        self._collect()
         if skipped.device.type == "cpu" and not skipped:
             return
         for before, flat in zip(self._before, self._flat, strict=True):
@@ -87,6 +73,21 @@ class Buffers:
         if self._group is not None:
             for flat in self._flat:
                 dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0)  # of any dtype
+
+    def _collect(self) -> None:
+        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor."""
+        for name, module, key, buffer in self._homes:
+            new = module._buffers.get(key)
+            if new is buffer:
+                continue
+            if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+                raise UnusableError(
+                    f"buffer {name} ({buffer.dtype}, {tuple(buffer.shape)}) was replaced by "
+                    f"{None if new is None else (new.dtype, tuple(new.shape))}. A buffer may change its "
+                    "values only: register it with its final shape and dtype."
+                )
+            buffer.data.copy_(new.detach())
+            module._buffers[key] = buffer
 
 
 def bits_of(buffer: Tensor) -> Tensor:

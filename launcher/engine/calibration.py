@@ -30,9 +30,9 @@ def safe_exponent(
     """The largest s at which 2^s / n0 times every gradient of one micro-batch stays two octaves below 65504.
 
     `loss_sum` runs the forward pass on this rank's micro-batch and gives its summed loss; None where the
-    rank has none; `gradients_of` back-propagates it. `growth` is how many times larger a
-    parameter's gradient may be on the wire. None if no rank saw a gradient other than zero, or any saw one
-    that is not finite. A collective.
+    rank has none; `gradients_of` back-propagates it. `growth` is how many times larger a parameter's
+    gradient may be on the wire. None if no rank saw a gradient other than zero, or any saw one that is not
+    finite. A collective.
     """
     largest = None if loss_sum is None else _largest_gradient(model, loss_sum, gradients_of, growth)
     agreed = torch.tensor(_octave(largest), dtype=torch.int64)

@@ -119,7 +119,7 @@ class Piece:
 class Layout:
     """The flat form of a model's trainable parameters. Building it moves the parameters into it.
 
-    Raises ValueError for what cannot be trained here: no trainable parameter, parameters on two devices,
+    Raises UnusableError for what cannot be trained here: no trainable parameter, parameters on two devices,
     a dtype other than fp32, fp16, bf16.
     """
 

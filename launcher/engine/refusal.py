@@ -28,6 +28,16 @@ def refuse_loss(loss_sum: Tensor, count: int | Tensor = 0) -> None:
         raise UnusableError(f"backward() was given {count} samples. It must be 0 or more.")
 
 
+def refuse_torch_optimizer(optimizer: object) -> None:
+    """Raise UnusableError for an optimizer that has parameters already: they move when a Stepper is built."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise UnusableError(
+            f"a {name} holds the parameters of before. Give its class and options: "
+            f"TorchOptimizer(torch.optim.{name}, lr=...)."
+        )
+
+
 def refuse_settings(
     clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
 ) -> None:

@@ -61,8 +61,9 @@ def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
         )
 
 
-def refuse_other_shapes(kind: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a tensor of another shape: copying might stretch it unseen."""
+def refuse_misfits(kind: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]) -> None:
+    """The same for names, and for tensors of another shape: copying might stretch them unseen."""
+    refuse_other_names(kind, set(expected), set(given))
     for name, shape in expected.items():
         if given[name].shape != shape:
             raise ValueError(

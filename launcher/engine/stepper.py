@@ -7,7 +7,6 @@ at all is allowed) and then step(); all ranks come out of step() with the same v
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,22 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
-from launcher.engine.alike import refuse_different_models, take_values_of_rank_0
+from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
 from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
 from launcher.engine.policy import Emulation, Policy, choose_emulation
 from launcher.engine.reducer import Reduced, Reducer, refuse_sparse
-from launcher.engine.refusal import NO_GRADIENT, UnusableError, refuse_loss, refuse_settings
+from launcher.engine.refusal import (
+    NO_GRADIENT,
+    UnusableError,
+    refuse_loss,
+    refuse_settings,
+    refuse_torch_optimizer,
+)
 from launcher.engine.result import StepResult
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
 from launcher.engine.shards import Shards
 from launcher.engine.state import (
     EngineState,
     counters_of,
-    refuse_other_names,
-    refuse_other_shapes,
+    refuse_misfits,
     set_counters,
 )
 from launcher.engine.tally import Tally
@@ -68,17 +72,7 @@ class Stepper:
         emulate: bool | None = None,
         compiled: bool = False,
     ) -> None:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            name = type(optimizer).__name__
-            raise UnusableError(
-                f"give the class and its options: TorchOptimizer(torch.optim.{name}, lr=...)."
-            )
-        if group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            warnings.warn(
-                f"group=None: this Stepper trains alone, beside {dist.get_world_size() - 1} others. To train "
-                "together pass group=torch.distributed.group.WORLD.",
-                stacklevel=2,
-            )
+        refuse_torch_optimizer(optimizer)
         wire = wire or Wire()
         self.model = model
         self.policy = policy or Policy.fp16()
@@ -86,6 +80,7 @@ class Stepper:
         world_size = dist.get_world_size(group) if group else 1
         rates = [optimizer.lr] if learning_rates is None else list(learning_rates)
         refuse_settings(clip_norm, rates, micro_batches, reference_count)
+        warn_of_others(group)
         # First: what comes next then raises on all ranks or on none.
         refuse_different_models(model, reference_count, group)
         self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
@@ -207,7 +202,6 @@ class Stepper:
         multiplier = (unscale * self._clip_factor(grad_norm)).float()
         self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
         self.shards.gather_weights()
-        self.buffers.collect()
         self.buffers.restore_if(skip)
         self.scale.advance(skip, bad_loss, overflow)
         if self._done:
@@ -248,11 +242,8 @@ class Stepper:
         Raises ValueError, before anything is changed, for the state of another model or optimizer. A
         collective where the optimizer is sharded.
         """
-        refuse_other_names("weights", {n for n, _ in self.model.named_parameters()}, set(state.weights))
-        refuse_other_names("buffers", {n for n, _ in self.model.named_buffers()}, set(state.buffers))
-        shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        refuse_other_shapes("weights", shapes, state.weights)
-        refuse_other_shapes("buffers", {n: b.shape for n, b in self.model.named_buffers()}, state.buffers)
+        refuse_misfits("weights", {n: p.shape for n, p in self.model.named_parameters()}, state.weights)
+        refuse_misfits("buffers", {n: b.shape for n, b in self.model.named_buffers()}, state.buffers)
         self.updater.load_states(self.shards, state.optimizer)
         self.shards.load_masters(state.weights)
         for name, p in self.model.named_parameters():
@@ -324,8 +315,10 @@ class Stepper:
         self._tally.restart()
 
     def _aside(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradients by name from a backward pass that is no part of a step. Not of `autograd.grad`, under
-        which re-entrant activation checkpointing refuses to run."""
+        """Gradients by name from a backward pass that is no part of a step.
+
+        Not from `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
+        """
         refuse_loss(loss)
         parameters = self.layout.parameters
         try:

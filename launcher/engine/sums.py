@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17  # elements of one dot product in fp32: more, and equal elements lose digits of the sum
-BLOCKS = (
-    1 << 11,
-    1 << 9,
-)  # elements that a compiled kernel sums in fp32: long ones are faster, short ones fit
+BLOCKS = (1 << 11, 1 << 9)  # elements that a compiled kernel sums in fp32: long is faster, short fits more
 SMALL = 1 << 12  # elements below which parameters are summed together: most vectors
 FEW = 1 << 16  # elements below which a copy in fp64 costs less than calls for chunks
-IN_CHUNKS, AS_COPY = 0, 1
+IN_CHUNKS, AS_COPY = 0, 1  # beside blocks of so many elements, the ways to sum
 
 Look = Callable[[], Tensor]  # [parameters] fp64 sums; inf or nan where an element is
 

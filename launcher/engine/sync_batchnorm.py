@@ -109,7 +109,7 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """The model with its batch norms replaced, the same parameters and buffers within; `model` is changed.
 
     `group` should be one of its own: its collectives run between those of the gradients. On CUDA the
-    modules are torch's. Raises ValueError for a batch norm of a class of somebody's own.
+    modules are torch's. Raises UnusableError for a batch norm of a class of somebody's own.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and type(module) not in _CONVERTED:

@@ -20,7 +20,7 @@ from torch import Tensor
 from launcher.engine.layout import Piece
 from launcher.engine.memory import flat_zeros
 from launcher.engine.shards import Shards
-from launcher.engine.state import refuse_other_names, refuse_other_shapes
+from launcher.engine.state import refuse_misfits
 
 CHUNK = 1 << 19  # elements: 2 MB of fp32 scratch, which stays in cache; smaller ones cost more calls
 
@@ -208,8 +208,7 @@ class Updater:
         """Take the states by `state/parameter`. Raises ValueError for those of another optimizer."""
         shapes = shards.shapes
         expected = {f"{state}/{name}": shapes[name] for state in self.optimizer.states for name in shapes}
-        refuse_other_names("optimizer states", set(expected), set(named))
-        refuse_other_shapes("optimizer states", expected, named)
+        refuse_misfits("optimizer states", expected, named)
         for position, state in enumerate(self.optimizer.states):
             values = {name: named[f"{state}/{name}"] for name in shapes}
             shards.spread(values, [states[position] for states in self.states])
