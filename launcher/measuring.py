@@ -67,8 +67,8 @@ class Measuring:
         )
         name = self.recipe.metric
         if name in found.metrics:
-            return self.standing.measure(name, found.metrics[name], lower_is_better=False)
-        return self.standing.measure("loss", found.loss, lower_is_better=True)
+            return self.standing.measure(name, found.metrics[name], lower_is_better=False, loss=found.loss)
+        return self.standing.measure("loss", found.loss, lower_is_better=True, loss=found.loss)
 
     def _context(self) -> AbstractContextManager[object]:
         self.heartbeat.beat("evaluation")  # batch by batch: a large set may take longer than a phase may

@@ -16,6 +16,7 @@ from launcher.checkpoint import Due, Metric, Report, Snapshot, Writer
 from launcher.checkpoint.choice import exchange_texts
 from launcher.consistency import check_replicas
 from launcher.engine import Stepper
+from launcher.engine.state import counters_of
 from launcher.environment import WorkerEnv
 from launcher.errors import PreemptedError, StorageError
 from launcher.heartbeat import Heartbeat
@@ -34,10 +35,11 @@ class Question(IntEnum):
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation found, and whether no earlier one was better."""
+    """What an evaluation found, and whether it is better than all earlier ones."""
 
     metric: Metric
     is_best: bool
+    loss: float  # mean over the held-out set
 
 
 @dataclass
@@ -47,15 +49,15 @@ class Standing:
     best: Metric | None = None  # of all evaluations so far
     seconds: float = 0.0  # of training
 
-    def measure(self, name: str, value: float, lower_is_better: bool) -> Measured:
-        """Take an evaluation in. A value that is not a number is never the best."""
+    def measure(self, name: str, value: float, lower_is_better: bool, loss: float) -> Measured:
+        """Record an evaluation. A value that is not a number is never the best."""
         metric = Metric(name, value, lower_is_better)
         cost = value if lower_is_better else -value
         before = math.inf if self.best is None else self.best.value * (1 if lower_is_better else -1)
         is_best = cost < before
         if is_best:
             self.best = metric
-        return Measured(metric, is_best)
+        return Measured(metric, is_best, loss)
 
     def as_values(self) -> dict[str, Any]:
         best = None if self.best is None else [self.best.name, self.best.value, self.best.lower_is_better]
@@ -113,15 +115,19 @@ class Saving:
         self._heard.add(Question.STOP)
 
     def after(self, moment: Moment, measured: Measured | None, last: bool) -> None:
-        """Save and stop as voted and as due. Raises PreemptedError or StorageError on all ranks alike.
+        """Save and stop as voted and as due, on all ranks alike.
 
-        `measured` belongs to this very step; None where it was not evaluated, or not to the end.
+        `measured` belongs to this very step; None where it was not evaluated, or not to the end. Raises
+        PreemptedError for a run that was asked to stop, StorageError for one that cannot be saved, and
+        DivergedError for one that ends with nothing to save.
         """
         done = last and measured is not None
         stops = self.stops() and not done
         heard, self._heard = self._heard, set()
         if Question.GIVE_UP in heard and (failure := self._of_leader(self._failure)):
             raise StorageError(failure)  # unless a later one could be written after all
+        if done and measured is not None:
+            self.watch.refuse_fruitless_end(moment, counters_of(self.stepper.scale), measured.loss)
         is_best = measured is not None and measured.is_best
         if stops or done or is_best or Question.SAVE in heard or self.due.after_step(moment.step):
             self._save(moment, None if measured is None else measured.metric)

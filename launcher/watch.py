@@ -6,11 +6,12 @@ come to the same verdict at the same step. Never touches the device: it reads a 
 
 from __future__ import annotations
 
+import math
 import operator
 import resource
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -105,6 +106,31 @@ class Watch:
         self.settle()
         if self._window.reports and self._last is not None:
             self._log(self._last)
+
+    def refuse_fruitless_end(self, moment: Moment, counters: Mapping[str, int], held_out_loss: float) -> None:
+        """Raise DivergedError where a run that has reached its last step has nothing to show for it.
+
+        That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
+        it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
+        """
+        self.catch_up()
+        bad, told = counters["bad_losses"], "so the run is not done"
+        if bad:
+            raise DivergedError(
+                f"the loss was not finite in the last {bad} of {moment.step} steps, {told}. Check the input "
+                f"for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
+            )
+        if not counters["applied"]:
+            raise DivergedError(
+                f"none of {moment.step} steps was applied, because every gradient overflowed, {told}. Lower "
+                "precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
+                f"{self._evidence_of_last()}"
+            )
+        if not math.isfinite(held_out_loss):
+            raise DivergedError(
+                f"the loss on the held-out set is {held_out_loss} after the last of {moment.step} steps, "
+                f"{told}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
+            )
 
     def resume(self) -> None:
         """Training goes on after something else: that time is nobody's step."""
@@ -208,6 +234,12 @@ class Watch:
             ),
         ]
         return "\n".join(lines)
+
+    def _evidence_of_last(self) -> str:
+        """The evidence of the last step; empty where that was taken by an earlier process of the run."""
+        if self._last is None or self.totals.last is None:
+            return ""
+        return f"\n{self._evidence(self._last, self.totals.last)}"
 
     def _log(self, moment: Moment) -> None:
         window, self._window = self._window, _Window()
