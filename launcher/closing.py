@@ -15,6 +15,7 @@ from torch import Tensor
 
 from launcher.config import Config
 from launcher.engine import Stepper
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.state import counters_of
 from launcher.environment import WorkerEnv
 from launcher.errors import StorageError
@@ -29,8 +30,8 @@ from launcher.watch import Totals
 
 def weights_sha256(stepper: Stepper) -> str:
     """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes."""
-    tensors: dict[str, Tensor] = {name: p.float() for name, p in stepper.model.named_parameters()}
-    tensors |= stepper.named_masters() | dict(stepper.model.named_buffers())
+    tensors: dict[str, Tensor] = {name: p.float() for name, p in named_parameters(stepper.model).items()}
+    tensors |= stepper.named_masters() | named_buffers(stepper.model)
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())

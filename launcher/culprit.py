@@ -23,6 +23,7 @@ from launcher.engine.diagnosis import (
     diagnose_backward,
     nonfinite_parameters,
 )
+from launcher.engine.names import named_parameters
 from launcher.recipe import Loss
 
 MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
@@ -65,7 +66,7 @@ class Culprit:
         broken = nonfinite_parameters(self._stepper.model)
         if not broken:
             return ""
-        masters, weights = self._stepper.named_masters(), dict(self._stepper.model.named_parameters())
+        masters, weights = self._stepper.named_masters(), named_parameters(self._stepper.model)
         told = [
             f"{name} ({master_text(masters[name], weights[name].dtype)})" if name in masters else name
             for name in broken[:MAX_NAMES]

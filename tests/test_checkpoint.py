@@ -37,6 +37,7 @@ from launcher.checkpoint import (
 )
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
 from launcher.checkpoint.tensors import write_tensors
+from launcher.closing import weights_sha256
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
@@ -55,6 +56,15 @@ def taken(stepper: Stepper, step: int) -> Snapshot:
     found = take(stepper, ALONE, identity, ORIGIN, Progress(0, step, 4 * step))
     assert found is not None
     return found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by the compiler's first import
+def test_a_snapshot_of_compiled_modules_has_the_names_of_plain_ones() -> None:
+    plain, compiled = conv_net(), conv_net()
+    compiled[1] = torch.compile(compiled[1], backend="eager")
+    steppers = [Stepper(model, SGD(0.1)) for model in (plain, compiled)]
+    assert same(*(taken(stepper, 1) for stepper in steppers))
+    assert len({weights_sha256(stepper) for stepper in steppers}) == 1
 
 
 # What is written is read back

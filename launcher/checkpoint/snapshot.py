@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from launcher.config import Config
 from launcher.engine import Stepper
+from launcher.engine.names import named_buffers, named_parameters, plain_names
 from launcher.engine.state import EngineState
 from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError
@@ -67,7 +68,7 @@ class Identity:
 
     @classmethod
     def of(cls, config: Config, model: nn.Module, num_samples: int) -> Identity:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
+        tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
         return cls(
             recipe=config.recipe.name,
             model=config.model.name,
@@ -240,7 +241,10 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:
-    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    plain = plain_names(model)
+    own = {id(t): name for name, t in (*named_parameters(model).items(), *named_buffers(model).items())}
     return {
-        key: own[id(value)] for key, value in model.state_dict(keep_vars=True).items() if id(value) in own
+        plain(key): own[id(value)]
+        for key, value in model.state_dict(keep_vars=True).items()
+        if id(value) in own
     }

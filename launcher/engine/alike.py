@@ -14,6 +14,7 @@ from torch import nn
 
 from launcher.engine.buffers import Buffers
 from launcher.engine.layout import Layout
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.refusal import UnusableError
 
 
@@ -26,7 +27,7 @@ def refuse_different_models(
     """
     if group is None:
         return
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
     lines = [f"{n} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for n, t in tensors]
     lines.append(f"reference_count {reference_count}")
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine.names import named_modules
 from launcher.engine.refusal import UnusableError
 
 
@@ -25,7 +26,7 @@ class Buffers:
         self._before = [torch.empty_like(flat) for flat in self._flat]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer)
-            for prefix, module in model.named_modules()
+            for prefix, module in named_modules(model)
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.numel()
         ]

@@ -6,14 +6,17 @@ something has gone wrong, and changes neither weights nor buffers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+
+from launcher.engine.names import named_buffers, named_modules, named_parameters
 
 Kind = Literal["nan", "inf"]
 MAX_ROWS = 64  # rows of an output that are named; more would say nothing
@@ -28,7 +31,7 @@ class ModuleFinding:
     `num_rows`: the samples, where the model keeps them apart.
     """
 
-    name: str  # as in named_modules(); "" is the model itself
+    name: str  # without torch.compile's prefixes; "" is the model itself
     type: str
     kind: Kind  # nan where the output holds both
     position: int  # calls of modules that had ended before it, in this pass
@@ -83,8 +86,8 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> Modul
 def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
     """Watch one forward pass. Buffers that it moves (BatchNorm statistics) are put back."""
     observer = _Observer()
-    with torch.no_grad(), buffers_kept(model), ExitStack() as hooks:
-        for name, module in model.named_modules():
+    with torch.no_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
+        for name, module in named_modules(model):
             for hook in (
                 module.register_forward_pre_hook(observer.enter, with_kwargs=True),
                 module.register_forward_hook(observer.leaver(name), with_kwargs=True),
@@ -106,8 +109,8 @@ def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]])
     Buffers that it moves are put back.
     """
     observer = _BackwardObserver()
-    with torch.enable_grad(), buffers_kept(model), ExitStack() as hooks:
-        for name, module in model.named_modules():
+    with torch.enable_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
+        for name, module in named_modules(model):
             hooks.callback(module.register_forward_hook(observer.watcher(name)).remove)
         gradients = run()
     bad = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
@@ -116,19 +119,26 @@ def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]])
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
     """Names of the parameters that hold inf or nan, as the model computes with them."""
-    return [name for name, p in model.named_parameters() if not bool(p.detach().isfinite().all())]
+    return [name for name, p in named_parameters(model).items() if not bool(p.detach().isfinite().all())]
 
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards the model's buffers hold the values that they held before."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    before = {name: buffer.detach().clone() for name, buffer in named_buffers(model).items()}
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in named_buffers(model).items():
                 buffer.copy_(before[name])
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled modules run as written: a compiler would trace the hooks, or leave them out."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.memory import flat_zeros
+from launcher.engine.names import named_parameters
 from launcher.engine.policy import Policy
 from launcher.engine.refusal import UnusableError
 
@@ -131,7 +132,7 @@ class Layout:
         world_size: int = 1,
         run_bytes: int | None = None,
     ) -> None:
-        trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        trainable = [(n, p) for n, p in named_parameters(model).items() if p.requires_grad]
         _refuse_untrainable(model, trainable)
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
         self.device = trainable[0][1].device

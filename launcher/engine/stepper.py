@@ -20,6 +20,7 @@ from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.policy import Emulation, Policy, choose_emulation
 from launcher.engine.reducer import Reduced, Reducer, refuse_sparse
 from launcher.engine.refusal import (
@@ -221,17 +222,19 @@ class Stepper:
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """
         assert self._done == 0, "a step is under way"
-        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        trainable = {name for name, p in named_parameters(self.model).items() if p.requires_grad}
         if thawed := trainable - self.layout.parameters.keys():
             raise UnusableError(
                 f"{', '.join(sorted(thawed)[:5])}: requires_grad was set after the Stepper was built: it is "
                 "not trained. Build another Stepper after thawing."
             )
-        frozen = {n: p.detach().float() for n, p in self.model.named_parameters() if not p.requires_grad}
+        frozen = {
+            n: p.detach().float() for n, p in named_parameters(self.model).items() if not p.requires_grad
+        }
         return EngineState(
             weights=frozen | self.named_masters(),
             optimizer=self.updater.named_states(self.shards),
-            buffers=dict(self.model.named_buffers()),
+            buffers=named_buffers(self.model),
             counters=counters_of(self.scale),
             reference_count=self._reference,
         )
@@ -242,14 +245,16 @@ class Stepper:
         Raises ValueError, before anything is changed, for the state of another model or optimizer. A
         collective where the optimizer is sharded.
         """
-        refuse_misfits("weights", {n: p.shape for n, p in self.model.named_parameters()}, state.weights)
-        refuse_misfits("buffers", {n: b.shape for n, b in self.model.named_buffers()}, state.buffers)
+        refuse_misfits(
+            "weights", {n: p.shape for n, p in named_parameters(self.model).items()}, state.weights
+        )
+        refuse_misfits("buffers", {n: b.shape for n, b in named_buffers(self.model).items()}, state.buffers)
         self.updater.load_states(self.shards, state.optimizer)
         self.shards.load_masters(state.weights)
-        for name, p in self.model.named_parameters():
+        for name, p in named_parameters(self.model).items():
             if not p.requires_grad:
                 p.data.copy_(state.weights[name])
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in named_buffers(self.model).items():
             buffer.copy_(state.buffers[name])
         self.buffers.snapshot()
         self._start_of_run()
@@ -283,7 +288,7 @@ class Stepper:
 
     def changed_buffers(self) -> dict[str, bool]:
         """By name, whether a buffer has other bits than at the start, or after `load`."""
-        start, buffers = self._start_bits, dict(self.model.named_buffers())
+        start, buffers = self._start_bits, named_buffers(self.model)
         if new := buffers.keys() - start.keys():
             raise UnusableError(
                 f"buffers {', '.join(sorted(new))} were registered after the Stepper was built. Register "
@@ -306,7 +311,7 @@ class Stepper:
 
     def _start_of_run(self) -> None:
         self._trained = torch.zeros((), dtype=torch.bool, device=self._device)
-        self._start_bits = {name: bits_of(buffer) for name, buffer in self.model.named_buffers()}
+        self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
 
     def _start_of_step(self) -> None:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move

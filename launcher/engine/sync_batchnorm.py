@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from launcher.engine.names import named_modules
 from launcher.engine.refusal import UnusableError
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -111,7 +112,7 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     `group` should be one of its own: its collectives run between those of the gradients. On CUDA the
     modules are torch's. Raises UnusableError for a batch norm of a class of somebody's own.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, _BatchNorm) and type(module) not in _CONVERTED:
             raise UnusableError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose arithmetic is unknown here. "

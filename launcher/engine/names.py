@@ -1,0 +1,54 @@
+"""The names of a model's parameters, buffers and modules, as the engine reports and saves them.
+
+Those of torch, without the `_orig_mod` that `torch.compile` puts before the names of what it wraps: a state
+fits the compiled and the plain model alike. Prefixes of other wrappers are part of the name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+_WRAPPED = "_orig_mod"  # the one child of a module that torch.compile made
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name, in the order of registration; a tied parameter has the first of its names."""
+    plain = plain_names(model)
+    return {plain(name): p for name, p in model.named_parameters()}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """By name, in the order of registration; a shared buffer has the first of its names."""
+    plain = plain_names(model)
+    return {plain(name): buffer for name, buffer in model.named_buffers()}
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module. A module that torch.compile wraps has the name of its wrapper, which comes first."""
+    plain = plain_names(model)
+    return [(plain(name), module) for name, module in model.named_modules()]
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """Turns a name within `model`, a key of its state_dict too, into the name that the plain model has."""
+    wrappers = [name for name, m in model.named_modules(remove_duplicate=False) if _is_compiled(m)]
+    # Inner ones first: to cut an outer one would change the names that begin with it.
+    wrapped = [f"{name}.{_WRAPPED}".lstrip(".") for name in reversed(wrappers)]
+
+    def plain(name: str) -> str:
+        for prefix in wrapped:
+            if name == prefix or name.startswith(prefix + "."):
+                wrapper = prefix.removesuffix(_WRAPPED)  # "" or "layer."
+                name = (wrapper + name[len(prefix) + 1 :]).removesuffix("." if name == prefix else "")
+        return name
+
+    return plain
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made it. Asks without loading the compiler."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
