@@ -15,6 +15,7 @@ import torch
 from launcher.engine.emulation import RoundedArithmetic
 
 ScaleMode = Literal["dynamic", "static", "none"]
+FIRST_FP16, FIRST_BF16 = (7, 0), (8, 0)  # compute capabilities: Volta, Ampere
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,34 @@ def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = N
     """Decide between native and emulated half arithmetic; `wish` (not None) overrules the measurement.
 
     CPU kernels for fp16 products are 50 to 100 times slower than fp32 unless the processor has fp16
-    arithmetic of its own (AMX-FP16 here; oneDNN uses it), so there the emulation is chosen.
+    arithmetic of its own (AMX-FP16 here; oneDNN uses it), so there the emulation is chosen. So it is for bf16
+    on GPUs before Ampere.
     """
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.arithmetic)
     if kind is None:
         return Emulation(False, "fp32 arithmetic needs none")
     if wish is not None:
         return Emulation(wish, "as asked for")
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        return _on_gpu(kind, torch.cuda.get_device_capability(device))
     if device.type != "cpu":
         return Emulation(False, f"{device.type} has {kind} arithmetic")
     if _cpu_has(policy.arithmetic):
         return Emulation(False, f"this CPU has {kind} arithmetic")
     return Emulation(True, f"this CPU has no {kind} arithmetic")
+
+
+def _on_gpu(kind: str, capability: tuple[int, int]) -> Emulation:
+    """By compute capability: `torch.cuda.is_bf16_supported` counts what torch emulates, tensor by tensor.
+
+    fp16 is native in any case: without matrix units its products still accumulate in fp32.
+    """
+    gpu = "this GPU (compute capability {}.{})".format(*capability)
+    if capability >= (FIRST_BF16 if kind == "bf16" else FIRST_FP16):
+        return Emulation(False, f"{gpu} has {kind} matrix units")
+    if kind == "bf16":
+        return Emulation(True, f"{gpu} has no bf16 arithmetic; precision=fp16 is faster on it")
+    return Emulation(False, f"{gpu} has no fp16 matrix units: fp16 saves memory on it, little time")
 
 
 def _cpu_has(dtype: torch.dtype) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -43,6 +45,27 @@ def test_emulation_follows_the_wish_or_the_processor_and_says_why(policy, wish, 
     else:
         assert not (device == "cuda" and chosen.used)
         assert chosen.reason.endswith("arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "used", "reason"),
+    [
+        ((6, 1), "fp16", False, r"6\.1\) has no fp16 matrix units"),
+        ((7, 0), "fp16", False, r"7\.0\) has fp16 matrix units"),
+        ((7, 0), "bf16", True, r"7\.0\) has no bf16 arithmetic; precision=fp16"),
+        ((7, 5), "amp_bf16", True, r"7\.5\) has no bf16 arithmetic"),
+        ((8, 0), "bf16", False, r"8\.0\) has bf16 matrix units"),
+        ((12, 0), "amp_fp16", False, r"12\.0\) has fp16 matrix units"),
+    ],
+)
+def test_a_gpu_is_asked_for_its_compute_capability(monkeypatch, capability, name, used, reason) -> None:
+    """Not for `is_bf16_supported`, which says yes where torch emulates: on V100 and T4."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = choose_emulation(Policy.named(name), torch.device("cuda", 0))
+    assert chosen.used is used
+    assert re.search(reason, chosen.reason)
 
 
 @pytest.mark.parametrize("emulate", [True, False])
