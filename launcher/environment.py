@@ -173,6 +173,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     import torch.distributed as dist
 
     device = _device(launch)
+    _refuse_shared_gpu(launch, store, job, device)
     _divide_threads(launch)
     if store is None:
         yield WorkerEnv(0, 1, 0, 1, device, None)
@@ -211,19 +212,40 @@ def tighten(env: WorkerEnv, timeout_s: float) -> None:
 
 
 def _device(launch: LaunchEnv) -> torch.device:
+    """Number `local_rank` of the visible GPUs; the only one where a scheduler shows each task its own."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if launch.local_rank >= count:
+    if launch.local_rank >= count > 1:
         raise PreflightError(
             f"rank {launch.rank} is number {launch.local_rank} on this machine, which has {count} GPU(s). "
             f"Start at most {count} processes per machine (torchrun --nproc-per-node={count})."
         )
-    device = torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", launch.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, device: torch.device) -> None:
+    """Raise PreflightError where another rank uses this rank's GPU: NCCL cannot connect the two.
+
+    Ranks that see one GPU each may see the same one or one of their own; only its UUID tells them apart.
+    """
+    if store is None or device.type != "cuda":
+        return
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    first = int(store.compare_set(f"job/{job}/gpu/{uuid}", "", str(launch.rank)))
+    if first != launch.rank:
+        count = torch.cuda.device_count()
+        raise PreflightError(
+            f"ranks {first} and {launch.rank} use the same GPU ({uuid}); each needs one of its own, and rank "
+            f"{launch.rank} sees {count} GPU(s). Start at most as many processes per machine as it has GPUs, "
+            "and show each process all of them or a different one."
+        )
 
 
 def _divide_threads(launch: LaunchEnv) -> None:
