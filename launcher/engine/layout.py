@@ -22,6 +22,7 @@ from launcher.engine.refusal import UnusableError
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
+MAX_ALIGNED_RANKS = 64  # beyond, padding would be more than pieces of that size are worth
 FIRST_RUN_BYTES = 1 << 20  # small, so that the wire starts early
 MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
 
@@ -50,7 +51,8 @@ class Slot:
 class Run:
     """Parameters that lie side by side and travel together: elements [start, end) of a segment.
 
-    The length is a multiple of the number of ranks, so that each rank can own an equal piece.
+    The length is a multiple of the number of ranks, so that each rank can own an equal piece; up to
+    MAX_ALIGNED_RANKS each piece begins at a multiple of ALIGNMENT elements.
     """
 
     slots: tuple[Slot, ...]
@@ -162,7 +164,10 @@ class Layout:
         The first run of the first segment is small, so that the wire starts while backward has far to go.
         """
         index = sum(len(segment.slots) for segment in self.segments)
-        stride = math.lcm(ALIGNMENT, self.world_size)
+        # Compiled kernels clone whatever does not begin at a multiple of 16 bytes: so pieces do.
+        world_size = self.world_size
+        aligned = world_size <= MAX_ALIGNED_RANKS
+        stride = ALIGNMENT * world_size if aligned else math.lcm(ALIGNMENT, world_size)
         runs: list[Run] = []
         slots: list[Slot] = []
         start = end = 0

@@ -46,6 +46,21 @@ def test_slots_are_aligned_disjoint_and_the_parameters_are_views_of_them() -> No
         assert segment.numel >= end
 
 
+@pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda p: p.name)
+def test_pieces_begin_at_multiples_of_64_bytes_on_up_to_64_ranks(policy) -> None:
+    """Weights, masters and the fp32 sums that lie in the memory of the gradients."""
+    for world_size in range(1, 65):
+        layout = Layout(Odd(), policy, world_size=world_size, run_bytes=256)
+        for segment in layout.segments:
+            assert len(segment.runs) > 1
+            for run in segment.runs:
+                assert (run.end - run.start) % world_size == 0
+                pieces = [run.piece(rank, world_size) for rank in range(world_size)]
+                flats = [flat[piece] for flat in (segment.weight, segment.master) for piece in pieces]
+                flats.append(segment.grad[run.start : run.end].view(torch.float32))
+                assert all(flat.data_ptr() % 64 == 0 for flat in flats), world_size
+
+
 def test_order_is_the_reverse_of_registration_matrices_first() -> None:
     layout = Layout(mlp(), Policy.fp16())
     assert [slot.name for slot in layout.slots] == ["2.weight", "0.weight", "2.bias", "0.bias"]
