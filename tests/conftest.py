@@ -1,0 +1,24 @@
+"""The GPUs of a machine belong to the tests that are marked for them: all others run as on a machine without.
+
+Which of the two a session is has to be settled before CUDA is initialised, once for the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+NEEDS_GPU = ("gpu", "gpus2")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Hide the GPUs unless every test of this session is one of those that need them."""
+    gpu = [item for item in session.items if any(item.get_closest_marker(mark) for mark in NEEDS_GPU)]
+    if len(gpu) == len(session.items):
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the processes that tests start, too
+    for item in gpu:
+        item.add_marker(
+            pytest.mark.skip(reason="other tests of this session hide the GPUs: run tests/gpu alone")
+        )
