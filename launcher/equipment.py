@@ -126,10 +126,15 @@ def build_scaling(config: Config) -> Scaling:
     )
 
 
+def bucket_bytes(bucket_mb: float | str) -> int:
+    """Any size above 0 is allowed: the smallest bucket holds one parameter."""
+    return min(max(1, int(float(bucket_mb) * 2**20)), 2**53)
+
+
 def build_wire(wire: WireConfig) -> Wire:
     return Wire(
         dtype=None if wire.dtype == "auto" else WIRE_DTYPES[wire.dtype],
-        bucket_bytes=None if wire.bucket_mb == "auto" else int(float(wire.bucket_mb) * 2**20),
+        bucket_bytes=None if wire.bucket_mb == "auto" else bucket_bytes(wire.bucket_mb),
         overlap=wire.overlap,
         predivide=None if wire.predivide == "auto" else int(wire.predivide),
         sum=wire.sum,  # type: ignore[arg-type]  # validated against the same words

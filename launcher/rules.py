@@ -60,6 +60,14 @@ def auto_or(rule: Rule) -> Rule:
     return Rule(f"auto or {rule.text}", lambda value: value == "auto" or rule.holds(value), rule.nearest)
 
 
+def power_of_two(high: int) -> Rule:
+    return Rule(
+        f"a power of two up to 2**{high.bit_length() - 1}",
+        lambda value: is_power_of_two(value) and value <= high,
+        lambda value: [power for power in surrounding_powers(value) if power <= high] or [high],
+    )
+
+
 def surrounding_powers(value: Any) -> Sequence[int]:
     if not is_number(value) or value < 1:
         return (1,)
@@ -78,7 +86,8 @@ options = Rule(
     "a section",
     lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value),
 )
-power_of_two = Rule("a power of two", is_power_of_two, surrounding_powers)
+predivide = power_of_two(2**16)  # more would flush even the largest fp16 gradients
+loss_scale = power_of_two(2**127)  # the largest of fp32
 positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
@@ -132,11 +141,11 @@ RULES: Mapping[str, Rule] = {
     "precision.name": one_of(*PRECISIONS),
     "precision.emulate": auto_or(flag),
     "precision.scale.mode": one_of("dynamic", "static", "none", "auto"),
-    "precision.scale.init": power_of_two,
+    "precision.scale.init": loss_scale,
     "precision.scale.growth_interval": whole(1),
     "precision.scale.hysteresis": whole(1),
-    "precision.scale.min": power_of_two,
-    "precision.scale.max": power_of_two,
+    "precision.scale.min": loss_scale,
+    "precision.scale.max": loss_scale,
     "precision.scale.max_bad_losses": whole(1),
     "precision.scale.max_floor_skips": whole(1),
     "wire.dtype": one_of("auto", "fp16", "bf16", "fp32"),
@@ -145,7 +154,7 @@ RULES: Mapping[str, Rule] = {
     "wire.compression": no_compression,
     "wire.bucket_mb": auto_or(positive),
     "wire.overlap": flag,
-    "wire.predivide": auto_or(power_of_two),
+    "wire.predivide": auto_or(predivide),
     "checkpoint.every_steps": optional(whole(1)),
     "checkpoint.every_s": optional(positive),
     "checkpoint.keep": whole(1),

@@ -82,9 +82,12 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
         ),
         (
             {"precision__scale__init": 1000},
-            "precision.scale.init=1000: must be a power of two. Nearest: 512, 1024.",
+            "precision.scale.init=1000: must be a power of two up to 2**127. Nearest: 512, 1024.",
         ),
-        ({"precision__scale__init": 0}, "precision.scale.init=0: must be a power of two. Nearest: 1."),
+        (
+            {"precision__scale__init": 0},
+            "precision.scale.init=0: must be a power of two up to 2**127. Nearest: 1.",
+        ),
         (
             {"precision__scale__min": 131072},
             "precision.scale.init=65536: must lie between precision.scale.min=131072",
@@ -95,7 +98,10 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
             "wire.compression=powersgd: must be none (powerSGD, 1-bit and top-k",
         ),
         ({"consistency__every_steps": 0}, "consistency.every_steps=0: must be null or a whole number"),
-        ({"wire__predivide": 3}, "wire.predivide=3: must be auto or a power of two. Nearest: 2, 4."),
+        (
+            {"wire__predivide": 3},
+            "wire.predivide=3: must be auto or a power of two up to 2**16. Nearest: 2, 4.",
+        ),
         ({"wire__bucket_mb": 0}, "wire.bucket_mb=0: must be auto or a number above 0."),
         ({"tracker__tags": "a"}, "tracker.tags=a: must be a list of texts."),
         ({"recipe__name": "../../etc"}, "recipe.name=../../etc: must be a name of letters"),

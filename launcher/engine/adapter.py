@@ -6,13 +6,16 @@ correct, not fast: the gradient is widened into memory of its own, and the host 
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from launcher.engine import limits
 from launcher.engine.layout import Layout, Piece
 from launcher.engine.refusal import UnusableError
 from launcher.engine.shards import Shards
@@ -25,23 +28,65 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class TorchOptimizer:
-    """A class from `torch.optim` with its options, `lr` among the fields.
+    """A class from `torch.optim` with its options: `TorchOptimizer(torch.optim.Adam, 1e-3, eps=1e-6)`.
 
-    Raises UnusableError for optimizers that cannot work on reduced gradients (LBFGS, SparseAdam).
+    Options are given as keywords, as a mapping, or both. Raises UnusableError for what is no such class,
+    options that the class does not have or refuses, and optimizers that cannot work on reduced gradients
+    (LBFGS, SparseAdam).
     """
 
     kind: type[torch.optim.Optimizer]
     lr: float
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        reason = _REFUSED.get(self.kind.__name__)
-        if reason is not None:
-            raise UnusableError(
-                f"{self.kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam."
-            )
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        lr: float,
+        options: Mapping[str, Any] | None = None,
+        **more_options: Any,
+    ) -> None:
+        given = {**(options or {}), **more_options}
+        for name, value in (("kind", kind), ("lr", lr), ("options", given)):
+            object.__setattr__(self, name, value)
+        _refuse_kind(kind)
+        limits.not_negative.require(f"{kind.__name__} lr", lr)
+        _refuse_options(kind, lr, given)
+
+
+def _refuse_kind(kind: object) -> None:
+    if isinstance(kind, torch.optim.Optimizer) or not isinstance(kind, type):
+        what = (
+            f"an instance of {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        )
+        raise UnusableError(
+            f"TorchOptimizer was given {what}. Give the class and its options: "
+            "TorchOptimizer(torch.optim.Adam, lr=1e-3)."
+        )
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise UnusableError(f"{kind.__name__} is not a torch.optim.Optimizer.")
+    reason = _REFUSED.get(kind.__name__)
+    if reason is not None:
+        raise UnusableError(f"{kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
+
+
+def _refuse_options(kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any]) -> None:
+    """Raise UnusableError for options that `kind` does not take, before any model is touched."""
+    parameters = inspect.signature(kind).parameters.values()
+    known = [p.name for p in parameters if p.name not in ("params", "lr")]
+    unknown = [name for name in options if name not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        nearest = difflib.get_close_matches(unknown[0], known, n=1)
+        advice = f" Nearest: {nearest[0]}." if nearest else ""
+        raise UnusableError(
+            f"{kind.__name__} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}."
+        )
+    try:
+        kind([nn.Parameter(torch.zeros(1))], lr=lr, **options)  # type: ignore[call-arg]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {error}") from error
 
 
 class AdaptedUpdater:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -24,29 +25,28 @@ def refuse_loss(loss_sum: Tensor, count: int | Tensor = 0) -> None:
         )
     if not loss_sum.requires_grad:
         raise UnusableError(NO_GRADIENT)
-    if isinstance(count, int) and count < 0:
-        raise UnusableError(f"backward() was given {count} samples. It must be 0 or more.")
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise UnusableError(
+            f"backward() was given a count of shape {tuple(count.shape)}; it must be one number."
+        )
+    if not isinstance(count, Tensor) and not (isinstance(count, Real) and 0 <= count < math.inf):
+        raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 
 
-def refuse_torch_optimizer(optimizer: object) -> None:
-    """Raise UnusableError for an optimizer that has parameters already: they move when a Stepper is built."""
+def refuse_optimizer(optimizer: object) -> None:
+    """Raise UnusableError for what is no optimizer of the engine.
+
+    One of torch has parameters already, and those move when a Stepper is built.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         raise UnusableError(
             f"a {name} holds the parameters of before. Give its class and options: "
             f"TorchOptimizer(torch.optim.{name}, lr=...)."
         )
-
-
-def refuse_settings(
-    clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
-) -> None:
-    """Raise UnusableError for what would train in the wrong direction, or not at all, without a word."""
-    if clip_norm is not None and not clip_norm > 0:
-        raise UnusableError(f"clip_norm={clip_norm}: it must be above 0, or None.")
-    if not rates or not all(rate >= 0 for rate in rates):
-        raise UnusableError("learning rates: there must be one at least, and all of them 0 or more.")
-    if micro_batches < 1:
-        raise UnusableError(f"micro_batches={micro_batches}: it must be 1 or more.")
-    if reference_count is not None and reference_count not in (1 << bit for bit in range(63)):
-        raise UnusableError(f"reference_count={reference_count}: it must be a power of two, 1 or more.")
+    if isinstance(optimizer, type) or not hasattr(optimizer, "lr"):
+        name = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
+        raise UnusableError(
+            f"{name} is not an optimizer. Give SGD(lr), AdamW(lr), or TorchOptimizer(torch.optim.Adam, lr) "
+            "for a class of torch.optim."
+        )

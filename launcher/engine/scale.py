@@ -13,6 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from launcher.engine import limits
 from launcher.engine.policy import Policy, ScaleMode
 from launcher.engine.refusal import UnusableError
 
@@ -23,7 +24,7 @@ class Scaling:
 
     dynamic: an overflow takes one of `hysteresis` lives, and halves the scale when none is left; a clean
     step restores all lives; `growth_interval` clean steps in a row double the scale. static: `init` for
-    ever. none: 1.
+    ever. none: 1. Scales are ints up to 2**127. Raises UnusableError for other values.
     """
 
     mode: ScaleMode = "dynamic"
@@ -40,11 +41,9 @@ class Scaling:
 
     def __post_init__(self) -> None:
         for name in ("init", "min", "max"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise UnusableError(
-                    f"loss scale {name}={value} is not a power of two (1, 2, 4, ... 65536, ...)."
-                )
+            limits.loss_scale.require(f"loss scale {name}", getattr(self, name))
+        for name in ("growth_interval", "hysteresis"):
+            limits.at_least_one.require(f"loss scale {name}", getattr(self, name))
         if self.mode not in get_args(ScaleMode):
             raise UnusableError(
                 f"loss scale mode={self.mode!r}: it must be one of {', '.join(get_args(ScaleMode))}."

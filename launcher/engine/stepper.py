@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine import limits
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
 from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
 from launcher.engine.buffers import Buffers, bits_of
@@ -27,8 +28,7 @@ from launcher.engine.refusal import (
     NO_GRADIENT,
     UnusableError,
     refuse_loss,
-    refuse_settings,
-    refuse_torch_optimizer,
+    refuse_optimizer,
 )
 from launcher.engine.result import StepResult
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
@@ -73,14 +73,14 @@ class Stepper:
         emulate: bool | None = None,
         compiled: bool = False,
     ) -> None:
-        refuse_torch_optimizer(optimizer)
+        refuse_optimizer(optimizer)
         wire = wire or Wire()
         self.model = model
         self.policy = policy or Policy.fp16()
         self.group = group
         world_size = dist.get_world_size(group) if group else 1
         rates = [optimizer.lr] if learning_rates is None else list(learning_rates)
-        refuse_settings(clip_norm, rates, micro_batches, reference_count)
+        limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
         warn_of_others(group)
         # First: what comes next then raises on all ranks or on none.
         refuse_different_models(model, reference_count, group)
@@ -137,6 +137,7 @@ class Stepper:
         It travels with the counts, so it costs no collective: `StepReport.votes[question]` is the number of
         ranks in favour, the same on all ranks. `question` is 0 to 3.
         """
+        limits.question.require("vote question", question)
         self._tally.vote(question)
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:

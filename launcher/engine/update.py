@@ -17,8 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from launcher.engine import limits
 from launcher.engine.layout import Piece
 from launcher.engine.memory import flat_zeros
+from launcher.engine.refusal import UnusableError
 from launcher.engine.shards import Shards
 from launcher.engine.state import refuse_misfits
 
@@ -73,6 +75,14 @@ class SGD:
     nesterov: bool = False
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        limits.not_negative.require("SGD lr", self.lr)
+        limits.share.require("SGD momentum", self.momentum)
+        limits.flag.require("SGD nesterov", self.nesterov)
+        limits.not_negative.require("SGD weight_decay", self.weight_decay)
+        if self.nesterov and not self.momentum:
+            raise UnusableError("SGD nesterov=True: it needs momentum above 0.")
+
     @property
     def states(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
@@ -116,6 +126,12 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        limits.not_negative.require("AdamW lr", self.lr)
+        limits.two_shares.require("AdamW betas", self.betas)
+        limits.positive.require("AdamW eps", self.eps)  # at 0 a gradient that stays zero gives 0 / 0
+        limits.not_negative.require("AdamW weight_decay", self.weight_decay)
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.engine import limits
 from launcher.engine.layout import Layout, Run, Segment, Slot
 from launcher.engine.refusal import UnusableError
+
+WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Sum = Literal["native", "fp32"]
 
@@ -44,8 +47,16 @@ class Wire:
     def __post_init__(self) -> None:
         if self.sum not in get_args(Sum):
             raise UnusableError(f"wire sum={self.sum!r}: it must be one of {', '.join(get_args(Sum))}.")
-        if self.predivide is not None and (self.predivide < 1 or self.predivide & (self.predivide - 1)):
-            raise UnusableError(f"wire predivide={self.predivide} is not a power of two (1, 2, 4, ...).")
+        if self.dtype not in (None, *WIRE_DTYPES):
+            raise UnusableError(
+                f"wire dtype={self.dtype}: it must be None or one of {', '.join(map(str, WIRE_DTYPES))}."
+            )
+        if self.bucket_bytes is not None:
+            limits.at_least_one.require("wire bucket_bytes", self.bucket_bytes)
+        if self.predivide is not None:
+            limits.predivide.require("wire predivide", self.predivide)
+        for name in ("overlap", "shard"):
+            limits.flag.require(f"wire {name}", getattr(self, name))
 
 
 @dataclass

@@ -79,21 +79,6 @@ def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
     assert (fields["applied"], fields["skipped"]) == (3, 4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"init": 1000}, "init=1000 is not a power of two"),
-        ({"min": 0}, "min=0 is not a power of two"),
-        ({"max": 3}, "max=3 is not a power of two"),
-        ({"init": 2, "min": 4}, "min <= init <= max"),
-        ({"init": 2**20, "max": 2**16}, "min <= init <= max"),
-    ],
-)
-def test_scales_that_are_no_powers_of_two_or_out_of_order_are_refused(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        Scaling(**changes)
-
-
 def test_powers_of_two_are_exact_over_the_whole_range_of_fp32() -> None:
     exponents = torch.arange(-126, 128)
     assert torch.equal(power_of_two(exponents).double(), torch.exp2(exponents.double()))

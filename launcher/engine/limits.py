@@ -1,0 +1,87 @@
+"""The rules of the numbers that the engine is given: by a config, or by a training loop of its user's.
+
+Owns the kinds of rules and the one error that they raise. `launcher.rules` has the same rule for each number
+that a config has a key for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from launcher.engine.refusal import UnusableError
+from launcher.engine.tally import VOTES
+
+LARGEST_SCALE = 2**127  # the largest power of two of fp32
+LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
+LARGEST_COUNT = 2**53
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`text` completes "it must be ..."."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+    def require(self, name: str, value: object) -> None:
+        """Raise UnusableError unless `value`, given as `name`, keeps this rule."""
+        if not self.holds(value):
+            raise UnusableError(f"{name}={value!r}: it must be {self.text}.")
+
+
+def is_number(value: object) -> bool:
+    """A finite number that is no bool and no tensor."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object) -> bool:
+    """An int: 65536.0 is none, so that a limit is never rounded."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def number(text: str, holds: Callable[[float], bool]) -> Rule:
+    return Rule(f"a finite number {text}", lambda value: is_number(value) and holds(value))
+
+
+def power_of_two(high: int) -> Rule:
+    return Rule(
+        f"a power of two from 1 to 2**{high.bit_length() - 1}, as an int",
+        lambda value: is_whole(value) and 1 <= value <= high and value & (value - 1) == 0,
+    )
+
+
+positive = number("above 0", lambda value: value > 0)
+not_negative = number("of at least 0", lambda value: value >= 0)
+share = number("from 0 to below 1", lambda value: 0 <= value < 1)
+at_least_one = Rule(
+    f"an int from 1 to 2**{LARGEST_COUNT.bit_length() - 1}",
+    lambda value: is_whole(value) and 1 <= value <= LARGEST_COUNT,
+)
+two_shares = Rule(
+    "two numbers from 0 to below 1",
+    lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(share.holds, value)),
+)
+flag = Rule("True or False", lambda value: isinstance(value, bool))
+loss_scale = power_of_two(LARGEST_SCALE)
+predivide = power_of_two(LARGEST_PREDIVIDE)
+a_reference_count = power_of_two(2**62)
+question = Rule(f"an int from 0 to {VOTES - 1}", lambda value: is_whole(value) and 0 <= value < VOTES)
+
+
+def refuse_settings(
+    clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
+) -> None:
+    """Raise UnusableError for settings of a Stepper that would train wrongly, or not at all, in silence."""
+    if clip_norm is not None:
+        positive.require("clip_norm", clip_norm)
+    if not rates:
+        raise UnusableError("learning_rates is empty: it must hold one rate at least.")
+    for step, rate in enumerate(rates):
+        not_negative.require(f"learning rate of applied step {step}", rate)
+    at_least_one.require("micro_batches", micro_batches)
+    if reference_count is not None:
+        a_reference_count.require("reference_count", reference_count)
