@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 INTERRUPTED = 130
-STOPPED = (75, INTERRUPTED, 143)  # by a signal, saved or not
+STOPPED = (75, 129, INTERRUPTED, 131, 143)  # by a signal, saved or not
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """What the world outside asks of a running worker: stop, or save and go on.
 
-Owns the handlers of SIGTERM, SIGINT and SIGUSR1 while a job runs. A handler sets a flag, nothing more; the
+Owns the choice of signals and their handlers while a job runs. A handler sets a flag, nothing more; the
 flag becomes a vote, and all ranks act on it after the same step. Imports no torch.
 """
 
@@ -15,9 +15,15 @@ from types import FrameType
 
 from launcher.errors import LauncherError
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HEEDED = (*STOPPING, signal.SIGUSR1)
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
+
+
+def obeyed() -> tuple[signal.Signals, ...]:
+    """HEEDED, but for a SIGHUP that was ignored when this process was started, as nohup does."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in HEEDED if not (ignored and number == signal.SIGHUP))
 
 
 class Requests:
@@ -54,9 +60,9 @@ def heeded(alone: bool) -> Iterator[Requests]:
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
-    before = {number: signal.signal(number, requests.receive) for number in HEEDED}
+    before = {number: signal.signal(number, requests.receive) for number in obeyed()}
     too_late = False
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)  # who forked us may have held them back until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # who forked us may have held them back until now
     try:
         yield requests
     except LauncherError:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    {"errors", "config", "resources", "problems", "rules", "validation"},
+    {"errors", "streams", "ties", "config", "resources", "problems", "rules", "validation"},
     {"environment", "heartbeat", "signals", "telemetry", "arguments", "overview"},
     {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
     {"checkpoint", "consistency"},
@@ -29,6 +29,9 @@ WITHOUT_TORCH = (
     "launcher.supervisor.agent",
 )
 FOUND_AT_IMPORT = (
+    "__main__",
+    "streams",
+    "ties",
     "cli",
     "rendezvous",
     "environment",

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +36,43 @@ def test_requests_are_flags(usual_course) -> None:
     assert usual_course == []
     os.kill(os.getpid(), signal.SIGTERM)
     assert usual_course == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_hangup_and_a_quit_are_requests_to_stop(number) -> None:
+    with heeded(alone=True) as requests:
+        os.kill(os.getpid(), number)
+        assert requests.stop == number
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_hangup_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with heeded(alone=True) as requests:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.stop is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether the process ignores the signal, by the kernel's word."""
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_a_request_to_save_during_the_start_kills_nothing() -> None:
+    command = [sys.executable, "-m", "launcher", "recipe=resnet18", "--cfg", "job"]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE)
+    while not ignores(process.pid, signal.SIGUSR1):
+        assert process.poll() is None, "it ended without ignoring SIGUSR1"
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.005)
+    assert process.communicate()[0]
+    assert process.returncode == 0
 
 
 def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_passed_on() -> None:

@@ -51,7 +51,7 @@ def _supervise(config: Config, num_workers: int, signals: Signals) -> None:
             Verdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
         )
     with tempfile.TemporaryDirectory(prefix="launcher-", ignore_cleanup_errors=True) as folder:
-        work = Work(config, Heartbeats(num_workers), Path(folder), os.getpid())
+        work = Work(config, Heartbeats(num_workers), Path(folder), os.getpid(), signals.obeyed)
         Agent(work, num_workers, signals).run()
 
 

@@ -7,14 +7,13 @@ for its stacks, and leaves its last words in the store.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,10 +27,10 @@ from launcher.config import Config
 from launcher.environment import LaunchEnv
 from launcher.heartbeat import Heartbeats
 from launcher.rendezvous import Departure, departure_of
-from launcher.supervisor.signals import HEEDED
+from launcher.signals import HEEDED
+from launcher.ties import Leash, end_with
 
 SHOW_STACKS = signal.SIGUSR2
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Work:
     heartbeats: Heartbeats
     folder: Path  # private to this run on this machine, gone with the parent
     parent: int  # process id
+    obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
 
     def store_of(self, generation: int) -> Path:
         """The file in which the ranks of a generation meet: none reads what a dead one wrote."""
@@ -56,8 +56,9 @@ def be_a_rank(work: Work) -> NoReturn:
 
     So a worker that has finished cannot be held up by what else runs in its process.
     """
-    _die_with(work.parent)
-    _take_signals_back()
+    end_with(work.parent)
+    Leash()
+    _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     with _stacks_on_request(work.stacks_of(launch.rank)):
         departure = _run(work, launch)
@@ -90,24 +91,14 @@ def _run(work: Work, launch: LaunchEnv) -> Departure:
     return departure
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the parent dies; its main thread forked us, and lives as long as it does."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # torch asks for SIGINT, which may be ignored
-    if os.getppid() != parent:  # it died before the kernel had heard of our wish
-        os._exit(1)
-
-
-def _take_signals_back() -> None:
+def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:
     """Undo the agent's handlers, which raise.
 
-    The heeded ones are still held back. They find a handler that does nothing, where ignoring them would
+    The obeyed signals are still held back. They find a handler that does nothing, where ignoring them would
     drop those that have already arrived; the worker puts its own in place while it runs, and lets them in.
     """
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
     for number in HEEDED:
-        signal.signal(number, _too_late)
+        signal.signal(number, _too_late if number in obeyed else signal.SIG_IGN)
 
 
 def _too_late(number: int, frame: FrameType | None) -> None:

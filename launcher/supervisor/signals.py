@@ -6,11 +6,12 @@ Owns the parent's handlers. A handler notes the signal, nothing more; the loop t
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from launcher.signals import HEEDED, ONE_REQUEST_S, obeyed
 
 
 class Signals:
@@ -19,19 +20,18 @@ class Signals:
     def __init__(self) -> None:
         self.stop: signal.Signals | None = None
         self._arrived: list[signal.Signals] = []
-        self._interrupts = 0
-
-    @property
-    def impatient(self) -> bool:
-        """Whether Ctrl-C was pressed again: the workers are not to be waited for."""
-        return self._interrupts >= 2
+        self.obeyed = obeyed()
+        self._asked_s = 0.0
+        self.impatient = False  # Ctrl-C was pressed again: the workers are not to be waited for
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The handler."""
         arrived = signal.Signals(number)
-        if arrived != signal.SIGUSR1:
-            self.stop = self.stop or arrived
-        self._interrupts += arrived == signal.SIGINT
+        now = time.monotonic()
+        if arrived != signal.SIGUSR1 and self.stop is None:
+            self.stop, self._asked_s = arrived, now
+        elif arrived == signal.SIGINT and now - self._asked_s > ONE_REQUEST_S:
+            self.impatient = True
         self._arrived.append(arrived)
 
     def take(self) -> list[signal.Signals]:
@@ -42,7 +42,7 @@ class Signals:
     def handle(self) -> None:
         """Install the handler, whatever was installed in the meantime."""
         for number in HEEDED:
-            signal.signal(number, self.receive)
+            signal.signal(number, self.receive if number in self.obeyed else signal.SIG_IGN)
 
 
 @contextmanager

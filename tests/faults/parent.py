@@ -40,7 +40,7 @@ from torch import nn
 from launcher.errors import DataError
 from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
 
-RANK, GENERATION = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+RANK, GENERATION = (int(os.environ.get(key, 0)) for key in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
 LIBC = ctypes.PyDLL(None)  # its functions hold the interpreter's lock
 MUTEX = ctypes.create_string_buffer(64)
 step = 0
@@ -94,8 +94,8 @@ def indented(code: str) -> str:
     return code.strip().replace("\n", "\n    ")
 
 
-def be_the_parent(directory: Path, words: Sequence[str], name: str) -> None:
-    from launcher.cli import main
+def be_the_parent(directory: Path, words: Sequence[str], name: str, prepare: Callable[[], None]) -> None:
+    from launcher.__main__ import main
 
     os.chdir(directory)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -105,19 +105,32 @@ def be_the_parent(directory: Path, words: Sequence[str], name: str) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # the server's own may be closed
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     print(BUFFERED)
+    prepare()
     code = main(list(words))
     sys.stdout.flush()
     os._exit(code)
 
 
+def nothing() -> None:
+    """What a parent does before it begins."""
+
+
 class Parent:
     """A running `python -m launcher ... launch.nproc=...` in `directory`, killed at the latest on exit."""
 
-    def __init__(self, directory: Path, *words: str, nproc: int = 2, name: str = "parent") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *words: str,
+        nproc: int | None = 2,
+        name: str = "parent",
+        prepare: Callable[[], None] = nothing,
+    ) -> None:
         self.directory, self._name = directory, name
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(WARM)
-        arguments = (directory, [*WORDS, f"launch.nproc={nproc}", *words], name)
+        workers = [] if nproc is None else [f"launch.nproc={nproc}"]
+        arguments = (directory, [*WORDS, *workers, *words], name, prepare)
         self._process = context.Process(target=be_the_parent, args=arguments)
         self.began = time.monotonic()
         self._process.start()

@@ -193,6 +193,22 @@ def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) 
 
 
 @pytest.mark.slow
+def test_workers_die_with_torchrun(tmp_path: Path) -> None:
+    process = torchrun(tmp_path, f"run.dir={tmp_path / 'run'}", "train.epochs=1000")
+    try:
+        wait_for_step(process, tmp_path / "run", 3)
+        workers = workers_of(process)
+        assert len(workers) == 2
+    finally:
+        process.kill()
+    killed = time.monotonic()
+    process.communicate()
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() - killed < 2
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undisturbed) -> None:
     run_dir = tmp_path / "run"
     process = torchrun(tmp_path, f"run.dir={run_dir}")

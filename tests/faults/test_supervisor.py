@@ -210,10 +210,35 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     with Parent(tmp_path, LONG, "launch.grace_s=600") as parent:
         parent.rank(0)
         parent.signal(signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(0.1)
+        parent.signal(signal.SIGINT)  # the same request: a terminal and a script both pass it on
+        time.sleep(1)
         assert len(parent.workers()) == 2
         parent.signal(signal.SIGINT)
         assert parent.end(3) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_hangup_and_a_quit_stop_like_sigterm(tmp_path: Path, number) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG) as parent:
+        parent.rank(0), parent.rank(1)
+        parent.signal(number)
+        assert parent.end() == 75
+        step = parent.json("status.json")["step"]
+        assert (parent.run_dir / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, "train.epochs=10", prepare=nohup) as parent:
+        for pid in (parent.rank(0), parent.rank(1), parent.pid):
+            os.kill(pid, signal.SIGHUP)
+        assert parent.end() == 0
 
 
 def test_a_request_to_save_reaches_the_workers(tmp_path: Path) -> None:

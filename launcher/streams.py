@@ -1,0 +1,63 @@
+"""Standard streams that cannot change how a run ends: closed, full, or without a reader.
+
+Owns descriptors 0 to 2 of this process. A closed one is opened on the null device, before any other file can
+take its number; what an output stream cannot take is dropped. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+PATIENCE_S = 1.0  # for a slow reader of a stream that does not block
+
+
+class Unfailing(io.FileIO):
+    """Raw output that raises nothing: a broken pipe or a full device loses the output, not the run."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            written = super().write(data)
+            if written is None and select.select([], [self], [], PATIENCE_S)[1]:
+                written = super().write(data)
+            if written is not None:
+                return written
+        return memoryview(data).nbytes
+
+
+def make_unfailing() -> None:
+    """Open what is closed, and replace sys.stdout and sys.stderr. To be called before other imports."""
+    for descriptor in range(3):
+        _ensure_open(descriptor)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = _unfailing(1, sys.stdout)
+    sys.stderr = _unfailing(2, sys.stderr)
+
+
+def _ensure_open(descriptor: int) -> None:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one, as those below are open
+        assert opened == descriptor
+        os.set_inheritable(opened, True)
+
+
+def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:
+    """A stream like `before`, which is None where Python found the descriptor closed."""
+    raw = Unfailing(descriptor, "w", closefd=False)
+    buffered = io.BufferedWriter(raw)
+    if not isinstance(before, io.TextIOWrapper):
+        return io.TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace")
+    raw.name = before.name
+    return io.TextIOWrapper(
+        buffered,
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering,
+        write_through=before.write_through,
+    )

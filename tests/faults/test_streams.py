@@ -1,0 +1,129 @@
+"""Standard streams that are closed, full or unread change the output of a run and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.parent import Parent, nothing, write_recipe
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+
+
+def closed() -> None:
+    sys.stdin = sys.stdout = sys.stderr = None  # as Python leaves them where it finds the descriptors closed
+    for descriptor in range(3):
+        os.close(descriptor)
+
+
+def stdout_closed() -> None:
+    sys.stdout = None
+    os.close(1)
+
+
+def full() -> None:
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def unread() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+
+
+FAULTS = {"closed": closed, "stdout closed": stdout_closed, "full": full, "unread": unread}
+
+
+@pytest.fixture(scope="module")
+def digest(tmp_path_factory) -> Callable[[int | None], str]:
+    """Of the run of so many workers whose streams are as they should be."""
+    found: dict[int | None, str] = {}
+
+    def of(nproc: int | None) -> str:
+        if nproc not in found:
+            found[nproc] = trained(tmp_path_factory.mktemp("undisturbed"), nproc, nothing)
+        return found[nproc]
+
+    return of
+
+
+def trained(directory: Path, nproc: int | None, prepare: Callable[[], None]) -> str:
+    """The digest of a run that ends with 0."""
+    write_recipe(directory)
+    with Parent(directory, "train.epochs=2", nproc=nproc, prepare=prepare) as parent:
+        assert parent.end() == 0, parent.stderr
+        assert parent.json("status.json")["state"] == "done"
+        return str(parent.json("result.json")["weights_sha256"])
+
+
+CASES = [(fault, nproc) for fault in FAULTS for nproc in (None, 2)]
+QUICK = [("closed", None), ("unread", 2)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "nproc"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_run_ends_as_it_would(tmp_path: Path, digest, fault, nproc) -> None:
+    assert trained(tmp_path, nproc, FAULTS[fault]) == digest(nproc)
+
+
+@pytest.mark.parametrize("fault", ["stdout closed", "full"])
+def test_a_failure_keeps_its_exit_code(tmp_path: Path, fault) -> None:
+    write_recipe(tmp_path, "if step == 2: raise DataError('a fault on purpose')")
+    with Parent(tmp_path, nproc=None, prepare=FAULTS[fault]) as parent:
+        assert parent.end() == 7
+        assert parent.json("result.json")["error"] == "a fault on purpose"
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_as_it_would(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    words = ("-m", "train.epochs=1", "seed=0,1", "hydra.sweep.dir=sweep")
+    with Parent(tmp_path, *words, nproc=None, prepare=unread) as parent:
+        assert parent.end() == 0, parent.stderr
+    assert len(list((tmp_path / "sweep").glob("*/result.json"))) == 2
+
+
+SHELL = {
+    "stdout closed": ("{} >&-", 0),
+    "all closed": ("{} <&- >&- 2>&-", 0),
+    "stderr closed": ("{} 2>&-", 0),
+    "full": ("{} > /dev/full 2>&1", 0),
+    "the reader leaves": ("set -o pipefail; {} | true", 0),
+    "a wrong key": ("{} optim.lrr=1 2>&-", 2),
+}
+
+
+@pytest.mark.parametrize("case", SHELL)
+def test_help_and_config_errors_keep_their_exit_code(case) -> None:
+    line, code = SHELL[case]
+    command = f"{sys.executable} -m launcher {'recipe=resnet18' if code else '--help'}"
+    done = subprocess.run(["bash", "-c", line.format(command)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line", ["{} >&-", "{} 2>&-", "{} > /dev/full 2>&1", "set -o pipefail; {} 2>&1 | head -1"]
+)
+def test_workers_of_torchrun_end_as_they_would(tmp_path: Path, digest, line) -> None:
+    from tests.faults.parent import WORDS
+
+    write_recipe(tmp_path)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2 -m launcher"
+    command = line.format(f"{sys.executable} {torchrun} {' '.join(WORDS)} train.epochs=2 run.dir=run")
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert digest(2) in (tmp_path / "run" / "result.json").read_text()
