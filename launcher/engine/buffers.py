@@ -12,12 +12,20 @@ from torch import Tensor, nn
 from launcher.engine.names import named_modules
 from launcher.engine.refusal import UnusableError
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 class Buffers:
-    """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy."""
+    """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy.
+
+    Those in half precision become fp32: statistics of many steps need its digits, under every policy.
+    """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        for buffer in model.buffers():
+            if buffer.dtype in HALF:
+                buffer.data = buffer.data.float()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             if buffer.numel():
@@ -25,7 +33,7 @@ class Buffers:
         self._flat = [_flatten(group) for group in by_dtype.values()]
         self._before = [torch.empty_like(flat) for flat in self._flat]
         self._homes = [
-            (f"{prefix}.{key}".lstrip("."), module, key, buffer)
+            (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach())
             for prefix, module in named_modules(model)
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.numel()
@@ -76,19 +84,29 @@ class Buffers:
                 dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0)  # of any dtype
 
     def _collect(self) -> None:
-        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor."""
-        for name, module, key, buffer in self._homes:
+        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.
+
+        Also what `buffer.data = ...` put there, and another Stepper that shares the buffer.
+        """
+        for name, module, key, buffer, place in self._homes:
             new = module._buffers.get(key)
-            if new is buffer:
+            if new is buffer and buffer.data_ptr() == place.data_ptr():
                 continue
-            if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+            if new is None or not _fits(new, place):
                 raise UnusableError(
-                    f"buffer {name} ({buffer.dtype}, {tuple(buffer.shape)}) was replaced by "
+                    f"buffer {name} ({place.dtype}, {tuple(place.shape)}) was replaced by "
                     f"{None if new is None else (new.dtype, tuple(new.shape))}. A buffer may change its "
                     "values only: register it with its final shape and dtype."
                 )
-            buffer.data.copy_(new.detach())
+            place.copy_(new.detach())
+            buffer.data = place
             module._buffers[key] = buffer
+
+
+def _fits(new: Tensor, place: Tensor) -> bool:
+    """Whether `place` can hold these values: a forward pass in half precision gives half ones."""
+    widened = new.dtype in HALF and place.dtype == torch.float32
+    return new.shape == place.shape and (new.dtype == place.dtype or widened)
 
 
 def bits_of(buffer: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""Buffers: fp32 whatever they were built as, and one transaction per step whatever a module does to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError
+from tests.engine.observe import state_digest, train
+from tests.models import Planted, conv_net, features
+
+POLICIES = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
+
+
+def rounded(dtype: torch.dtype) -> nn.Module:
+    """The fp32 model with the values that it would have in `dtype`."""
+    return conv_net().to(dtype).float()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_built_in_half_trains_as_its_fp32_original(policy, emulate, dtype) -> None:
+    options = {"policy": Policy.named(policy), "emulate": emulate}
+    steppers = [Stepper(model, AdamW(0.01), **options) for model in (conv_net().to(dtype), rounded(dtype))]
+    for stepper in steppers:
+        for step in range(3):
+            train(stepper, *features(8, step, (3, 8, 8)))
+        assert stepper.model[1].running_mean.dtype == torch.float32
+        assert stepper.model[1].running_mean.abs().min() > 0
+        assert stepper.state().counters["applied"] > 0
+    assert state_digest(steppers[0]) == state_digest(steppers[1])
+
+
+class Keeping(nn.Module):
+    """Puts a half tensor in its buffer's place at each pass, as an average over half outputs does."""
+
+    def __init__(self, dtype: torch.dtype, through_data: bool = False) -> None:
+        super().__init__()
+        self.planted = Planted()
+        self.register_buffer("mean", torch.zeros(2, dtype=dtype))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int16))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("exact", torch.zeros(2, dtype=torch.float64))
+        self.through_data = through_data
+
+    def forward(self, gradient: float) -> Tensor:
+        mean = (self.mean + 1 / 3).half()
+        if self.through_data:
+            self.mean.data = mean
+        else:
+            self.mean = mean
+        self.steps.add_(1)
+        return self.planted(gradient, 1.0)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_values_in_a_buffers_place_are_widened(dtype, through_data) -> None:
+    model = Keeping(dtype, through_data)
+    kept = model.mean
+    stepper = Stepper(model, SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
+    assert [b.dtype for b in model.buffers()] == [torch.float32, torch.int16, torch.complex64, torch.float64]
+    for gradient, passes in ((1.0, 1), (torch.inf, 1), (1.0, 2)):
+        with stepper.forward():
+            loss = model(gradient)
+        stepper.backward(loss, 1)
+        stepper.step()
+        assert model.mean is kept
+        assert model.mean.dtype == torch.float32
+        assert model.steps == passes
+        assert torch.equal(model.mean, torch.full((2,), 1 / 3).half().float() * passes)
+
+
+def test_a_state_with_half_buffers_is_widened() -> None:
+    stepper = Stepper(conv_net(), SGD(0.1), scaling=Scaling(init=64))
+    train(stepper, *features(8, 0, (3, 8, 8)))
+    state = stepper.state().clone()
+    halves = {n: b.half() if b.is_floating_point() else b for n, b in state.buffers.items()}
+    stepper.load(replace(state, buffers=halves))
+    assert stepper.model[1].running_mean.dtype == torch.float32
+    assert torch.equal(stepper.model[1].running_mean, halves["1.running_mean"].float())
+
+
+def test_a_buffer_put_in_place_by_its_data_is_refused_in_another_shape() -> None:
+    stepper = Stepper(conv_net(), SGD(0.1), scaling=Scaling(init=64))
+    stepper.model[1].running_mean.data = torch.zeros(1)
+    with pytest.raises(UnusableError, match=r"buffer 1\.running_mean .* was replaced by .*\(1,\)"):
+        stepper.step()
