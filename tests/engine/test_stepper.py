@@ -281,10 +281,9 @@ def test_a_compiled_model_trains_as_the_plain_one(build, shape, policy) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"clip_norm": -1.0}, "clip_norm=-1.0: it must be above 0"),
-        ({"learning_rates": []}, "there must be one at least"),
-        ({"learning_rates": [0.1, -0.1]}, "0 or more"),
-        ({"optimizer": SGD(-0.1)}, "0 or more"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0: it must be a finite number above 0"),
+        ({"learning_rates": []}, "it must hold one rate at least"),
+        ({"learning_rates": [0.1, -0.1]}, "of at least 0"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"reference_count": 0}, "reference_count=0: it must be a power of two"),
         ({"reference_count": 6}, "reference_count=6: it must be a power of two"),
