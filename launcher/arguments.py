@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.errors import ConfigError
-from launcher.problems import nearest, suggestion
+from launcher.problems import nearest, shortened, suggestion
 
 COMMANDS = ("recipes", "report", "export")
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -71,6 +71,10 @@ def parse(argv: Sequence[str]) -> Arguments:
     words: list[str] = []
     flags: dict[str, str | None] = {}
     rest = list(argv)
+    if broken := [word for word in rest if "\0" in word]:
+        raise ConfigError(
+            f"{shortened(broken[0])!r}: holds a NUL character, which no path or value may have."
+        )
     while rest:
         word = rest.pop(0)
         if word.startswith("-") and word != "-":

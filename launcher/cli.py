@@ -213,7 +213,7 @@ def write_reports(words: Sequence[str]) -> None:
             "report: which run? Give its directory: python -m launcher report outputs/<recipe>/<run>"
         )
     for word in words:
-        if not Path(word).is_dir():
+        if not os.path.isdir(word):
             raise ConfigError(f"report {word}: there is no such directory.")
         written = write_comparison(Path(word)) if is_sweep(Path(word)) else [write_report(Path(word))]
         print(*written, sep="\n")

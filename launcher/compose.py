@@ -6,6 +6,7 @@ overrides get here is settled in `launcher.jobs`. Never imports torch and create
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource as HydraFiles
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from launcher import validation
 from launcher.config import Config
+from launcher.config_files import checked_text
 from launcher.errors import ConfigError
 from launcher.overrides import code_problem
 from launcher.problems import first_line
@@ -47,7 +53,7 @@ class Request:
         if self.config_dir is None:
             return (conf_dir(),)
         own = self.config_dir.absolute()
-        is_primary = (own / f"{self.config_name}.yaml").is_file()
+        is_primary = os.path.isfile(own / f"{self.config_name}.yaml")
         return (own, conf_dir()) if is_primary else (conf_dir(), own)
 
     @property
@@ -121,7 +127,12 @@ def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
     """Hydra's composition, `hydra` section included, with its failures as ConfigErrors."""
     try:
         return hydra.compose(request.config_name, [request.search_path, *overrides], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except RecursionError as error:
+        raise ConfigError(
+            "the config files cannot be composed: a `defaults:` list includes its own file, directly or "
+            "through another. Remove the entry that leads back."
+        ) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise ConfigError(composition_text(error)) from error
 
 
@@ -131,8 +142,31 @@ def composition_text(error: BaseException) -> str:
     return "the config files cannot be composed: " + " ".join(reasons[:4])
 
 
+class FileConfigSource(HydraFiles):
+    """Hydra's reader of YAML files, for those of the user's own with the limits of a config file.
+
+    Named as the one that it replaces: Hydra's registry takes a second class for `file://` by its name alone.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path)).resolve()
+        if conf_dir() not in file.parents:
+            checked_text(file)
+        try:
+            return super().load_config(config_path)
+        except ValueError as error:  # a number of thousands of digits
+            raise ConfigError(f"{file}: {first_line(error)}") from error
+
+
+def check_files() -> None:
+    """Have Hydra check each YAML file of the user's own before it is read; it offers no hook for that."""
+    Plugins.instance()  # or it would register its own reader later
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
+
+
 @contextmanager
 def hydra_initialised(request: Request) -> Iterator[None]:
+    check_files()
     with hydra.initialize_config_dir(
         str(request.directories[0]), version_base=HYDRA_VERSION, job_name="launcher"
     ):

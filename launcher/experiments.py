@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.compose import SWEEP, Request, quoted
 from launcher.errors import ConfigError
-from launcher.problems import show
+from launcher.problems import as_typed, show
 from launcher.resources import choice_file, choice_values, group_choices
 
 GROUP = "experiment"
@@ -53,4 +53,4 @@ def lines_of(name: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def written(value: Any) -> str:
     """A value as Hydra's grammar reads it back."""
-    return quoted(value) if isinstance(value, str) and not value.isidentifier() else show(value)
+    return quoted(value) if isinstance(value, str) and not value.isidentifier() else as_typed(value)

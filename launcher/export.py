@@ -41,7 +41,7 @@ def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -
     """
     if dtype not in DTYPES:
         raise ConfigError(f"export: dtype={dtype} must be one of {', '.join(DTYPES)}.")
-    if not run_dir.is_dir():
+    if not os.path.isdir(run_dir):
         raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
     checkpoint = _choose(run_dir / FOLDER, best)
     tensors = _converted(load(checkpoint), DTYPES[dtype])

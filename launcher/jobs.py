@@ -7,6 +7,7 @@ single overrides first, then unknown keys, then values. Never imports torch and 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from launcher.compose import (
 )
 from launcher.config import Config
 from launcher.errors import ConfigError
-from launcher.overrides import choice_problem, form_problem, unknown_keys, value_of
+from launcher.overrides import choice_problem, form_problem, size_problem, unknown_keys, value_of
 from launcher.resources import choice_values
 
 
@@ -55,8 +56,10 @@ def compose_jobs(request: Request) -> list[Config]:
 
     Raises one ConfigError with all problems of all jobs. `run.dir` is as the user gave it, or empty.
     """
-    if request.config_dir is not None and not request.config_dir.is_dir():
+    if request.config_dir is not None and not os.path.isdir(request.config_dir):
         raise ConfigError(f"--config-dir {request.config_dir}: there is no such directory.")
+    if problem := size_problem(request.overrides):
+        raise ConfigError(problem)
     findings = Findings()
     forest = Forest(request)
     with hydra_initialised(request):
@@ -80,6 +83,8 @@ def accepted_overrides(request: Request, forest: Forest, findings: Findings) -> 
         try:
             override = parser.parse_override(line)
             problems = override_problems(override, forest, request.multirun)
+        except RecursionError:
+            problems = [f"{texts.shortened(line)}: is nested too deeply."]
         except (HydraException, ValueError) as error:
             problems = [f"{line}: cannot be read as key=value ({texts.first_line(error)})."]
         findings.add(*problems)
@@ -160,5 +165,7 @@ def tree_problems(
     yield from validation.find_problems(validation.gather_options(tree))
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
-        if isinstance(path, str) and path and path not in NOT_PATHS and not Path(path).expanduser().exists():
+        if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
+            continue
+        if not os.path.exists(Path(path).expanduser()):  # False also for a name that is too long
             yield f"{section}.{key}={path}: there is no such file or directory ({absolute(path)})."

@@ -12,8 +12,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from launcher.problems import nearest, show, suggestion
+from launcher.problems import nearest, shortened, show, suggestion
 
+MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
+MAX_TOTAL = 32_768
 NOT_OFFERED = {  # as the engine says to those who use it alone; it cannot be asked without torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
@@ -22,6 +24,23 @@ RESOLVER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
 CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 KnownKeys = Callable[[], Collection[str]]  # called only where they are needed: a composition takes time
 SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
+
+
+def size_problem(overrides: Sequence[str]) -> str | None:
+    """What is too long to be parsed in a moment; None if nothing is."""
+    longest = max(overrides, key=len, default="")
+    if len(longest) > MAX_LENGTH:
+        return (
+            f"{shortened(longest)}: an override has at most {MAX_LENGTH:,} characters. Put longer values "
+            "into a YAML of your own (--config-dir DIR)."
+        )
+    total = sum(map(len, overrides))
+    if total > MAX_TOTAL:
+        return (
+            f"{len(overrides):,} overrides of {total:,} characters: at most {MAX_TOTAL:,} are accepted. Put "
+            "them into a YAML of your own (--config-dir DIR)."
+        )
+    return None
 
 
 def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
@@ -93,8 +112,10 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
 
 
 def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:
-    if choice is None or (isinstance(choice, str) and choice in choices):
+    if isinstance(choice, str) and choice in choices:
         return None
+    if choice is None:
+        return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
     if reason := NOT_OFFERED.get(f"{group}={choice}"):
         return f"{group}={choice}: is not offered: {reason}. Choose from {', '.join(choices)}."
     return (

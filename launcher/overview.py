@@ -60,7 +60,9 @@ def recipes_text(directories: Sequence[Path]) -> str:
 
 def description(file: Path) -> str:
     """The comment that a recipe's YAML begins with."""
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
+    from launcher.config_files import checked_text
+
+    lines = [line for line in checked_text(file).splitlines() if "@package" not in line]
     comment = []
     for line in lines:
         if not line.startswith("#"):

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def unknown_key(written: str, path: str, valid: Iterable[str]) -> str:
-    return f"{written}: there is no such key.{suggestion(nearest(path, valid))}"
+    return f"{shortened(written)}: there is no such key.{suggestion(nearest(path, valid))}"
 
 
 def suggestion(candidates: Iterable[str]) -> str:
@@ -32,14 +32,28 @@ def likeness(word: str, candidate: str) -> float:
     return 0.7 * difflib.SequenceMatcher(None, *last_parts).ratio() + 0.3 * whole_path
 
 
+def shortened(text: str, longest: int = 200) -> str:
+    """The text, with its middle left out where it is long."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]}... ({len(text):,} characters)"
+
+
 def show(value: Any) -> str:
-    """A value as one writes it on the command line."""
+    """A value as one writes it on the command line; a very long one is shortened."""
+    return shortened(as_typed(value))
+
+
+def as_typed(value: Any) -> str:
+    """The same in full."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(show, value))}]"
+        return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, int) and abs(value) >= 10**100:
+        return f"a number of about {int(value.bit_length() * 0.30103):,} digits"
     return str(value)
 
 

@@ -34,7 +34,8 @@ def group_choices(*directories: Path) -> dict[str, list[str]]:
     choices: dict[str, set[str]] = {}
     for directory in directories:
         for file in directory.glob("*/*.yaml"):
-            choices.setdefault(file.parent.name, set()).add(file.stem)
+            if file.is_file():  # neither a pipe nor a link that leads nowhere
+                choices.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names, key=natural_order) for group, names in sorted(choices.items())}
 
 
@@ -48,10 +49,12 @@ def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[st
     """What that file says by itself, before any composition. ConfigError if it is not YAML."""
     import yaml
 
+    from launcher.config_files import checked_text
+
     file = choice_file(directories, group, name)
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.safe_load(checked_text(file))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     return values if isinstance(values, dict) else {}
 

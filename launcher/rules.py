@@ -80,7 +80,10 @@ name = Rule(
     "a name of letters, digits, '.', '_' and '-' that begins with a letter or digit",
     lambda value: isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
 )
-text = Rule("a text", lambda value: isinstance(value, str) and value.strip() != "")
+text = Rule(
+    "a text without NUL characters",
+    lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
+)
 texts = Rule("a list of texts", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value)))
 options = Rule(
     "a section",

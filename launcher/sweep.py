@@ -20,7 +20,7 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from launcher.compose import HYDRA_VERSION, Request, config_of, quoted
+from launcher.compose import HYDRA_VERSION, Request, check_files, config_of, quoted
 from launcher.config import Config
 from launcher.errors import StorageError
 from launcher.jobs import swept_keys
@@ -57,6 +57,7 @@ def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> Path
 
 def call_hydra(request: Request, argv: Sequence[str], task: Callable[[DictConfig], None]) -> None:
     """`hydra.main` with these arguments in place of the process's own. It may end in SystemExit."""
+    check_files()
     tree = str(request.directories[0])
     with arguments_replaced(argv):
         hydra.main(config_path=tree, config_name=request.config_name, version_base=HYDRA_VERSION)(task)()
