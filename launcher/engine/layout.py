@@ -197,8 +197,10 @@ class Layout:
         if weight != torch.float32:
             weights = flat_zeros(len(exact), weight, self.device).copy_(exact)
         for slot in slots:
-            self.parameters[slot.name].grad = None  # autograd would add the first gradient to it
-            self.parameters[slot.name].data = slot.view(weights)
+            p = self.parameters[slot.name]
+            existing, p.grad = p.grad, None  # torch refuses one of another dtype than the parameter's
+            p.data = slot.view(weights)
+            p.grad = None if existing is None else existing.to(weight)
         grads = flat_zeros(len(exact), grad, self.device)
         return Segment(name, runs, weights, exact if masters else None, grads)
 

@@ -92,7 +92,7 @@ class Reducer:
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None
         self._summed: set[int] = set()  # slots whose accumulator holds a gradient of this step
         self._backward = _Backward()
-        self._listens = True
+        self._listens = False
         self._next = 0
         self._sent_bytes = 0
         _take_over(layout.parameters.values())
@@ -104,13 +104,43 @@ class Reducer:
             for slot in segment.slots
         ]
 
-    def begin_backward(self, last: bool) -> None:
-        """Say that a backward pass starts; `last` when it is the last of this step on this rank."""
+    @contextlib.contextmanager
+    def receiving(self, last: bool) -> Iterator[None]:
+        """While this lasts, gradients are a micro-batch's; `last` when it is this rank's last in a step.
+
+        At any other time a backward pass is torch's: its gradients stay in `p.grad`, and are not received.
+        """
         if not last and self._accumulated is None:
             raise RuntimeError("a reducer for one micro-batch per step was given more than one")
         self._backward = _Backward(last)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
+        with self.grad_put_aside():
+            self._listens = True
+            try:
+                yield
+            finally:
+                self._listens = False
+
+    @contextlib.contextmanager
+    def grad_put_aside(self) -> Iterator[None]:
+        """While this lasts, `p.grad` is None at first; afterwards it is what it was before.
+
+        A pass that raises leaves nothing there either; one that does not must have taken its gradients away.
+        """
+        parameters = self._layout.parameters.values()
+        held = [(p, grad) for p in parameters if (grad := p.grad) is not None]
+        for p, _ in held:
+            p.grad = None
+        try:
+            yield
+        except BaseException:
+            for p in parameters:
+                p.grad = None
+            raise
+        finally:
+            for p, grad in held:
+                p.grad = grad
 
     def take(self, segment: Segment, slot: Slot, gradient: Tensor) -> None:
         """Receive a parameter's gradient from autograd."""
@@ -137,15 +167,6 @@ class Reducer:
     def has_received(self) -> bool:
         """Whether any parameter has a gradient of the backward pass under way."""
         return bool(self._backward.arrived)
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """While this lasts, gradients stay where autograd puts them: that pass is no part of a step."""
-        self._listens = False
-        try:
-            yield
-        finally:
-            self._listens = True
 
     def receive(self, segment: Segment, slot: Slot, parameter: nn.Parameter) -> None:
         """Take over what autograd has just put into `parameter.grad`."""

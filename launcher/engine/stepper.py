@@ -127,7 +127,8 @@ class Stepper:
                 "calibrate() needs reference_count, the usual number of samples per rank and step."
             )
         growth = max(1.0, self.layout.world_size / self._divisor) * self._micro_batches
-        found = safe_exponent(self.model, loss_sum, self._aside, self._reference, growth, self.group)
+        with self.reducer.grad_put_aside():
+            found = safe_exponent(self.model, loss_sum, self._aside, self._reference, growth, self.group)
         self.buffers.restore_if(torch.ones((), dtype=torch.bool, device=self._device))
         return None if found is None else self.scale.start_at(found)
 
@@ -145,6 +146,8 @@ class Stepper:
 
         `loss_sum`: fp32 scalar, the sum of the losses of `count` samples (or tokens). The step divides by
         the count of all micro-batches of all ranks, so micro-batches and ranks may differ in size.
+
+        Any other backward pass is torch's: its gradients stay in `p.grad`, which no step reads or changes.
         """
         refuse_loss(loss_sum, count)
         if self._done == self._micro_batches:
@@ -159,11 +162,10 @@ class Stepper:
         self._tally.add(loss_sum, count)
         if last:
             self._tally.send()
-        self.reducer.begin_backward(last)
-        with self._during_backward():
+        with self._during_backward(), self.reducer.receiving(last):
             self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
-        if not self.reducer.has_received:
-            raise UnusableError(NO_GRADIENT)
+            if not self.reducer.has_received:
+                raise UnusableError(NO_GRADIENT)
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
         """The gradients of one micro-batch at the loss scale of now, by name, as autograd gives them.
@@ -327,11 +329,9 @@ class Stepper:
         """
         refuse_loss(loss)
         parameters = self.layout.parameters
-        try:
-            with self.reducer.aside():
-                loss.backward()  # type: ignore[no-untyped-call]
+        with self.reducer.grad_put_aside():
+            loss.backward()  # type: ignore[no-untyped-call]
             found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        finally:
             for p in parameters.values():
                 p.grad = None
         for name, gradient in found.items():
