@@ -6,6 +6,7 @@ failing the run; the result may not.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from launcher.report.figures import draw_confusion_matrix, draw_curves
 from launcher.report.page import write_report
 from launcher.telemetry import Telemetry
 from launcher.telemetry.run_dir import write_result
+from launcher.telemetry.status import FILE_NAME, mark_ended
 from launcher.watch import Totals
 
 
@@ -101,10 +103,15 @@ def write_files(
 
 def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:
     """result.json of a run that did not get to its end; what cannot be written then is only in the log."""
-    try:
+    with contextlib.suppress(OSError):
         write_result(run_dir, {"state": state, "exit": exit_code, "error": str(error) or repr(error)})
-    except OSError:
-        return
+    mark_end(run_dir, state, exit_code)
+
+
+def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
+    """status.json once more: its sink is given up for good where the disk was full for a moment."""
+    with contextlib.suppress(OSError):
+        mark_ended(run_dir / FILE_NAME, state, exit_code)
 
 
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:

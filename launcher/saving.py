@@ -133,9 +133,11 @@ class Saving:
             self._save(moment, None if measured is None else measured.metric)
         if stops or done:
             self._tell(self.writer.wait())
-            failure = self._of_leader(self._failure)
-            if failure and (stops or self.stops_on_error):
-                raise StorageError(f"the run is not saved: {failure}")
+            if failure := self._of_leader(self._failure):
+                raise StorageError(
+                    f"the run is not saved: {failure} With room again the same command with "
+                    f"run.dir={self.writer.directory.parent} resumes from the newest checkpoint."
+                )
         if stops:
             self.watch.catch_up()
             run_dir = self.writer.directory.parent

@@ -283,4 +283,5 @@ def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: flo
         weights_sha256=result["weights_sha256"],
     )
     if job.env.is_leader:
+        closing.mark_end(Path(job.config.run.dir), "done", 0)
         closing.write_page(Path(job.config.run.dir), job.telemetry)

@@ -86,16 +86,21 @@ class StatusFile:
 
 
 def mark_failed(path: Path, exit_code: int) -> None:
-    """Rewrite the file as that of a run that has failed, on behalf of a leader that no longer can.
+    """Rewrite the file as that of a run that has failed, on behalf of a leader that no longer can."""
+    mark_ended(path, "failed", exit_code)
 
-    What it said about the way so far stays. Raises OSError.
+
+def mark_ended(path: Path, state: str, exit_code: int) -> None:
+    """Rewrite the file as that of a run that has ended, whether or not its sink was given up meanwhile.
+
+    The rest of it stays. Raises OSError.
     """
     try:
         before = read_json(path)
     except (OSError, ValueError):
         before = asdict(Status())
     write_json(
-        path, before | {"state": "failed", "exit": exit_code, "eta_s": None, "updated": round(time.time(), 3)}
+        path, before | {"state": state, "exit": exit_code, "eta_s": None, "updated": round(time.time(), 3)}
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
-from tests.faults.usercode import own_rank
+from tests.faults.test_damage import full_disk
+from tests.faults.usercode import is_here, own_rank, slowly
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -21,9 +23,9 @@ WORDS = (f"train.max_steps={LAST}",)
 
 def poison(network: Any, batch: Any, first_pass: int, training: bool = True, rank: int = 0) -> None:
     """NaN for the samples of one rank from this forward pass in training on, or in evaluations after it."""
-    if network is not None and network.training == training and int(network.passes) >= first_pass:
-        if own_rank() == rank:
-            batch["x"].fill_(math.nan)
+    here = network is not None and network.training == training and int(network.passes) >= first_pass
+    if here and own_rank() == rank:
+        batch["x"].fill_(math.nan)
 
 
 def assert_diverged(ended: Ended, text: str) -> None:
@@ -73,3 +75,72 @@ def test_the_parent_says_the_same(tmp_path: Path) -> None:
         assert "the loss was not finite in the last 3 of 3 steps" in parent.stderr
         for name in ("result.json", "status.json"):
             assert (parent.json(name)["state"], parent.json(name)["exit"]) == ("failed", 5)
+
+
+# The last checkpoint cannot be written
+
+
+def slowly_fill(network: Any, batch: Any, begins: int, ends: int) -> None:
+    """Each step leaves time for the checkpoint before it."""
+    slowly(network, batch)
+    full_disk(network, batch, begins, ends)
+
+
+def assert_not_saved(ended: Ended) -> None:
+    assert set(ended.codes) == {8}, ended
+    assert f"the checkpoint of step {LAST} cannot be written" in ended.result["error"]
+    assert (ended.result["state"], ended.result["exit"]) == ("failed", 8)
+    assert (ended.status["state"], ended.status["exit"]) == ("failed", 8)
+    assert 5 in ended.checkpoints
+    assert LAST not in ended.checkpoints
+    assert "done after" not in ended.outputs[0]
+
+
+@pytest.mark.parametrize(("ranks", "on_error"), [(1, "stop"), (2, "warn")])
+def test_with_room_again_the_same_command_makes_up_for_a_full_disk(
+    tmp_path: Path, undisturbed, ranks, on_error
+) -> None:
+    words = (*WORDS, "train.log_every_steps=1000", f"checkpoint.on_error={on_error}")
+    code = partial(slowly_fill, begins=LAST - 1, ends=1000)
+    ended = run(tmp_path / "run", *words, ranks=ranks, user_code=code)
+    assert_not_saved(ended)
+    newest = max(ended.checkpoints)
+    again = run(tmp_path / "run", *words, ranks=ranks)
+    assert again.digest == undisturbed(*WORDS, ranks=ranks).digest
+    assert (again.status["state"], again.result["state"]) == ("done", "done")
+    assert again.events("start")[-1]["step"] == newest
+    assert list(again.checkpoints) == [5, 10, LAST]
+
+
+def test_a_checkpoint_that_is_missing_in_the_middle_is_only_a_warning(tmp_path: Path, undisturbed) -> None:
+    words = (*WORDS, "train.log_every_steps=1000")
+    ended = run(tmp_path / "run", *words, user_code=partial(slowly_fill, begins=9, ends=LAST - 1))
+    assert ended.digest == undisturbed(*WORDS).digest
+    (warning,) = ended.warnings
+    assert "the checkpoint of step 10 cannot be written" in warning
+    assert list(ended.checkpoints) == [5, LAST]
+    assert ended.status["state"] == "done"
+
+
+def full_for_status(network: Any, batch: Any, begins: int, ends: int) -> None:
+    """No file may hold anything for a moment in which status.json is rewritten: its sink is given up."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_here(network, begins):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    elif is_here(network, ends):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def often() -> None:
+    from launcher.telemetry import status
+
+    status.EVERY_S = 0.0
+    status.StatusFile.__init__.__defaults__ = (0.0, status.time.monotonic)  # type: ignore[misc]
+
+
+def test_status_tells_the_end_though_it_was_given_up_on_the_way(tmp_path: Path) -> None:
+    words = (*WORDS, "checkpoint.every_steps=null")
+    code = partial(full_for_status, begins=4, ends=7)
+    ended = run(tmp_path / "run", *words, user_code=code, prepare=often)
+    assert "status.json is given up" in ended.outputs[0]
+    assert (ended.codes, ended.status["state"], ended.status["exit"]) == ([0], "done", 0)
