@@ -94,6 +94,7 @@ class Reducer:
         self._backward = _Backward()
         self._listens = False
         self._next = 0
+        self.closed = False
         self._sent_bytes = 0
         _take_over(layout.parameters.values())
         self._hooks = [
@@ -219,7 +220,8 @@ class Reducer:
         return [self.buckets[-1].tail, *(self._accumulated or {}).values()]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters: another one receives their gradients from now on."""
+        self.closed = True
         for hook in self._hooks:
             hook.remove()
 

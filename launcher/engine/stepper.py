@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from launcher.engine import limits
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
 from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
+from launcher.engine.attachment import Attachment
 from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
@@ -53,8 +54,12 @@ class Stepper:
     gives one rate per applied step, the last one for ever after; None means `optimizer.lr` throughout.
 
     Building a Stepper moves the model's parameters and buffers into flat memory and takes rank 0's values
-    on all ranks: load weights before it, or afterwards with `load`; freeze or thaw before it. Raises
-    UnusableError for what cannot be trained, and where ranks hold different parameters.
+    on all ranks: load weights before it, or afterwards with `load`. Raises UnusableError for what cannot be
+    trained, and where ranks hold different parameters.
+
+    Cast, move, freeze, thaw and replace parameters before building it: backward(), step(), state() and
+    load() raise UnusableError where they are no longer those that it was built on. requires_grad may be
+    False in between, as for another network's pass through this one.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Stepper:
         self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
         transports, self._divisor = choose_transports(wire, self.layout, group)
         self.reducer = Reducer(self.layout, group, transports, micro_batches, wire.overlap, compiled)
+        self._attachment = Attachment(model, self.layout, self.reducer)
         self.shards = Shards(self.layout, transports, group)
         self.updater: Updater | AdaptedUpdater = (
             AdaptedUpdater(self.layout, self.shards.pieces, optimizer)
@@ -149,6 +155,7 @@ class Stepper:
 
         Any other backward pass is torch's: its gradients stay in `p.grad`, which no step reads or changes.
         """
+        self._attachment.check()
         refuse_loss(loss_sum, count)
         if self._done == self._micro_batches:
             raise RuntimeError(
@@ -182,6 +189,7 @@ class Stepper:
 
     def step_on_device(self) -> tuple[Tensor, Reduced]:
         """`step()` without the report to the host: what a CUDA graph can capture."""
+        self._attachment.check()
         if self._reference is None:
             self._reference = self._agree_on_reference(0)
         reference = max(1, self._reference)
@@ -225,12 +233,7 @@ class Stepper:
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """
         assert self._done == 0, "a step is under way"
-        trainable = {name for name, p in named_parameters(self.model).items() if p.requires_grad}
-        if thawed := trainable - self.layout.parameters.keys():
-            raise UnusableError(
-                f"{', '.join(sorted(thawed)[:5])}: requires_grad was set after the Stepper was built: it is "
-                "not trained. Build another Stepper after thawing."
-            )
+        self._attachment.check()
         frozen = {
             n: p.detach().float() for n, p in named_parameters(self.model).items() if not p.requires_grad
         }
@@ -248,6 +251,7 @@ class Stepper:
         Raises ValueError, before anything is changed, for the state of another model or optimizer. A
         collective where the optimizer is sharded.
         """
+        self._attachment.check()
         refuse_misfits(
             "weights", {n: p.shape for n, p in named_parameters(self.model).items()}, state.weights
         )

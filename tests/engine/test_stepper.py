@@ -396,11 +396,3 @@ def test_of_two_steppers_on_one_model_the_newer_trains_it() -> None:
     newer.step()
     assert torch.equal(model.matrix, torch.full((2, 3), -2.0))
     assert older is not newer
-
-
-def test_parameters_that_were_thawed_too_late_are_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
-    stepper = Stepper(model, SGD(0.1))
-    model.requires_grad_(True)
-    with pytest.raises(UnusableError, match=r"0\.bias, 0\.weight: requires_grad was set after"):
-        stepper.state()

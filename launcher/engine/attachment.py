@@ -1,0 +1,104 @@
+"""Is the model still the one whose parameters lie in the Stepper's flat memory?
+
+Owns the look at that before each backward pass and each step, and the text that says what has come between.
+The look costs 0.3 ms at 1,000 parameters; names are only looked up where something differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from launcher.engine.layout import Layout
+from launcher.engine.names import named_parameters
+from launcher.engine.reducer import Reducer
+from launcher.engine.refusal import UnusableError
+
+SHOWN = 3  # parameters that an error names; more would hide the rest of it
+
+TAKEN_OVER = (
+    "a newer Stepper was built on this model, and its parameters moved into the memory of that one: of two "
+    "Steppers on one model the newer trains it. Use that one, and build one Stepper per model."
+)
+DETACHED = (
+    "the model is no longer the one that this Stepper was built on: {found}. Its parameters lie in the "
+    "Stepper's flat memory, and what leaves that is not trained. Cast, move, freeze, thaw or replace "
+    "before building the Stepper; set values with p.copy_() under torch.no_grad() or with load(). To train "
+    "the model as it is now, build another Stepper on it."
+)
+
+
+class Attachment:
+    """What a Stepper relies on: the same parameters, in the same memory, frozen and trainable as before."""
+
+    def __init__(self, model: nn.Module, layout: Layout, reducer: Reducer) -> None:
+        self._model = model
+        self._layout = layout
+        self._reducer = reducer
+        self._places = [  # views of the flat memory, in the order of layout.slots
+            slot.view(segment.weight) for segment in layout.segments for slot in segment.slots
+        ]
+        self._trained = [layout.parameters[slot.name] for slot in layout.slots]
+        self._accept()
+
+    def check(self) -> None:
+        """Raise UnusableError where the model has been taken out of the flat memory, in whole or in part."""
+        if self._look() == self._expected:
+            return
+        if self._reducer.closed:
+            raise UnusableError(TAKEN_OVER)
+        if found := list(self._differences()):
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise UnusableError(DETACHED.format(found="; ".join(found[:SHOWN]) + more))
+        self._accept()  # torch.compile around a layer, memory that is shared now: nothing that matters
+
+    def _accept(self) -> None:
+        """The model as it is now is the one to compare with."""
+        modules = list(self._model.modules())
+        self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        self._members = [d for m in modules for d in (m._parameters, m._modules) if d]
+        self._kept = [list(members.values()) for members in self._members]  # no id is used twice meanwhile
+        self._expected = self._look()
+
+    def _look(self) -> tuple[list[Any], ...]:
+        return (
+            [p.data_ptr() for p in self._trained],
+            [p.shape for p in self._trained],
+            [p.requires_grad for p in self._trained],
+            [p.requires_grad for p in self._frozen],
+            [id(member) for members in self._members for member in members.values()],
+        )
+
+    def _differences(self) -> Iterator[str]:
+        """What has happened to which parameter, in words."""
+        present = named_parameters(self._model)
+        names = {id(p): name for name, p in present.items()}
+        for slot, p, place in zip(self._layout.slots, self._trained, self._places, strict=True):
+            new = present.get(slot.name)
+            if new is None:
+                is_called = f"is called {names[id(p)]} now" if id(p) in names else "is no longer part of it"
+                yield f"{slot.name} {is_called}"
+            elif changed := _changed(new, place):
+                yield f"{slot.name} {changed}"
+            elif new is not p:
+                yield f"{slot.name} was replaced by another nn.Parameter"
+            elif p.data_ptr() != place.data_ptr():
+                yield f"{slot.name} was given other memory (p.data = ..., or another memory format)"
+            elif not p.requires_grad:
+                yield f"{slot.name} was frozen"
+        for name, p in present.items():
+            if p.requires_grad and name not in self._layout.parameters:
+                yield f"{name} was thawed or added"
+
+
+def _changed(p: Tensor, place: Tensor) -> str:
+    """What `p` is that cannot lie in `place`; empty where it can."""
+    if p.dtype != place.dtype:
+        return f"was cast from {place.dtype} to {p.dtype}"
+    if p.device != place.device:
+        return f"was moved from {place.device} to {p.device}"
+    if p.shape != place.shape:
+        return f"was given the shape {tuple(p.shape)} in place of {tuple(place.shape)}"
+    return ""
