@@ -161,6 +161,8 @@ def _state_values(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "progress": asdict(snapshot.progress),
         "counters": engine.counters,
+        "reference_count": engine.reference_count,
+        "scale_mode": engine.scale_mode,
         "metric": None if snapshot.metric is None else strict(asdict(snapshot.metric)),
         "identity": asdict(snapshot.identity),
         "origin": asdict(snapshot.origin),
@@ -189,6 +191,9 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         optimizer=_exactly(state["optimizer"], {n: t for n, t in rest.items() if not n.startswith(BY_RANK)}),
         buffers=_exactly(state["buffers"], buffers),
         counters={name: int(value) for name, value in state["counters"].items()},
+        # older checkpoints do not have these two
+        reference_count=state.get("reference_count", state["origin"]["reference_count"]),
+        scale_mode=state.get("scale_mode"),
     )
     by_rank = {name: tensor for name, tensor in rest.items() if name.startswith(BY_RANK)}
     by_rank = _exactly(state["rank_buffers"], by_rank)

@@ -155,6 +155,8 @@ def take(
             optimizer=_on_host(state.optimizer),
             buffers={name: _of_all_ranks(rows) for name, rows in buffers.items()},
             counters=dict(state.counters),
+            reference_count=state.reference_count,
+            scale_mode=state.scale_mode,
         ),
         progress=progress,
         identity=identity,

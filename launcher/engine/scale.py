@@ -7,6 +7,7 @@ neither can become 0 or inf. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -54,6 +55,18 @@ class Scaling:
             )
 
 
+@dataclass(frozen=True)
+class ScaleStart:
+    """Where the loss scale stands after a state was loaded.
+
+    `restored`: whether that is where the state's stood. Else `reason` says, for people, why it is not.
+    """
+
+    exponent: int
+    restored: bool
+    reason: str = ""
+
+
 class LossScale:
     """The automaton's state: one int64 tensor on the device, a field a row.
 
@@ -83,6 +96,44 @@ class LossScale:
         exponent = min(max(exponent, low), high)
         self.state[0] = exponent
         return exponent
+
+    def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
+        """Take the counters of a run whose scale moved by `mode`; None: unknown, taken for that of this run.
+
+        Applied and skipped steps, and losses in a row that were not finite, are always taken. The scale, with
+        what belongs to it, is taken only from a dynamic one into a dynamic one that allows it; a scale that
+        does not move is this run's own in any case.
+        """
+        scaling = self.scaling
+        own = 0 if scaling.mode == "none" else _exponent(scaling.init)
+        fields = dict.fromkeys(self.FIELDS, 0) | {"exponent": own, "lives": scaling.hysteresis}
+        fields |= {name: counters[name] for name in ("applied", "skipped", "bad_losses")}
+        reason = self._objection(counters["exponent"], mode or scaling.mode)
+        if not reason and scaling.mode == "dynamic":
+            fields["exponent"] = counters["exponent"]
+            fields["clean"] = min(counters["clean"], scaling.growth_interval - 1)
+            fields["lives"] = min(counters["lives"], scaling.hysteresis)
+        if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
+            fields["floor_skips"] = counters["floor_skips"]
+        values = [fields[name] for name in self.FIELDS]
+        self.state.copy_(torch.tensor(values, dtype=torch.int64))
+        return ScaleStart(fields["exponent"], not reason, reason)
+
+    def _objection(self, exponent: int, mode: ScaleMode) -> str:
+        """Why a run does not take a scale of 2^exponent that moved by `mode`; empty where it does."""
+        scaling, saved = self.scaling, f"{mode} loss scale of 2^{exponent}"
+        if mode == "none":
+            saved = "run without a loss scale"
+        if scaling.mode == "dynamic":
+            inside = _exponent(scaling.min) <= exponent <= _exponent(scaling.max)
+            if mode == "dynamic" and inside:
+                return ""
+            limits = "" if mode != "dynamic" else f", which is not within {scaling.min} to {scaling.max}"
+            return f"starts at {scaling.init}, not from the state's: that is of a {saved}{limits}"
+        own = 1 if scaling.mode == "none" else scaling.init
+        if mode == scaling.mode and exponent == _exponent(own):
+            return ""
+        return f"{scaling.mode}, {own} throughout: the state is of a {saved}"
 
     def value(self) -> Tensor:
         """S as fp32, 0-dim: built from its bits, so it is exact."""

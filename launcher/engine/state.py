@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
+from launcher.engine.policy import ScaleMode
 from launcher.engine.scale import LossScale
 
 
@@ -28,6 +31,7 @@ class EngineState:
     buffers: dict[str, Tensor]
     counters: dict[str, int]
     reference_count: int | None = None  # n0; None before the first step, where it was not given
+    scale_mode: ScaleMode | None = None  # how the loss scale moved; None where that is unknown
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
@@ -37,6 +41,7 @@ class EngineState:
             {name: tensor.clone() for name, tensor in self.buffers.items()},
             dict(self.counters),
             self.reference_count,
+            self.scale_mode,
         )
 
 
@@ -45,9 +50,17 @@ def counters_of(scale: LossScale) -> dict[str, int]:
     return dict(zip(LossScale.FIELDS, scale.state.tolist(), strict=True))
 
 
-def set_counters(scale: LossScale, counters: dict[str, int]) -> None:
-    values = [counters[name] for name in LossScale.FIELDS]
-    scale.state.copy_(torch.tensor(values, dtype=torch.int64))
+def refuse_numbers(state: EngineState) -> None:
+    """Raise ValueError for counters that no loss scale has, and for an unknown mode or reference count."""
+    refuse_other_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
+    for name, value in state.counters.items():
+        signed = name in ("exponent", "lives")
+        if not is_whole(value) or abs(value) > LARGEST_COUNT or not (signed or value >= 0):
+            raise ValueError(f"the state does not fit: its counter {name} is {value!r}.")
+    if state.scale_mode not in (None, *get_args(ScaleMode)):
+        raise ValueError(f"the state does not fit: its scale_mode is {state.scale_mode!r}.")
+    if state.reference_count is not None:
+        a_reference_count.require("the state's reference_count", state.reference_count)
 
 
 def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:

@@ -32,13 +32,13 @@ from launcher.engine.refusal import (
     refuse_optimizer,
 )
 from launcher.engine.result import StepResult
-from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two
+from launcher.engine.scale import LossScale, ScaleStart, Scaling, nearest_power_of_two
 from launcher.engine.shards import Shards
 from launcher.engine.state import (
     EngineState,
     counters_of,
     refuse_misfits,
-    set_counters,
+    refuse_numbers,
 )
 from launcher.engine.tally import Tally
 from launcher.engine.update import Optimizer, Scalars, Updater
@@ -243,19 +243,23 @@ class Stepper:
             buffers=named_buffers(self.model),
             counters=counters_of(self.scale),
             reference_count=self._reference,
+            scale_mode=self.scale.scaling.mode,
         )
 
-    def load(self, state: EngineState) -> None:
-        """Go on from `state`, which may come from another number of ranks or another wire.
+    def load(self, state: EngineState) -> ScaleStart:
+        """Continue from `state`, which may come from another number of ranks or another wire.
 
-        Raises ValueError, before anything is changed, for the state of another model or optimizer. A
-        collective where the optimizer is sharded.
+        The result says whether the loss scale is that of the state: only a dynamic one is, where this run's
+        mode and limits allow it. Applied and skipped steps are taken in any case. Raises ValueError, before
+        anything is changed, for the state of another model or optimizer. A collective where the optimizer is
+        sharded.
         """
         self._attachment.check()
         refuse_misfits(
             "weights", {n: p.shape for n, p in named_parameters(self.model).items()}, state.weights
         )
         refuse_misfits("buffers", {n: b.shape for n, b in named_buffers(self.model).items()}, state.buffers)
+        refuse_numbers(state)
         self.updater.load_states(self.shards, state.optimizer)
         self.shards.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
@@ -265,8 +269,8 @@ class Stepper:
             buffer.copy_(state.buffers[name])
         self.buffers.snapshot()
         self._start_of_run()
-        set_counters(self.scale, state.counters)
         self._reference = self._reference or state.reference_count
+        return self.scale.restore(state.counters, state.scale_mode)
 
     def replicas(self) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by a name for people.
