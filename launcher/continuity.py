@@ -14,6 +14,7 @@ from launcher.checkpoint.choice import AUTO, NEVER
 from launcher.checkpoint.shelf import FOLDER
 from launcher.config import Config
 from launcher.engine import Stepper
+from launcher.engine.scale import ScaleStart
 from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.loop import Course, Start
@@ -35,6 +36,7 @@ class Continuity:
     reference_count: int
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
+    scale: ScaleStart | None = None  # None where the run began afresh
 
     def __post_init__(self) -> None:
         self._identity = Identity.of(self.config, self.stepper.model, self.num_samples)
@@ -69,7 +71,7 @@ class Continuity:
                 f"{found.path} is after step {step}, but the run is to end after {self.course.total_steps}. "
                 "Ask for more with train.epochs or train.max_steps, or go back with checkpoint.resume=PATH."
             )
-        checkpoint.restore(self.stepper, found.snapshot, self.env)
+        self.scale = checkpoint.restore(self.stepper, found.snapshot, self.env)
         self.standing = Standing.of(found.snapshot.extra)
         self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
         evaluated = bool(found.snapshot.extra.get("evaluated", False))
@@ -78,7 +80,19 @@ class Continuity:
         self.telemetry.rewind(step, evaluates_again=owes)
         self.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
         self.telemetry.decision("resume", f"goes on after step {step}, from {found.path}")
+        there, here = found.snapshot.identity.precision, self.config.precision.name
+        if there != here:
+            self.telemetry.decision(
+                "precision", f"{here} from here on; the checkpoint is of a run in {there}"
+            )
+        if not self.scale.restored:
+            self.telemetry.decision("loss scale", self.scale.reason)
         return Start(step, owes)
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether the loss scale is that of the checkpoint from which the run goes on."""
+        return self.scale is not None and self.scale.restored
 
     def take(self, moment: Moment, metric: Metric | None) -> Snapshot | None:
         """The run's state after `moment`, on rank 0. A collective."""

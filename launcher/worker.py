@@ -211,8 +211,12 @@ def _train(job: _Job, requests: Requests, start: Start) -> None:
     config, env, telemetry, recipe, stepper = job.config, job.env, job.telemetry, job.recipe, job.stepper
     continuity = job.continuity
     batches = DeviceBatches(recipe.train, job.plan, recipe.train_transform)
-    if config.precision.scale.mode == "auto" and start.step == 0:
-        first = batches.step(0, 0)
+    if (
+        config.precision.scale.mode == "auto"
+        and not continuity.has_scale
+        and job.course.total_steps > start.step
+    ):
+        first = batches.step(*divmod(start.step, job.course.steps_per_epoch))
         telemetry.decision("loss scale", equipment.calibrate(stepper, recipe, job.model, first[:1]))
     watch = Watch(
         telemetry,

@@ -385,6 +385,17 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path, identity, text) -> N
     assert resume(ALONE, tmp_path, "auto", IDENTITY).snapshot is not None
 
 
+def test_a_run_may_start_from_another_runs_checkpoint_of_another_precision(tmp_path: Path) -> None:
+    """Of the run that began there, in its own directory, it must be the same."""
+    (there,) = publish_steps(tmp_path / "there" / "checkpoints", 1)
+    own, identity = tmp_path / "own" / "checkpoints", other(precision="fp32")
+    assert resume(ALONE, own, str(there), identity).snapshot is not None
+    with pytest.raises(ConfigError, match="precision is fp16 there and fp32 here"):
+        resume(ALONE, there.parent, str(there), identity)
+    with pytest.raises(ConfigError, match="seed is 0 there and 1 here"):
+        resume(ALONE, own, str(there), other(precision="fp32", seed=1))
+
+
 def test_the_identity_of_a_run_comes_from_its_config_and_model() -> None:
     model = conv_net()
     identity = Identity.of(composed(), model, 1437)

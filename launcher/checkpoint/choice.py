@@ -50,7 +50,8 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Re
     agreement = agree(env, directory, wish)
     snapshot, complaint = None, ""
     if agreement.path is not None:
-        snapshot, complaint = _read_if_fitting(agreement.path, identity)
+        elsewhere = agreement.path.parent.resolve() != directory.resolve()
+        snapshot, complaint = _read_if_fitting(agreement.path, identity, as_start=elsewhere)
     _all_or_none(env, complaint)
     # The leader alone, as only one process may rename; its failure is everyone's.
     _all_or_none(env, _leave_other_course(directory, agreement.path) if env.is_leader else "")
@@ -179,10 +180,10 @@ def _other_view(
     )
 
 
-def _read_if_fitting(path: Path, identity: Identity) -> tuple[Snapshot | None, str]:
+def _read_if_fitting(path: Path, identity: Identity, *, as_start: bool) -> tuple[Snapshot | None, str]:
     try:
         snapshot = read(path)
-        identity.refuse_other(snapshot.identity, str(path))
+        identity.refuse_other(snapshot.identity, str(path), as_start=as_start)
     except LauncherError as error:
         return None, _complaint_of(error)
     return snapshot, ""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from launcher.config import Config
 from launcher.engine import Stepper
 from launcher.engine.names import named_buffers, named_parameters, plain_names
+from launcher.engine.scale import ScaleStart
 from launcher.engine.state import EngineState
 from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError
@@ -97,9 +98,13 @@ class Identity:
                 found.append(f"{name} is {there} there and {here} here")
         return found
 
-    def refuse_other(self, saved: Identity, where: str) -> None:
-        """Raise ConfigError unless `saved`, found in `where`, is of this run."""
-        found = self.differences(saved)
+    def refuse_other(self, saved: Identity, where: str, *, as_start: bool = False) -> None:
+        """Raise ConfigError unless `saved`, found in `where`, is of this run.
+
+        `as_start`: of a run in which this one may start. That one's precision may differ: what is saved is
+        fp32 in all of them.
+        """
+        found = self.differences(replace(saved, precision=self.precision) if as_start else saved)
         if found:
             more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise ConfigError(
@@ -169,24 +174,26 @@ def take(
     )
 
 
-def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> None:
-    """Go on from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
+def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:
+    """Continue from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
 
-    Raises ConfigError, on all ranks alike, for the state of another model or optimizer. On another number of
-    ranks all begin with the same buffers, and ranks beyond those saved share the random states of the first.
+    Returns whether the loss scale is that of the snapshot, as `Stepper.load`. Raises ConfigError, on all
+    ranks alike, for the state of another model or optimizer. On another number of ranks all begin with the
+    same buffers, and ranks beyond those saved share the random states of the first.
     """
     engine = snapshot.engine
     if env.world_size == snapshot.origin.world_size:
         own = {name: rows[env.rank] for name, rows in snapshot.rank_buffers.items()}
         engine = replace(engine, buffers=engine.buffers | own)
     try:
-        stepper.load(engine)
+        scale = stepper.load(engine)
     except ValueError as error:
         raise ConfigError(f"the checkpoint of step {snapshot.progress.step} does not fit: {error}") from error
     states = {name: rows[env.rank % len(rows)].clone() for name, rows in snapshot.random.items()}
     torch.set_rng_state(states["cpu"])
     if env.device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], env.device)
+    return scale
 
 
 def _random_states(env: WorkerEnv) -> dict[str, Tensor]:

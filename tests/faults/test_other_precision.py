@@ -1,0 +1,57 @@
+"""A run that starts in another run's checkpoint under another precision or scale mode: its scale, its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launching import Ended, run
+
+pytestmark = pytest.mark.timeout(90)
+
+STEPS = 10
+
+
+def continued(tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]) -> tuple[Ended, list[str]]:
+    """The second run's end and what it has logged of precision and scale."""
+    first = run(tmp_path / "first", *before, f"train.max_steps={STEPS}")
+    path = first.checkpoints[STEPS]
+    second = run(tmp_path / "second", *after, f"train.max_steps={STEPS + 4}", f"checkpoint.resume={path}")
+    assert second.codes == [0], second
+    topics = ("precision", "loss scale")
+    decisions = [event for event in second.events("decision") if event["topic"] in topics]
+    return second, [f"{event['topic']}: {event['text']}" for event in decisions]
+
+
+def scales(ended: Ended) -> list[float]:
+    return [event["scale"] for event in ended.events("step")]
+
+
+def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) -> None:
+    second, logged = continued(tmp_path, ("precision=fp32",), ("precision=fp16",))
+    assert scales(second) == [1024] * 4
+    assert "precision: fp16 from here on; the checkpoint is of a run in fp32" in logged
+    assert "loss scale: starts at 1024, not from the state's: that is of a run without a loss scale" in logged
+    assert second.result["applied_steps"] == STEPS + 4
+
+
+def test_from_fp32_into_auto_it_is_found_by_a_dry_pass(tmp_path: Path) -> None:
+    second, logged = continued(tmp_path, ("precision=fp32",), ("precision.scale.mode=auto",))
+    assert any(line.startswith("loss scale: auto: starts at 2^") for line in logged)
+    assert len(set(scales(second))) == 1
+    assert scales(second)[0] > 1024
+
+
+def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
+    static = ("precision.scale.mode=static", "precision.scale.init=128")
+    second, logged = continued(tmp_path, (), static)
+    assert scales(second) == [128] * 4
+    assert "loss scale: static, 128 throughout: the state is of a dynamic loss scale of 2^11" in logged
+    assert not any("precision: fp16 from here on" in line for line in logged)
+
+
+def test_what_moves_alike_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
+    second, logged = continued(tmp_path, (), ())
+    assert scales(second) == [2048] * 4  # it has grown once, after 7 clean steps
+    assert not any(line.startswith("loss scale") for line in logged)
