@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from launcher import overview
 from launcher.arguments import Arguments, parse
 from launcher.environment import LaunchEnv
-from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledError
+from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledError, StorageError
 from launcher.rendezvous import Leader, follow
 from launcher.resources import conf_dir
+from launcher.shortage import shortage_of
 from launcher.supervisor.workers import num_workers
 
 if TYPE_CHECKING:
@@ -215,8 +216,17 @@ def write_reports(words: Sequence[str]) -> None:
     for word in words:
         if not os.path.isdir(word):
             raise ConfigError(f"report {word}: there is no such directory.")
-        written = write_comparison(Path(word)) if is_sweep(Path(word)) else [write_report(Path(word))]
+        directory = Path(word)
+        try:
+            several = is_sweep(directory)
+            written = write_comparison(directory, warn) if several else [write_report(directory, warn)]
+        except OSError as error:
+            raise StorageError(f"report {word}: {error.filename}: {error.strerror}.") from error
         print(*written, sep="\n")
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def export_weights(arguments: Arguments) -> None:
@@ -240,6 +250,7 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 
 def report_failure(error: Exception) -> int:
     """Print what happened, with a traceback only if nobody foresaw it; returns the exit code."""
+    error = shortage_of(error, "this process") or error
     if isinstance(error, LauncherError):
         kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"
         print(f"{kind}: {error}", file=sys.stderr, flush=True)

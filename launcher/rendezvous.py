@@ -20,6 +20,7 @@ from launcher.config import Config, from_dict, to_dict
 from launcher.environment import ASSEMBLE_S, LaunchEnv, first_failure, memory, open_store
 from launcher.errors import LauncherError, StalledError
 from launcher.problems import first_line
+from launcher.shortage import shortage_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -224,6 +225,7 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     """A failure that explains itself travels as its text, an unexpected one with its traceback."""
     if error is None:
         return Departure(rank, time.time())
+    error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         return Departure(rank, time.time(), str(error), error.exit_code)
     return Departure(rank, time.time(), "".join(traceback.format_exception(error)), 1)

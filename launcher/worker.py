@@ -28,7 +28,7 @@ from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import Stepper, UnusableError
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
-from launcher.errors import ConfigError, LauncherError, OutOfMemoryError, PreemptedError
+from launcher.errors import ConfigError, LauncherError, PreemptedError
 from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
@@ -36,6 +36,7 @@ from launcher.measuring import Measuring
 from launcher.meeting import meet
 from launcher.recipe import Recipe, load_recipe
 from launcher.saving import Saving
+from launcher.shortage import shortage_of
 from launcher.signals import Requests, heeded
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.run_dir import rank_log, write_environment
@@ -78,12 +79,9 @@ def run(
 
 def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
     """What a user can do about an error of torch or of the engine, None where it is none of those."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return OutOfMemoryError(
-            f"rank {launch.rank} ran out of GPU memory: {str(error).splitlines()[0]} "
-            "Lower data.micro_batch (the update stays that of data.batch_size)."
-        )
-    return ConfigError(str(error)) if isinstance(error, UnusableError) else None
+    if isinstance(error, UnusableError):
+        return ConfigError(str(error))
+    return shortage_of(error, f"rank {launch.rank}")
 
 
 def _let_go(error: BaseException) -> None:

@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    {"errors", "streams", "ties", "config", "config_files", "resources", "problems", "rules", "validation"},
+    {
+        "errors",
+        "streams",
+        "ties",
+        "config",
+        "config_files",
+        "resources",
+        "problems",
+        "rules",
+        "shortage",
+        "validation",
+    },
     {"environment", "heartbeat", "signals", "telemetry", "arguments", "overview"},
     {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
     {"checkpoint", "consistency"},

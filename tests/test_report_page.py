@@ -1,11 +1,13 @@
 """report.html and the pictures: from files alone, complete, self-contained, and safe to open."""
 
 import math
+import os
 import struct
 from html.parser import HTMLParser
 
 import pytest
 
+from launcher.cli import main
 from launcher.report import exponents, figures
 from launcher.report.exponents import draw_exponents, worst_layers
 from launcher.report.figures import draw_confusion_matrix, draw_curves
@@ -138,11 +140,55 @@ def test_a_failed_run_shows_its_error(tmp_path):
     assert f"diverged {HOSTILE}" in page.text
 
 
-def test_a_damaged_file_is_an_error_not_half_a_page(tmp_path):
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(ValueError, match="Expecting property name"):
-        write_report(tmp_path)
-    assert not (tmp_path / "report.html").exists()
+@pytest.mark.parametrize(
+    ("name", "content", "warning"),
+    [
+        ("result.json", b"{", "result.json is damaged: left out (Expecting property name"),
+        ("result.json", b"[1]", "holds list, not a JSON object"),
+        ("result.json", b"\xff", "result.json is damaged: left out"),
+        ("result.json", b"[" * 100_000, "is nested too deeply"),
+        ("result.json", b'{"state": "done", "metrics": [1], "seconds": "x"}', "left out metrics, seconds"),
+        ("env.json", b"[]", "holds list, not a JSON object"),
+        ("metrics.jsonl", b'{"ev\n{"event": "decision", "step": 1}\n', "damaged: left out line 1"),
+    ],
+)
+def test_a_damaged_file_is_left_out_with_a_warning(tmp_path, capsys, name, content, warning):
+    (tmp_path / name).write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'report.html'}\n"
+    assert err.startswith("warning: ")
+    assert err.count("\n") == 1
+    assert warning in err
+
+
+@pytest.mark.parametrize("content", ['{"state": "done"}', '{"state": "done", "steps": "many"}', "[]", "{"])
+def test_a_result_without_its_parts_is_a_row_of_the_comparison(tmp_path, capsys, content):
+    for job, result in (("0_seed=0", content), ("1_seed=1", "{}")):
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "metrics.jsonl").write_text("")
+        (tmp_path / job / "result.json").write_text(result)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "env.json", "config.yaml", "curves.png"])
+def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path, capsys, name, make):
+    make(tmp_path / name)
+    assert main(["report", str(tmp_path)]) == 8
+    err = capsys.readouterr().err
+    assert err == f"error: report {tmp_path}: {tmp_path / name}: is not a regular file.\n"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "weights.safetensors"])
+def test_a_checkpoint_of_other_things_than_files_is_not_exported(tmp_path, capsys, name, make):
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    make(checkpoint / name)
+    assert main(["export", str(tmp_path), str(tmp_path / "weights.safetensors")]) == 8
+    assert "nothing to export" in capsys.readouterr().err
 
 
 def test_many_overflows_are_cut_and_counted(tmp_path):

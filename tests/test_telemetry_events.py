@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher.telemetry.events import EventLog, read_events
+from launcher.telemetry.events import EventLog, read_events, read_recording
 from launcher.telemetry.files import read_json, write_json, write_text
 
 words = st.text().filter(lambda text: text not in ("inf", "-inf", "nan"))
@@ -43,9 +43,9 @@ def test_what_is_written_is_read_back(tmp_path, fields):
     path = tmp_path / "metrics.jsonl"
     path.unlink(missing_ok=True)
     log = EventLog(path)
-    log.write({"event": "step", **fields})
+    log.write({"event": "step", "step": 1, **fields})
     log.close()
-    assert same(read_events(path), [{"event": "step", **fields}])
+    assert same(read_events(path), [{"event": "step", "step": 1, **fields}])
     assert len(path.read_text(encoding="utf-8").split("\n")) == 2
     json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
@@ -53,10 +53,11 @@ def test_what_is_written_is_read_back(tmp_path, fields):
 @pytest.mark.parametrize(("value", "spelt"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
 def test_non_finite_floats_are_spelt_for_any_json_reader(tmp_path, value, spelt):
     log = EventLog(tmp_path / "metrics.jsonl")
-    log.write({"event": "step", "loss": value, "parts": [value]})
+    log.write({"event": "step", "step": 1, "loss": value, "parts": [value]})
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
         "event": "step",
+        "step": 1,
         "loss": spelt,
         "parts": [spelt],
     }
@@ -66,9 +67,9 @@ def test_a_value_that_is_not_plain_is_an_error_and_leaves_no_half_line(tmp_path)
     log = EventLog(tmp_path / "metrics.jsonl")
     with pytest.raises(TypeError):
         log.write({"event": "step", "loss": object()})
-    log.write({"event": "step"})
+    log.write({"event": "step", "step": 1})
     log.close()
-    assert read_events(tmp_path / "metrics.jsonl") == [{"event": "step"}]
+    assert read_events(tmp_path / "metrics.jsonl") == [{"event": "step", "step": 1}]
 
 
 @pytest.mark.parametrize("kept", range(0, 30, 7))
@@ -83,11 +84,36 @@ def test_a_torn_last_line_is_left_out_and_cut_before_the_next_event(tmp_path, ke
     assert [event["step"] for event in read_events(path)] == [1, 3]
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+DAMAGED = [
+    b'{"eve',
+    b"[1]",
+    b"5",
+    b"\\xff\\xfe",
+    b'{"event": "step"}',
+    b'{"event": 1, "step": 2}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_in_the_middle_is_left_out_and_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"event": "step"}\n{"eve\n{"event": "end"}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 "):
-        read_events(path)
+    path.write_bytes(b'{"event": "step", "step": 1}\n' + line + b'\n{"event": "step", "step": 2}\n')
+    recording = read_recording(path)
+    assert [event["step"] for event in recording.events] == [1, 2]
+    assert recording.warning == "metrics.jsonl is damaged: left out line 2"
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_recording_continues_after_a_damaged_line_also_where_the_run_goes_back(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b'\n{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n')
+    log = EventLog(path)
+    log.rewind(1, evaluates_again=False)
+    log.write({"event": "step", "step": 3})
+    log.close()
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+    assert read_recording(path).damaged == [1], "it stays for whoever wants to look at it"
 
 
 WRITER = """

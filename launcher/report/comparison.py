@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.overview import description
 from launcher.report.figures import FAINT, INK, figure_of, points_of, save, use_log_scale
+from launcher.report.reading import Warn, events_of, result_of, silent, text_of
 from launcher.resources import choice_file, conf_dir, group_choices, natural_order
-from launcher.telemetry.events import FILE_NAME, read_events
-from launcher.telemetry.files import read_json, write_text
+from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.files import write_text
 from launcher.telemetry.wording import duration, metric, metric_title, number
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def job_directories(sweep_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (not path.name.split("_")[0].isdigit(), natural_order(path.name)))
 
 
-def write_comparison(sweep_dir: Path) -> list[Path]:
-    """Writes picture and tables into the sweep's directory. Raises OSError, ValueError."""
-    jobs = [read_job(directory) for directory in job_directories(sweep_dir)]
+def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
+    """Writes picture and tables into the sweep's directory. Raises OSError."""
+    jobs = [read_job(directory, warn) for directory in job_directories(sweep_dir)]
     settings = settings_of(jobs)
     note = note_of(jobs)
     table, rows = sweep_dir / TABLE, sweep_dir / ROWS
@@ -76,16 +77,15 @@ def write_comparison(sweep_dir: Path) -> list[Path]:
     return [draw(settings, sweep_dir / COMPARISON), table, rows]
 
 
-def read_job(directory: Path) -> Job:
-    events = read_events(directory / FILE_NAME)
+def read_job(directory: Path, warn: Warn = silent) -> Job:
+    events = events_of(directory, warn)
     steps = points_of([event for event in events if event["event"] == "step"], "loss")
     accuracies = points_of([event for event in events if event["event"] == "eval"], "accuracy")
-    result, overrides = directory / "result.json", directory / "overrides.txt"
-    lines = overrides.read_text(encoding="utf-8").splitlines() if overrides.exists() else []
+    lines = text_of(directory / "overrides.txt").splitlines()
     return Job(
         directory,
         {key: value for key, _, value in (line.partition("=") for line in lines)},
-        read_json(result) if result.exists() else {"state": "not finished"},
+        {"state": "not finished", **result_of(directory, warn)},
         dict(steps),
         dict(accuracies),
     )
@@ -136,13 +136,13 @@ def cells(setting: Setting, metric_name: str) -> list[str]:
     ended = f"{len(done)}" if len(done) == len(setting.jobs) else f"{len(done)} of {len(setting.jobs)} done"
     values = [job.result["metric"] for job in done if job.result.get("metric") is not None]
     losses = [job.steps[max(job.steps)] for job in done if job.steps]
-    seconds = [job.result["seconds"] for job in done]
+    seconds = [job.result["seconds"] for job in done if job.result.get("seconds") is not None]
     return [
         setting.label.replace("|", "\\|"),
         ended,
         spread(values, lambda value: metric(metric_name, value)),
         spread(losses, number),
-        number(sum(job.result["skipped_steps"] for job in done)) if done else "-",
+        number(sum(job.result.get("skipped_steps") or 0 for job in done)) if done else "-",
         duration(statistics.fmean(seconds)) if seconds else "-",
     ]
 

@@ -6,20 +6,18 @@ takes what is there, and escapes all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from launcher.report.exponents import GRADIENTS
 from launcher.report.figures import CONFUSION_MATRIX, CURVES
 from launcher.report.markup import facts, listing, page, picture, preformatted, section, table, tiles
-from launcher.telemetry.events import FILE_NAME, read_events
-from launcher.telemetry.files import read_json, write_text
+from launcher.report.reading import Warn, bytes_of, events_of, json_of, result_of, silent, text_of
+from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.files import write_text
 from launcher.telemetry.verdict import PARTS, time_shares
 from launcher.telemetry.wording import duration, evaluation_cells, metric, metric_title, number
-
-T = TypeVar("T")
 
 MAX_OVERFLOWS = 40  # rows; a run with more of them is described by its curve
 MAX_PARAMETERS = 4  # names in a row of the overflow table
@@ -41,28 +39,28 @@ class RunFiles:
     gradients: bytes
 
     @classmethod
-    def read(cls, run_dir: Path) -> RunFiles:
-        """Raises OSError and ValueError for what is there and cannot be read."""
+    def read(cls, run_dir: Path, warn: Warn = silent) -> RunFiles:
+        """Raises OSError for what is there and cannot be read; what is damaged is left out with a warning."""
         return cls(
             name="/".join(run_dir.absolute().parts[-2:]),
-            events=_if_there(run_dir / FILE_NAME, read_events, []),
-            result=_if_there(run_dir / "result.json", read_json, {}),
-            environment=_if_there(run_dir / "env.json", read_json, {}),
-            config=_if_there(run_dir / "config.yaml", _text, ""),
-            classification_report=_if_there(run_dir / "classification_report.txt", _text, ""),
-            curves=_if_there(run_dir / CURVES, Path.read_bytes, b""),
-            confusion_matrix=_if_there(run_dir / CONFUSION_MATRIX, Path.read_bytes, b""),
-            gradients=_if_there(run_dir / GRADIENTS, Path.read_bytes, b""),
+            events=events_of(run_dir, warn),
+            result=result_of(run_dir, warn),
+            environment=json_of(run_dir, "env.json", warn),
+            config=text_of(run_dir / "config.yaml"),
+            classification_report=text_of(run_dir / "classification_report.txt"),
+            curves=bytes_of(run_dir / CURVES),
+            confusion_matrix=bytes_of(run_dir / CONFUSION_MATRIX),
+            gradients=bytes_of(run_dir / GRADIENTS),
         )
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [record for record in self.events if record["event"] == event]
 
 
-def write_report(run_dir: Path) -> Path:
-    """Writes report.html from the other files, at any time in a run's life. Raises OSError, ValueError."""
+def write_report(run_dir: Path, warn: Warn = silent) -> Path:
+    """Writes report.html from the other files, at any time in a run's life. Raises OSError."""
     path = run_dir / "report.html"
-    write_text(path, render(RunFiles.read(run_dir)))
+    write_text(path, render(RunFiles.read(run_dir, warn)))
     return path
 
 
@@ -77,8 +75,8 @@ def render(run: RunFiles) -> str:
         section("Gradients in the range of fp16", picture(run.gradients, "histogram of gradient exponents")),
         section("Where the time goes", _time(run)),
         section("Skipped steps", _overflows(run)),
-        section("Decisions", listing(f"{each['topic']} {each['text']}" for each in run.of("decision"))),
-        section("Warnings", listing(f"step {each['step']:,}: {each['text']}" for each in run.of("warning"))),
+        section("Decisions", listing(f"{one.get('topic')} {one.get('text')}" for one in run.of("decision"))),
+        section("Warnings", listing(f"step {one['step']:,}: {one.get('text')}" for one in run.of("warning"))),
         section("Result", _result(run)),
         section("Environment", _environment(run)),
         section("Config", preformatted(run.config)),
@@ -160,14 +158,3 @@ def _environment(run: RunFiles) -> str:
         elif value is not None:
             flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return facts(flat)
-
-
-def _if_there(path: Path, read: Callable[[Path], T], otherwise: T) -> T:
-    try:
-        return read(path)
-    except FileNotFoundError:
-        return otherwise
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")

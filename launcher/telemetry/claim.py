@@ -136,13 +136,14 @@ def _finished(config: Config, directory: Path) -> str:
         result = read_json(directory / "result.json")
     except (OSError, ValueError):
         return ""
-    if result.get("state") != "done" or result["steps"] < _wanted_steps(config, result["steps_per_epoch"]):
-        return ""
-    if _was_cut_short(directory, result["steps"]):
+    steps, steps_per_epoch = result.get("steps"), result.get("steps_per_epoch")
+    if result.get("state") != "done" or not isinstance(steps, int) or not isinstance(steps_per_epoch, int):
+        return ""  # not done, or damaged: the run resumes from its last checkpoint and writes it again
+    if steps < _wanted_steps(config, steps_per_epoch) or _was_cut_short(directory, steps):
         return ""
     return (
-        f"{directory}: the run is done, after {result['steps']} steps: {result['metric_name']} "
-        f"{result['metric']}. To go on ask for more with train.epochs."
+        f"{directory}: the run is done, after {steps} steps: {result.get('metric_name')} "
+        f"{result.get('metric')}. To go on ask for more with train.epochs."
     )
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.telemetry.files import json_line, restored, write_text
+from launcher.telemetry.files import json_line, read_regular, restored, write_text
 from launcher.telemetry.stream import Record
 
 FILE_NAME = "metrics.jsonl"
+SHOWN = 5  # numbers of damaged lines in a warning
 
 
 class EventLog:
@@ -39,10 +42,10 @@ class EventLog:
 
         Where it `evaluates_again` also the evaluation after `step` itself.
         """
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _happened(json.loads(line), step, evaluates_again)]
+        lines = read_regular(self._path).splitlines(keepends=True)
+        kept = [line for line in lines if _happened(_event(line), step, evaluates_again)]
         if kept != lines:
-            write_text(self._path, b"".join(kept).decode(), durable=True)
+            write_text(self._path, b"".join(kept).decode("utf-8", "replace"), durable=True)
             self._file.close()
             self._file = self._opened()
 
@@ -54,45 +57,75 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of the file, in order; a torn last line (the writer was killed) is left out.
+    """All events of the file, in order, without what is damaged. Raises OSError."""
+    return read_recording(path).events
 
-    Raises OSError, and ValueError with the line's number for a damaged line before the last.
+
+@dataclass(frozen=True)
+class Recording:
+    """What could be read of a file of events."""
+
+    events: list[dict[str, Any]]
+    damaged: list[int]  # numbers of the lines that hold no event, from 1
+
+    @property
+    def warning(self) -> str:
+        """What people must know about it; "" if it is whole."""
+        if not self.damaged:
+            return ""
+        numbers = ", ".join(map(str, self.damaged[:SHOWN]))
+        more = f" and {len(self.damaged) - SHOWN:,} more" if len(self.damaged) > SHOWN else ""
+        return f"{FILE_NAME} is damaged: left out line {numbers}{more}"
+
+
+def read_recording(path: Path) -> Recording:
+    """The events of the file and which lines are none; a torn last line (a killed writer) is left out.
+
+    Raises OSError.
     """
-    *complete, _torn = path.read_bytes().split(b"\n")
-    return [_event(line, f"{path}:{number}") for number, line in enumerate(complete, start=1) if line]
+    *complete, _torn = read_regular(path).split(b"\n")
+    found = [(number, _event(line)) for number, line in enumerate(complete, start=1) if line]
+    return Recording(
+        [event for _, event in found if event is not None],
+        [number for number, event in found if event is None],
+    )
 
 
-def last_run_id(path: Path) -> str | None:
+def recording_of(run_dir: Path) -> Recording:
+    """What a run has recorded so far, nothing where it has not begun. Raises OSError."""
+    path = run_dir / FILE_NAME
+    return read_recording(path) if path.exists() else Recording([], [])
+
+
+def last_run_id(events: Iterable[Record]) -> str | None:
     """Under which id the tracker knows the run, if it has been tracked before."""
-    try:
-        events = read_events(path)
-    except (OSError, ValueError):
-        return None
-    return next((event["run_id"] for event in reversed(events) if event.get("run_id")), None)
+    found = [event["run_id"] for event in events if isinstance(event.get("run_id"), str)]
+    return found[-1] if found else None
 
 
-def _happened(event: dict[str, Any], step: int, evaluates_again: bool) -> bool:
+def _happened(event: dict[str, Any] | None, step: int, evaluates_again: bool) -> bool:
+    """Whether it stays; what is damaged does, for whoever wants to look at it."""
+    if event is None:
+        return True
     told_again = event["event"] == "eval" and evaluates_again and event["step"] == step
     return event["event"] != "end" and int(event["step"]) <= step and not told_again
 
 
-def _event(line: bytes, where: str) -> dict[str, Any]:
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line, None if it holds none."""
     try:
         event = restored(json.loads(line))
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    if not isinstance(event, dict):
-        raise ValueError(f"{where} is not a JSON object")
-    return event
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
+    return event if whole else None
 
 
 def _cut_torn_line(path: Path) -> None:
     """A continued run must not glue its first event to the half line of a killed one."""
     if not path.exists():
         return
-    with open(path, "r+b") as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        end_bytes = file.read().rfind(b"\n") + 1
-        if end_bytes < size_bytes:
-            file.truncate(end_bytes)
+    content = read_regular(path)
+    end_bytes = content.rfind(b"\n") + 1
+    if end_bytes < len(content):
+        os.truncate(path, end_bytes)

@@ -7,10 +7,12 @@ all run files. Never leaves a partial file under a final name, and never imports
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +56,20 @@ def write_json(path: Path, value: Mapping[str, Any], durable: bool = False) -> N
 
 def read_json(path: Path) -> dict[str, Any]:
     """The value that `write_json` was given. Raises OSError or ValueError."""
-    value = restored(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        value = restored(json.loads(read_regular(path)))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError, also for a pipe or a device, whose reading might never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return path.read_bytes()
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.config import Config
 from launcher.errors import StorageError
 from launcher.telemetry.console import Console
-from launcher.telemetry.events import EventLog, last_run_id
+from launcher.telemetry.events import EventLog, last_run_id, recording_of
 from launcher.telemetry.files import clear_away
 from launcher.telemetry.run_dir import user_shape
 from launcher.telemetry.status import StatusFile
@@ -35,14 +35,17 @@ def open_telemetry(
     """
     run_dir = Path(config.run.dir)
     clear_away(run_dir)  # rank 0 of this generation is the only writer
-    run_id = last_run_id(run_dir / EventLog.name) or new_run_id()
     try:
+        before = recording_of(run_dir)
         telemetry = Telemetry([EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)])
     except OSError as error:
         raise StorageError(
             f"The run's files cannot be written to {run_dir}: {error}. Choose another place with run.dir=DIR."
         ) from error
     telemetry.add(Console(sys.stdout, sys.stderr, run_dir))
+    if before.warning:
+        telemetry.warn(before.warning)
+    run_id = last_run_id(before.events) or new_run_id()
     decision = decide(config.tracker, environ)
     if decision.mode == "none":
         telemetry.decision("tracker", decision.text, mode=decision.mode)

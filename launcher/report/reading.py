@@ -1,0 +1,73 @@
+"""The files of a run as a report finds them: whole, missing, damaged, or something else under their name.
+
+Owns what a report accepts of each file. What it cannot use it leaves out with a warning; only a file that
+cannot be read at all is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launcher.telemetry.events import recording_of
+from launcher.telemetry.files import read_json, read_regular
+
+Warn = Callable[[str], None]
+NUMBER = (int, float, type(None))
+RESULT_KINDS: dict[str, tuple[type, ...]] = {
+    "state": (str,),
+    "error": (str,),
+    "metric_name": (str,),
+    "metric": NUMBER,
+    "metrics": (dict,),
+    "steps": NUMBER,
+    "skipped_steps": NUMBER,
+    "seconds": NUMBER,
+    "samples_per_s": NUMBER,
+    "classes": (list,),
+    "confusion_matrix": (list,),
+}
+
+
+def silent(text: str) -> None:
+    """For callers whose own check has warned already."""
+
+
+def events_of(run_dir: Path, warn: Warn = silent) -> list[dict[str, Any]]:
+    """The events of the run, none where it has recorded none. Raises OSError."""
+    recording = recording_of(run_dir)
+    if recording.warning:
+        warn(f"{run_dir}: {recording.warning}")
+    return recording.events
+
+
+def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
+    """A JSON object of the run, empty where there is none. Raises OSError."""
+    path = run_dir / name
+    if not path.exists():
+        return {}
+    try:
+        return read_json(path)
+    except ValueError as error:
+        warn(f"{path} is damaged: left out ({error})")
+        return {}
+
+
+def result_of(run_dir: Path, warn: Warn = silent) -> dict[str, Any]:
+    """result.json without what has not its kind. Raises OSError."""
+    found = json_of(run_dir, "result.json", warn)
+    odd = [key for key, kinds in RESULT_KINDS.items() if key in found and not isinstance(found[key], kinds)]
+    if odd:
+        warn(f"{run_dir / 'result.json'} is damaged: left out {', '.join(odd)}")
+    return {key: value for key, value in found.items() if key not in odd}
+
+
+def text_of(path: Path) -> str:
+    """The text of the file, with marks in place of what is not UTF-8; "" without one. Raises OSError."""
+    return read_regular(path).decode("utf-8", "replace") if path.exists() else ""
+
+
+def bytes_of(path: Path) -> bytes:
+    """The content of the file, empty without one. Raises OSError."""
+    return read_regular(path) if path.exists() else b""
