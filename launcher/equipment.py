@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
+import numpy
 import torch
 from torch import nn
 
@@ -59,6 +61,13 @@ def apply_switches(config: Config) -> None:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cudnn.benchmark = not config.train.deterministic
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that recipes draw from without naming one: Python's, NumPy's and torch's."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # it takes no other
+    torch.manual_seed(seed)
 
 
 def on_device(recipe: Recipe, device: torch.device) -> Recipe:

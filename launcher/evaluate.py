@@ -50,18 +50,18 @@ class _Tally:
     """What a rank has found out so far; adding the tallies of all ranks gives the whole."""
 
     loss_sum: Tensor  # fp64 [1]
-    integers: Tensor  # int64 [2 + 2 * samples]: loss count, broken off, times seen, predicted class
+    integers: Tensor  # int64 [2 + 3 * samples]: loss count, broken off, times seen, predicted, true class
 
     @classmethod
     def empty(cls, num_samples: int, device: torch.device) -> _Tally:
         return cls(
             torch.zeros(1, dtype=torch.float64, device=device),
-            torch.zeros(2 + 2 * num_samples, dtype=torch.int64, device=device),
+            torch.zeros(2 + 3 * num_samples, dtype=torch.int64, device=device),
         )
 
     @property
     def num_samples(self) -> int:
-        return len(self.integers) // 2 - 1
+        return (len(self.integers) - 2) // 3
 
     @property
     def broken_off(self) -> Tensor:
@@ -73,7 +73,12 @@ class _Tally:
 
     @property
     def predicted(self) -> Tensor:
-        return self.integers[2 + self.num_samples :]
+        return self.integers[2 + self.num_samples : 2 + 2 * self.num_samples]
+
+    @property
+    def labels(self) -> Tensor:
+        """Of the rank that evaluated the sample: so all ranks come to the same metrics."""
+        return self.integers[2 + 2 * self.num_samples :]
 
 
 def evaluate(
@@ -180,6 +185,7 @@ def _add(tally: _Tally, recipe: Recipe, model: nn.Module, indices: Tensor, batch
             f"{len(indices)} samples; it gave {given}. Return Loss(sum, count, predictions)."
         )
     tally.predicted.index_add_(0, indices, loss.predictions.to(torch.int64))
+    tally.labels.index_add_(0, indices, batch[recipe.label].to(torch.int64))
 
 
 def _conclude(tally: _Tally, recipe: Recipe, data: TensorData) -> Evaluation:
@@ -187,8 +193,7 @@ def _conclude(tally: _Tally, recipe: Recipe, data: TensorData) -> Evaluation:
     loss = tally.loss_sum.item() / int(integers[0])
     if recipe.classes is None:
         return Evaluation(loss, len(data), {}, None, None, None)
-    labels = data.columns[recipe.label].cpu().numpy().astype(np.int64)
-    predictions = integers[2 + len(data) :].numpy()
+    predictions, labels = integers[2 + len(data) :].view(2, len(data)).numpy()
     _check_classes(labels, predictions, len(recipe.classes))
     metrics = macro_metrics(_confusion(labels, predictions, len(recipe.classes)))
     return Evaluation(loss, len(data), metrics, recipe.classes, labels, predictions)

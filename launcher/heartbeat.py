@@ -15,6 +15,7 @@ PHASES = (
     "starting",
     "meeting the other ranks",
     "loading data",
+    "comparing the data",
     "building the model",
     "comparing the models",
     "restoring",

@@ -33,7 +33,7 @@ from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
 from launcher.measuring import Measuring
-from launcher.meeting import meet
+from launcher.meeting import compare_data, meet
 from launcher.recipe import Recipe, load_recipe
 from launcher.saving import Saving
 from launcher.shortage import shortage_of
@@ -165,9 +165,12 @@ def _leeway_s(heartbeat: Heartbeat) -> float:
 
 
 def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
-    torch.manual_seed(config.seed)  # the same on all ranks: they build the same model
+    equipment.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
-    recipe = equipment.on_device(load_recipe(config), env.device)
+    recipe = load_recipe(config)
+    heartbeat.beat("comparing the data")
+    compare_data(recipe, env)
+    recipe = equipment.on_device(recipe, env.device)
     plan = BatchPlan(
         num_samples=len(recipe.train),
         batch_size=config.data.batch_size,
@@ -182,7 +185,7 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: H
     model = equipment.build_model(config, recipe, env, plan)
     heartbeat.beat("comparing the models")
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
-    torch.manual_seed(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
+    equipment.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     count = equipment.reference_count(plan)
     continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples, count)
     return _Job(config, env, telemetry, recipe, plan, course, model, stepper, heartbeat, continuity)

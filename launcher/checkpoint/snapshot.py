@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.checkpoint import generators
 from launcher.config import Config
 from launcher.engine import Stepper
 from launcher.engine.names import named_buffers, named_parameters, plain_names
@@ -120,7 +121,8 @@ class Snapshot:
 
     `engine.buffers` are those of all ranks, averaged as for an evaluation; `rank_buffers` [world_size, ...]
     hold what each rank had, where they differ (BatchNorm statistics do between two evaluations).
-    `random` holds the states of torch's generators: `cpu` and, on GPUs, `cuda`, uint8 [world_size, bytes].
+    `random` holds the states of the generators: `cpu` and, on GPUs, `cuda` of torch, `numpy` and `python`,
+    uint8 [world_size, bytes].
     `names` maps each key of the model's state_dict to the tensor that it is: tied weights are kept once.
     `metric` is None where these weights have not been evaluated. `extra` is the caller's JSON.
     """
@@ -190,17 +192,13 @@ def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:
     except ValueError as error:
         raise ConfigError(f"the checkpoint of step {snapshot.progress.step} does not fit: {error}") from error
     states = {name: rows[env.rank % len(rows)].clone() for name, rows in snapshot.random.items()}
-    torch.set_rng_state(states["cpu"])
-    if env.device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], env.device)
+    generators.restore_states(states, env.device)
     return scale
 
 
 def _random_states(env: WorkerEnv) -> dict[str, Tensor]:
     """All ranks' generator states, on the host: uint8 [world_size, bytes]. A collective."""
-    own = {"cpu": torch.get_rng_state()}
-    if env.device.type == "cuda":
-        own["cuda"] = torch.cuda.get_rng_state(env.device)
+    own = generators.states(env.device)
     return {name: _gathered(state, env) for name, state in own.items()}
 
 

@@ -1,12 +1,15 @@
 """A recipe file of a user's own for the fault tests: tiny, and with everything that a run has to keep.
 
-BatchNorm, dropout, augmentation noise and a counter that the forward pass depends on, so that buffers,
-random states and the position in the data all change the weights. A few hundred parameters that learn, some
-milliseconds a step. What a test wants to happen within it is `launching.USER_CODE`.
+BatchNorm, dropout, noise from every generator and a counter that the forward pass depends on, so that
+buffers, random states and the position in the data all change the weights. A few hundred parameters that
+learn, some milliseconds a step. What a test wants to happen within it is `launching.USER_CODE`.
 """
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +37,7 @@ class Noisy(nn.Module):
         hidden = nn.functional.dropout(hidden, 0.2, self.training) * (1 + 0.1 * torch.sin(self.passes))
         if self.training:
             self.passes += 1
+            hidden = hidden * (1 + 0.1 * random.gauss(0, 1) + 0.1 * np.random.normal())
         logits: Tensor = self.outer(hidden)
         return logits
 
@@ -50,9 +54,9 @@ def with_noise(batch: Batch, noise: Tensor) -> Batch:
 @recipe("noisy")
 def noisy(config: Config) -> Recipe:
     launching.USER_CODE(None, None)
-    random = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES + 41, FEATURES, generator=random)
-    label = (x[:, :CLASSES] + 0.5 * torch.randn(len(x), CLASSES, generator=random)).argmax(dim=1)
+    fixed = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES + 41, FEATURES, generator=fixed)
+    label = (x[:, :CLASSES] + 0.5 * torch.randn(len(x), CLASSES, generator=fixed)).argmax(dim=1)
     columns = {"x": x, "label": label, "number": torch.arange(len(x))}
     return Recipe(
         build_model=Noisy,

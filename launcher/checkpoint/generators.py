@@ -1,0 +1,55 @@
+"""The random generators of a process as bytes of a fixed length, and back.
+
+Owns their encoding: those of torch, of NumPy and of Python's `random`. Knows no other generator: one that a
+recipe makes for itself is not part of a run's state.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Of a Mersenne Twister: 624 words, the position among them, and the second normal number of a pair, if any.
+_TWISTER = struct.Struct("<624I I ? d")
+
+
+def states(device: torch.device) -> dict[str, Tensor]:
+    """The state of each generator of this process: uint8 [bytes], on the host."""
+    _, (*words, position), waiting = random.getstate()
+    of_numpy = np.random.get_state(legacy=False)
+    twister = of_numpy["state"]
+    found = {
+        "cpu": torch.get_rng_state(),
+        "python": _packed(words, position, waiting is not None, waiting or 0.0),
+        "numpy": _packed(twister["key"], twister["pos"], of_numpy["has_gauss"], of_numpy["gauss"]),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore_states(saved: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the generators as `states` found them; those that an older checkpoint lacks stay as they are."""
+    torch.set_rng_state(saved["cpu"])
+    if "python" in saved:
+        *words, position, has_normal, normal = _unpacked(saved["python"])
+        random.setstate((3, (*words, position), normal if has_normal else None))
+    if "numpy" in saved:
+        *words, position, has_normal, normal = _unpacked(saved["numpy"])
+        np.random.set_state(("MT19937", np.array(words, np.uint32), int(position), int(has_normal), normal))
+    if device.type == "cuda" and "cuda" in saved:
+        torch.cuda.set_rng_state(saved["cuda"], device)
+
+
+def _packed(words: object, position: int, has_normal: bool, normal: float) -> Tensor:
+    values = (*map(int, words), int(position), bool(has_normal), float(normal))  # type: ignore[call-overload]
+    return torch.frombuffer(bytearray(_TWISTER.pack(*values)), dtype=torch.uint8)
+
+
+def _unpacked(state: Tensor) -> tuple[int | float, ...]:
+    return _TWISTER.unpack(state.numpy().tobytes())

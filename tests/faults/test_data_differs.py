@@ -1,0 +1,188 @@
+"""Ranks that hold different data leave before the first step; what they draw by chance is the same."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.data import TensorData
+from launcher.errors import DataError
+from launcher.evaluate import evaluate
+from launcher.meeting import COMPARED, compare_data, fingerprint, refuse_other_data
+from launcher.recipe import Recipe, cross_entropy
+from launcher.telemetry.files import read_json
+from tests.faults.launching import run
+from tests.faults.parent import Parent, write_recipe
+from tests.ranks.harness import run_ranks
+from tests.test_end_to_end import launch, only_run
+
+pytestmark = pytest.mark.timeout(90)
+NUM_SAMPLES = 1000
+
+
+def recipe_of(**columns: torch.Tensor) -> Recipe:
+    x = torch.arange(NUM_SAMPLES * 3, dtype=torch.float32).reshape(NUM_SAMPLES, 3)
+    data = TensorData({"x": x, "label": torch.arange(NUM_SAMPLES) % 2, **columns})
+    return Recipe(lambda: torch.nn.Linear(3, 2), data, data, cross_entropy, classes=("a", "b"))
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "a sample": (lambda r: r.train.columns["x"][-1].add_(1), "training column x"),
+    "the order": (
+        lambda r: r.train.columns.update(x=r.train.columns["x"].flip(0)),
+        "training column x",
+    ),
+    "the dtype": (
+        lambda r: r.train.columns.update(label=r.train.columns["label"].int()),
+        "training column label",
+    ),
+    "a column more": (lambda r: r.train.columns.update(z=torch.zeros(NUM_SAMPLES)), "the training columns"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), CHANGES.values(), ids=CHANGES)
+def test_whatever_differs_is_named(change, named) -> None:
+    odd = recipe_of()
+    change(odd)
+    usual = fingerprint(recipe_of())
+    with pytest.raises(DataError, match=r"Rank 1 differs in: ") as refused:
+        refuse_other_data([usual, fingerprint(odd), usual])
+    assert named in str(refused.value)
+    with pytest.raises(DataError, match=r"Rank 2 differs in: "):
+        refuse_other_data([usual, usual, fingerprint(odd)])
+    with pytest.raises(DataError, match=r"Rank 0 differs in: "):
+        refuse_other_data([fingerprint(odd), usual, usual])
+    refuse_other_data([usual, fingerprint(recipe_of())])
+
+
+@pytest.mark.parametrize(
+    "changed", [{"classes": ("b", "a")}, {"classes": None}, {"metric": "loss"}, {"label": "x"}], ids=str
+)
+def test_what_a_recipe_says_of_its_data_must_be_the_same_too(changed) -> None:
+    with pytest.raises(DataError, match="Rank 1 differs in: the "):
+        refuse_other_data([fingerprint(recipe_of()), fingerprint(replace(recipe_of(), **changed))])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int64, torch.uint8])
+@pytest.mark.parametrize("length", [1, 2, COMPARED, 1000])
+def test_columns_of_any_kind_have_a_digest(dtype, length) -> None:
+    column = (torch.arange(length) % 2).to(dtype)
+    other = column.clone()
+    other[-1] = 1 - int(other[-1].real)
+    data = TensorData({"x": column}), TensorData({"x": other})
+    mine, theirs = (fingerprint(replace(recipe_of(), train=each)) for each in data)
+    assert mine["training column x"] != theirs["training column x"]
+
+
+def hold_other_data(env: Any) -> str:
+    recipe = recipe_of(extra=torch.full((NUM_SAMPLES,), env.rank == 2))
+    try:
+        compare_data(recipe, env)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_are_told_the_same() -> None:
+    told = run_ranks(3, hold_other_data)
+    assert told[0].startswith(
+        "the ranks do not hold the same data. Rank 2 differs in: training column extra "
+    )
+    assert set(told) == {told[0]}
+
+
+def evaluate_other_labels(env: Any) -> list[int]:
+    """Rank 1 has another label where no fingerprint looks."""
+    x = torch.ones(NUM_SAMPLES, 3)
+    label = torch.arange(NUM_SAMPLES) % 2
+    label[1] = env.rank
+    data = TensorData({"image": x, "label": label})
+    recipe = replace(recipe_of(), validation=data)
+    found = evaluate(recipe, torch.nn.Linear(3, 2), nullcontext, data, env, 100)
+    assert found.labels is not None
+    return [found.metrics, found.labels.tolist()]
+
+
+def test_all_ranks_come_to_the_same_metrics_all_the_same() -> None:
+    """Or they would not agree on whether an evaluation is the best, and one would wait for the others."""
+    first, second = run_ranks(2, evaluate_other_labels)
+    assert first == second
+
+
+# The same through the whole program
+
+
+def draw(network: Any, batch: Any, how: str, directory: Path) -> None:
+    """Where the recipe is built: write down what this rank draws."""
+    if network is not None:
+        return
+    import random
+
+    drawn = {
+        "random": random.random(),
+        "numpy": float(np.random.rand()),
+        "torch": float(torch.rand(())),
+    }[how]
+    (directory / f"drawn{os.environ['RANK']}").write_text(str(drawn))
+
+
+@pytest.mark.parametrize("how", ["random", "numpy", "torch"])
+def test_every_rank_draws_the_same_while_it_builds(tmp_path: Path, how) -> None:
+    ended = run(
+        tmp_path / "run", "train.max_steps=1", ranks=2, user_code=partial(draw, how=how, directory=tmp_path)
+    )
+    assert ended.codes == [0, 0], ended
+    assert len({(tmp_path / f"drawn{rank}").read_text() for rank in (0, 1)}) == 1
+
+
+def test_an_unseeded_generator_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_recipe(tmp_path, in_build="pass")
+    file = tmp_path / "tiny.py"
+    text = file.read_text().replace(
+        "torch.randn(32, 4, generator=torch.Generator().manual_seed(0))",
+        "torch.tensor(__import__('numpy').random.default_rng().normal(size=(32, 4))).float()",
+    )
+    file.write_text(text)
+    with Parent(tmp_path, "launch.max_restarts=2") as parent:
+        assert parent.end() == 7
+        assert (
+            "the ranks do not hold the same data. Rank 1 differs in: training column image" in parent.stderr
+        )
+        assert "restart" not in parent.stderr
+        assert (parent.json("status.json")["state"], parent.json("status.json")["exit"]) == ("failed", 7)
+        events = (parent.run_dir / "metrics.jsonl").read_text()
+        assert '"event": "start"' not in events
+
+
+IN_THE_ORDER_OF_A_SET = """
+import torch
+from torch import nn
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+
+@recipe("unsorted")
+def unsorted(config):
+    words = list({f"word {number}" for number in range(64)})
+    x = torch.tensor([[float(word.split()[1])] for word in words])
+    data = TensorData({"image": x, "label": torch.zeros(64, dtype=torch.int64)})
+    return Recipe(lambda: nn.Linear(1, 2), data, data, cross_entropy, classes=("a", "b"))
+"""
+
+
+def test_the_order_of_a_set_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Under torchrun, whose workers hash strings each in their own way."""
+    (tmp_path / "unsorted.py").write_text(IN_THE_ORDER_OF_A_SET)
+    words = ["recipe=resnet18", "recipe.uses=unsorted", "recipes.path=unsorted.py", "tracker=none"]
+    done = launch(tmp_path, words)
+    assert (
+        done.stderr.count("the ranks do not hold the same data. Rank 1 differs in: training column im") == 1
+    )
+    assert "step 1" not in done.stdout
+    assert read_json(only_run(tmp_path) / "result.json")["exit"] == 7
