@@ -25,6 +25,7 @@ from launcher.report.exponents import draw_exponents
 from launcher.report.figures import draw_confusion_matrix, draw_curves
 from launcher.report.page import write_report
 from launcher.telemetry import Telemetry
+from launcher.telemetry.files import write_text
 from launcher.telemetry.run_dir import write_result
 from launcher.telemetry.status import FILE_NAME, mark_ended
 from launcher.watch import Totals
@@ -91,7 +92,7 @@ def write_files(
     try:
         if evaluation is not None and evaluation.classes is not None:
             text = classification_report_text(evaluation)
-            (run_dir / "classification_report.txt").write_text(text, encoding="utf-8")
+            write_text(run_dir / "classification_report.txt", text)
             telemetry.emit("report", content["steps"], text=text)
         write_result(run_dir, content)
     except OSError as error:

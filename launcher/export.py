@@ -19,6 +19,8 @@ from launcher.checkpoint.shelf import FOLDER, best_intact, newest_intact
 from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
+from launcher.telemetry.files import require_plain
+from launcher.telemetry.run_dir import FILES
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -43,10 +45,23 @@ def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -
         raise ConfigError(f"export: dtype={dtype} must be one of {', '.join(DTYPES)}.")
     if not os.path.isdir(run_dir):
         raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
+    _refuse_target(run_dir, file)
     checkpoint = _choose(run_dir / FOLDER, best)
     tensors = _converted(load(checkpoint), DTYPES[dtype])
     _write(file, tensors, {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype})
     return Exported(file, checkpoint, len(tensors))
+
+
+def _refuse_target(run_dir: Path, file: Path) -> None:
+    rule = "The weights go to a new file or replace a plain one, outside of the run."
+    try:
+        require_plain(file)
+    except OSError as error:
+        raise ConfigError(f"export {file}: {error.strerror}. {rule}") from None
+    if file.resolve().is_relative_to(run_dir.resolve() / FOLDER) or file.absolute() in (
+        run_dir.absolute() / name for name in FILES
+    ):
+        raise ConfigError(f"export {file}: this is a file of the run itself. {rule}")
 
 
 def _choose(directory: Path, best: bool) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import ConfigError, StorageError
-from launcher.telemetry import claim
+from launcher.telemetry import claim, run_dir
 from launcher.telemetry.claim import claimed
 from tests.test_run_dir import sample_config
 
@@ -193,10 +194,81 @@ def test_an_error_of_the_job_is_not_taken_for_one_of_its_directory(tmp_path):
         raise FileNotFoundError("of the job's own")
 
 
-def test_a_directory_with_other_files_may_become_a_run(tmp_path):
+@pytest.mark.parametrize("place", ["/", "~", "/usr", "."])
+def test_a_place_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path, monkeypatch, place):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
     (tmp_path / "notes.txt").write_text("keep")
-    assert prepared(sample_config(str(tmp_path)), []).run.dir == str(tmp_path)
-    assert (tmp_path / "notes.txt").read_text() == "keep"
+    directory = Path(place).expanduser()
+    before = set(os.listdir(directory))
+    with pytest.raises(
+        ConfigError, match=r"(root|home) directory|not those of a run: .*directory of its own"
+    ):
+        prepared(sample_config(place), [])
+    assert set(os.listdir(directory)) == before
+
+
+@pytest.mark.parametrize("left", [[], ["lost+found"], [".lock", "logs", ".config.yaml.abcd.tmp"]])
+def test_an_empty_directory_may_become_a_run(tmp_path, left):
+    (tmp_path / "mine").mkdir()
+    for name in left:
+        (tmp_path / "mine" / name).mkdir() if name in ("logs", "lost+found") else (
+            tmp_path / "mine" / name
+        ).touch()
+    assert prepared(sample_config(str(tmp_path / "mine")), []).run.dir == str(tmp_path / "mine")
+
+
+def test_a_run_may_hold_files_of_its_recipe_and_be_reached_by_a_link(tmp_path):
+    prepared(sample_config(str(tmp_path / "mine")), [])
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert prepared(sample_config(str(tmp_path / "link")), []).run.dir == str(tmp_path / "link")
+
+
+def put_in_place(path: Path, kind: str, target: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "socket", "directory"])
+@pytest.mark.parametrize("name", [*run_dir.FILES, "logs/rank0.log"])
+def test_what_is_no_plain_file_is_refused_and_named(tmp_path, name, kind):
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, [])
+    (tmp_path / "mine" / "logs").mkdir()
+    (tmp_path / "target").write_text("keep")
+    put_in_place(tmp_path / "mine" / name, kind, tmp_path / "target")
+    what = {"link": rf"a symbolic link to {tmp_path}/target"}.get(kind, f"a {kind}")
+    with pytest.raises(StorageError, match=rf"{Path(name).name} is {what}; it must be a plain file"):
+        prepared(config, [])
+    assert (tmp_path / "target").read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["logs", "wandb"])
+def test_a_folder_that_leads_out_of_the_run_is_refused(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=rf"{name} is a symbolic link to .*/elsewhere; it must be a dir"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_lock_of_an_older_version_names_its_holder(tmp_path):
+    config = sample_config(str(tmp_path / "mine"))
+    with claimed(config, []):
+        (tmp_path / "mine" / ".lock").write_text("4711")
+        with pytest.raises(ConfigError, match=r"another process \(pid 4711 of its machine\)"):
+            prepared(config, [])
 
 
 def test_a_file_in_place_of_the_directory_is_a_config_error(tmp_path):

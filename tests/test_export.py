@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -120,7 +121,34 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     publish_steps(tmp_path / "checkpoints", 1)
     with pytest.raises(StorageError, match="cannot be written to"):
         export(tmp_path, tmp_path / "missing" / "w")
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(StorageError, match="cannot be written to"):
-        export(tmp_path, tmp_path / "taken")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "taken"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "pipe", "device"])
+def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path, kind) -> None:
+    publish_steps(tmp_path / "run" / "checkpoints", 1)
+    target, file = tmp_path / "target", tmp_path / "w"
+    target.write_text("keep")
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file = Path("/dev/null")
+    else:
+        file.symlink_to(target if kind == "link" else tmp_path / "nothing")
+    before = file.lstat()
+    kind = kind.removeprefix("dangling ").replace("link", "symbolic link")
+    with pytest.raises(ConfigError, match=f"{file.name} is a {kind}.* must be a plain file"):
+        export(tmp_path / "run", file)
+    assert file.lstat() == before
+    assert target.read_text() == "keep"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-00000001/weights.safetensors", "config.yaml"])
+def test_a_file_of_the_run_is_not_replaced(tmp_path: Path, name) -> None:
+    publish_steps(tmp_path / "run" / "checkpoints", 1)
+    with pytest.raises(ConfigError, match="a file of the run itself"):
+        export(tmp_path / "run", tmp_path / "run" / name)
+    assert export(tmp_path / "run", tmp_path / "run" / "weights.safetensors").num_tensors

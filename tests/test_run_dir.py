@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from launcher.config import Config, RunConfig, to_dict
-from launcher.telemetry import run_dir
+from launcher.telemetry import files, run_dir
+from launcher.telemetry.events import EventLog
 from launcher.telemetry.files import read_json
 from tests.configs import composed
 
@@ -119,3 +120,24 @@ def test_neither_torch_nor_wandb_is_imported():
         [sys.executable, "-c", check], capture_output=True, text=True, cwd=Path(__file__).parents[1]
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "open_file", [EventLog, lambda path: files.write_text(path, "text"), files.read_json]
+)
+def test_no_file_is_opened_through_a_link_or_a_pipe(tmp_path, open_file):
+    (tmp_path / "target").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("link", "a symbolic link"), ("pipe", "a pipe")):
+        with pytest.raises(OSError, match=f"{name} is {kind}"):
+            open_file(tmp_path / name)
+    assert (tmp_path / "target").read_text() == "{}"
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "logs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="logs is a symbolic link"), run_dir.rank_log(tmp_path, 0):
+        pass
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -6,13 +6,14 @@ global state, so that it works in any process.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.telemetry.events import FILE_NAME, read_events
-from launcher.telemetry.files import read_json
+from launcher.telemetry.files import read_json, write_content
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -204,7 +205,7 @@ def save(figure: Figure, path: Path) -> Path:
         if not axes.images:
             axes.grid(axis="y", color="#e3e3e3", linewidth=0.7)
             axes.set_axisbelow(True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_content(path, content.getvalue())
     return path

@@ -28,6 +28,7 @@ from launcher.environment import LaunchEnv
 from launcher.heartbeat import Heartbeats
 from launcher.rendezvous import Departure, departure_of
 from launcher.signals import HEEDED
+from launcher.telemetry.files import make_folder, open_plain
 from launcher.ties import Leash, end_with
 
 SHOW_STACKS = signal.SIGUSR2
@@ -109,8 +110,9 @@ def _too_late(number: int, frame: FrameType | None) -> None:
 def _stacks_on_request(path: Path) -> Iterator[None]:
     """Append the stacks of all threads to `path` on SHOW_STACKS, even while C code holds the interpreter."""
     try:
-        path.parent.mkdir(exist_ok=True)
-        file = open(path, "ab")  # noqa: SIM115  # open until the process ends
+        make_folder(path.parent)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        file = open(open_plain(path, flags), "ab")  # noqa: SIM115  # open until the process ends
     except OSError:  # the worker will find out, and say so
         yield
         return

@@ -1,6 +1,6 @@
 """The directory of a run, claimed by one process at a time.
 
-Owns its name, the lock, and whether a run that lies there is gone on with, finished, or another one. Never
+Owns its name and whether a run that lies there is gone on with, finished, or another one. Never
 writes over another run. Imports no torch.
 """
 
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from launcher.config import Config
 from launcher.errors import ConfigError, StorageError
 from launcher.telemetry.files import read_json
-from launcher.telemetry.run_dir import CONFIG, config_yaml, describe
+from launcher.telemetry.lock import locked
+from launcher.telemetry.run_dir import CONFIG, config_yaml, describe, foreign_to_a_run, refuse_links
 from launcher.telemetry.status import FILE_NAME
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits meet by chance only where hundreds of runs start in one second
-LOCK = ".lock"
 # What a run cannot change and still be the same; the checkpoints hold the shapes of all tensors besides.
 IDENTITY = (
     "seed",
@@ -57,16 +55,18 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
     try:
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
-        lock = _lock(directory)
+        _refuse_foreign(directory)
+        lock = locked(directory)
     except OSError as error:
         raise _unwritable(config, error) from error
     with lock:
-        finished = _finished(resolved, directory) if _holds_run(directory) else ""
-        if not finished:
-            try:
+        try:
+            refuse_links(directory)
+            finished = _finished(resolved, directory) if _holds_run(directory) else ""
+            if not finished:
                 describe(resolved, overrides)
-            except OSError as error:
-                raise _unwritable(config, error) from error
+        except OSError as error:
+            raise _unwritable(config, error) from error
         yield Claim(resolved, finished)
 
 
@@ -91,23 +91,16 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def _lock(directory: Path) -> TextIO:
-    """Keeps every other process out until it is closed. The kernel lets go of it for a process that dies."""
-    lock = open(directory / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed by the caller)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        lock.close()
-        raise ConfigError(
-            f"run.dir={directory} is in use by another process (pid {holder} of its machine). Wait for its "
-            "end or stop it, or choose another directory."
-        ) from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+def _refuse_foreign(directory: Path) -> None:
+    """Raise ConfigError for a directory that is not a run's, before anything is written to it."""
+    rule = "A run needs a directory of its own: a new name, an empty one, or that of a run to resume."
+    for place, what in (("/", "the root directory"), ("~", "a home directory")):
+        if directory.samefile(Path(place).expanduser()):
+            raise ConfigError(f"run.dir={directory} is {what}. {rule}")
+    foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)
+    if foreign:
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise ConfigError(f"run.dir={directory} holds files that are not those of a run: {names}. {rule}")
 
 
 def _holds_run(directory: Path) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.telemetry.files import json_line, read_regular, restored, write_text
+from launcher.telemetry.files import json_line, open_plain, read_regular, restored, write_text
 from launcher.telemetry.stream import Record
 
 FILE_NAME = "metrics.jsonl"
@@ -53,7 +53,7 @@ class EventLog:
         self._file.close()
 
     def _opened(self) -> io.FileIO:
-        return open(self._path, "ab", buffering=0)
+        return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

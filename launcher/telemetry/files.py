@@ -1,7 +1,8 @@
-"""How small files of a run reach the disk: whole, under their final name, or not at all.
+"""How files of a run are opened, and how small ones reach the disk: whole, or not at all.
 
-Owns the atomic rewrite (a temporary file in the same directory, then one rename) and the strict JSON of
-all run files. Never leaves a partial file under a final name, and never imports torch.
+Owns the refusal of what is no plain file, the atomic rewrite (a temporary file in the same directory, then
+one rename) and the strict JSON of all run files. Never writes through a link, never leaves a partial file
+under a final name, and never imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,53 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file. Raises OSError, also for a pipe or a device, whose reading might never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return path.read_bytes()
+    """The content of a file of a run. Raises OSError, also for a link, pipe or device in its place."""
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """A descriptor of a plain file of a run. Raises OSError, also for a link, pipe or device in its place."""
+    require_plain(path)  # opening a device or a pipe may already have an effect
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        require_plain(path)
+        raise OSError(errno.EINVAL, "has just been replaced", str(path))
+    return descriptor
+
+
+def require_plain(path: Path) -> None:
+    """Raise OSError, with the kind in words, unless `path` is a plain file or nothing at all."""
+    _require(path, stat.S_ISREG, "a plain file")
+
+
+def require_folder(path: Path) -> None:
+    """Raise OSError, with the kind in words, unless `path` is a directory itself or nothing at all."""
+    _require(path, stat.S_ISDIR, "a directory of its own")
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory of a run unless it is there. Raises OSError, also for a link to one."""
+    require_folder(path)
+    path.mkdir(exist_ok=True)
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """Replaces `path` in one rename: a reader sees the old text or the new, never a part. Raises OSError.
+    """`write_content` of a text in UTF-8."""
+    write_content(path, text.encode(), durable)
 
-    `durable` also waits until the text is on the disk: for what must survive a power cut.
+
+def write_content(path: Path, content: bytes, durable: bool = False) -> None:
+    """Replaces `path` in one rename: a reader sees the old content or the new, never a part. Raises OSError.
+
+    `durable` also waits until the content is on the disk: for what must survive a power cut.
     """
+    require_plain(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -96,6 +129,24 @@ def clear_away(directory: Path) -> None:
     for rest in directory.glob(f".*{TEMPORARY}"):
         with contextlib.suppress(OSError):
             rest.unlink()
+
+
+def _require(path: Path, is_kind: Callable[[int], bool], wanted: str) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not is_kind(mode):
+        raise OSError(errno.EINVAL, f"{path.name} is {_kind(path, mode)}; it must be {wanted}", str(path))
+
+
+def _kind(path: Path, mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return f"a symbolic link to {os.readlink(path)}"
+    kinds = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next(
+        (name for is_kind, name in kinds if is_kind(mode)), "a device" if not stat.S_ISREG(mode) else "a file"
+    )
 
 
 def _spell(value: float) -> str:

@@ -18,10 +18,33 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import Config, to_dict
-from launcher.telemetry.files import write_json, write_text
+from launcher.telemetry.files import (
+    TEMPORARY,
+    make_folder,
+    open_plain,
+    require_folder,
+    require_plain,
+    write_json,
+    write_text,
+)
 from launcher.telemetry.status import FILE_NAME, Status
 
 CONFIG = "config.yaml"
+FILES = (
+    CONFIG,
+    "overrides.txt",
+    "env.json",
+    FILE_NAME,
+    "metrics.jsonl",
+    "result.json",
+    "classification_report.txt",
+    "confusion_matrix.png",
+    "curves.png",
+    "gradients.png",
+    "report.html",
+    ".lock",
+)
+LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
 PACKAGES = (
     "torch",
     "hydra-core",
@@ -42,6 +65,23 @@ def describe(config: Config, overrides: Sequence[str]) -> None:
     write_text(directory / CONFIG, config_yaml(config), durable=True)
     write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
     write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
+
+
+def refuse_links(directory: Path) -> None:
+    """Raise OSError where a file or folder of the run is a link, a pipe, a device or the other of the two."""
+    for name in FILES:
+        require_plain(directory / name)
+    for name in (LOGS, WANDB):
+        require_folder(directory / name)
+    for path in (directory / LOGS).glob("*"):
+        require_plain(path)
+
+
+def foreign_to_a_run(directory: Path) -> list[str]:
+    """The names in a directory that no run would have written there, sorted. Raises OSError."""
+    own = {*FILES, LOGS, WANDB, CHECKPOINTS, "lost+found"}  # a new file system has the last one
+    names = {entry.name for entry in os.scandir(directory)} - own
+    return sorted(name for name in names if not (name.startswith(".") and name.endswith(TEMPORARY)))
 
 
 def user_shape(config: Config) -> dict[str, Any]:
@@ -83,20 +123,20 @@ def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
     """While the context lasts, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
-    directory = run_dir / "logs"
-    directory.mkdir(exist_ok=True)
-    handler = logging.FileHandler(directory / f"rank{rank}.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    logger = logging.getLogger("launcher")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()
+    make_folder(run_dir / LOGS)
+    descriptor = open_plain(run_dir / LOGS / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "a", encoding="utf-8") as stream:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        logger = logging.getLogger("launcher")
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
 
 
 def _versions() -> dict[str, str | None]:
