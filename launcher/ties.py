@@ -10,9 +10,12 @@ import fcntl
 import os
 import select
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # of Linux: linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux: linux/prctl.h
 F_SETSIG = 10  # linux/fcntl.h; Python has no name for it before 3.13
 
 
@@ -21,7 +24,7 @@ def end_with(parent: int) -> None:
 
     To be called where that is its main thread, which lives as long as the process does.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel knew of our wish
         os._exit(1)
 
@@ -65,3 +68,52 @@ class Leash:
         hangup.register(own, 0)
         if hangup.poll(0):  # it ended before we asked
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Become the parent of what the workers leave behind when they end, so that it can be found."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+class Orphans:
+    """The processes that workers of this process have left behind. To be made before the workers start."""
+
+    def __init__(self) -> None:
+        self._others = _children()
+
+    def reap(self, workers: Collection[int]) -> None:
+        """Let those go that have ended."""
+        for pid in self._adopted(workers):
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def end(self, workers: Collection[int], timeout_s: float = 2.0) -> None:
+        """Kill them all, and those that they leave behind in turn. `workers` have ended."""
+        deadline = time.monotonic() + timeout_s
+        while (adopted := self._adopted(workers)) and time.monotonic() < deadline:
+            for pid in adopted:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+            self.reap(workers)
+
+    def _adopted(self, workers: Collection[int]) -> set[int]:
+        return _children() - self._others - set(workers)
+
+
+def _children() -> set[int]:
+    """Of all threads of this process; none where the kernel does not list them."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            found |= {int(pid) for pid in (thread / "children").read_text().split()}
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)

@@ -25,6 +25,7 @@ from launcher.supervisor.generation import Generation, make_store
 from launcher.supervisor.rank import Work, be_a_rank
 from launcher.supervisor.signals import Signals, held_back
 from launcher.supervisor.verdict import PREEMPTED, Restarts, RunFailed, Verdict
+from launcher.ties import Orphans
 
 LOOK_EVERY_S = 0.05
 
@@ -100,11 +101,13 @@ class Agent(LocalElasticAgent):
         number = self._restarts.used
         store = make_store(self._work, number)
         self._work.heartbeats.restart()
+        orphans = Orphans()
         with held_back():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._signals.handle()  # the agent has put its own handlers in their place
         assert self._pcontext is not None
-        self._generation = Generation(number, self._pcontext._pc.processes, store, self._work)  # type: ignore[attr-defined]
+        processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
+        self._generation = Generation(number, processes, store, self._work, orphans)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -23,6 +23,7 @@ from launcher.heartbeat import PHASES, Beat
 from launcher.rendezvous import Departure
 from launcher.supervisor.rank import SHOW_STACKS, Work, departure_key
 from launcher.supervisor.verdict import PREEMPTED, Fate, Verdict, hang, judge
+from launcher.ties import Orphans
 
 SETTLE_S = 0.5  # for the last words of the others, once one has failed
 STACKS_S = 0.5
@@ -41,11 +42,19 @@ def make_store(work: Work, generation: int) -> dist.Store:
 class Generation:
     """Watches the workers of one generation. `look` is to be called every fraction of a second."""
 
-    def __init__(self, number: int, processes: Sequence[BaseProcess], store: dist.Store, work: Work) -> None:
+    def __init__(
+        self,
+        number: int,
+        processes: Sequence[BaseProcess],
+        store: dist.Store,
+        work: Work,
+        orphans: Orphans,
+    ) -> None:
         self._number = number
         self._processes = processes
         self._store = store
         self._work = work
+        self._orphans = orphans
         self._limits = work.config.launch
         self._began_s = self._looked_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
@@ -67,6 +76,7 @@ class Generation:
         if now - self._looked_s > PAUSE_S:
             self._watched_since_s = now
         self._looked_s = now
+        self._orphans.reap(self._pids())
         for rank, process in enumerate(self._processes):
             if rank not in self._heard and process.exitcode is not None:
                 self._heard.add(rank)
@@ -78,10 +88,11 @@ class Generation:
         return None
 
     def kill(self) -> None:
-        """End whoever is left, now."""
+        """End whoever is left, now, and what the workers have started."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.join(5)
+        self._orphans.end(self._pids())
 
     def tidy(self) -> None:
         """Remove what was prepared for stacks and never used."""
@@ -90,6 +101,9 @@ class Generation:
             with contextlib.suppress(OSError):
                 if path.stat().st_size == 0:
                     path.unlink()
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def _hear_of(self, exit_code: int) -> None:
         if exit_code == 0:

@@ -21,6 +21,7 @@ from launcher.supervisor.signals import Signals, heeded, held_back
 from launcher.supervisor.verdict import RunFailed, Verdict
 from launcher.telemetry.run_dir import write_result
 from launcher.telemetry.status import FILE_NAME, mark_failed
+from launcher.ties import adopting
 
 
 def supervise(config: Config, num_workers: int) -> None:
@@ -32,7 +33,7 @@ def supervise(config: Config, num_workers: int) -> None:
     """
     assert threading.current_thread() is threading.main_thread()
     try:
-        with heeded() as signals:
+        with heeded() as signals, adopting():
             _supervise(config, num_workers, signals)
     except Exception as error:
         if not isinstance(error, PreemptedError):  # then the leader has written it, with the checkpoint
