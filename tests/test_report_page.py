@@ -178,7 +178,9 @@ def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path, capsys, name
     make(tmp_path / name)
     assert main(["report", str(tmp_path)]) == 8
     err = capsys.readouterr().err
-    assert err == f"error: report {tmp_path}: {tmp_path / name}: is not a regular file.\n"
+    kind = "a pipe" if make == os.mkfifo else "a directory"
+    place = f"error: report {tmp_path}: {tmp_path / name}"
+    assert err == f"{place}: {name} is {kind}; it must be a plain file.\n"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
