@@ -11,7 +11,9 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from launcher.config import Config
 from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
-from launcher.engine import Stepper, UnusableError
+from launcher.engine import EngineWarning, Stepper, UnusableError
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
 from launcher.errors import ConfigError, LauncherError, PreemptedError
 from launcher.evaluate import Evaluation
@@ -66,7 +68,8 @@ def run(
     alone = launch.world_size == 1
     with heeded(alone) as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
-            _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
+            with _engine_warnings_logged(telemetry, launch.rank):
+                _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
             failure = _users_to_mend(error, launch) or stall_of(error, store, job, launch)
@@ -99,6 +102,27 @@ def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
     if launch.rank != 0:
         return Telemetry()
     return open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
+
+
+@contextmanager
+def _engine_warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
+    """Send what the engine warns of to the telemetry, which rank 0 has; the other ranks have their logs.
+
+    Warnings of other libraries are shown as ever.
+    """
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+            if not issubclass(category, EngineWarning):
+                shown(message, category, *place, **options)
+                return
+            log.warning("rank %d: %s", rank, message)
+            telemetry.warn(str(message))
+
+        warnings.simplefilter("always", EngineWarning)  # each is given once per Stepper
+        warnings.showwarning = show
+        yield
 
 
 def _tell_of_failure(telemetry: Telemetry, run_dir: Path, launch: LaunchEnv, error: BaseException) -> None:

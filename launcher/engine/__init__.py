@@ -2,7 +2,7 @@
 
 from launcher.engine.adapter import TorchOptimizer
 from launcher.engine.policy import Policy
-from launcher.engine.refusal import UnusableError
+from launcher.engine.refusal import EngineWarning, UnusableError
 from launcher.engine.result import StepReport, StepResult
 from launcher.engine.scale import Scaling
 from launcher.engine.stepper import Stepper
@@ -12,6 +12,7 @@ from launcher.engine.wires import Wire
 __all__ = [
     "SGD",
     "AdamW",
+    "EngineWarning",
     "Policy",
     "Scaling",
     "StepReport",

@@ -15,6 +15,10 @@ class UnusableError(ValueError):
     """The user's to mend: the text says what was given, what the rule is, and what to do."""
 
 
+class EngineWarning(UserWarning):
+    """A loop that can be run, but that most likely does not train what its author means."""
+
+
 def refuse_loss(loss_sum: Tensor, count: int | Tensor = 0) -> None:
     """Raise UnusableError for what cannot be back-propagated as the sum of the losses of `count` samples."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from launcher.engine.clock import Spans
+from launcher.engine.notices import NO_SAMPLES, Notices
 from launcher.engine.reducer import Reduced
 from launcher.engine.tally import VOTES
 
@@ -48,6 +49,7 @@ class StepResult:
         num_ranks: int,
         wire_bytes: int,
         spans: Spans,
+        notices: Notices,
     ) -> None:
         self._packed = packed
         self._ready = ready
@@ -55,10 +57,17 @@ class StepResult:
         self._num_ranks = num_ranks
         self._wire_bytes = wire_bytes
         self._spans = spans
+        self._notices = notices
 
     @classmethod
     def capture(
-        cls, values: Tensor, state: Tensor, reduced: Reduced, names: list[str], spans: Spans
+        cls,
+        values: Tensor,
+        state: Tensor,
+        reduced: Reduced,
+        names: list[str],
+        spans: Spans,
+        notices: Notices,
     ) -> StepResult:
         """Pack [values (7), votes, automaton state (7), culprit ranks, sums per parameter], all as fp64."""
         packed = torch.cat([values, state.double(), reduced.culprits.double(), reduced.sums])
@@ -67,16 +76,21 @@ class StepResult:
             packed = packed.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return cls(packed, ready, names, reduced.culprits.numel(), reduced.bytes, spans)
+        return cls(packed, ready, names, reduced.culprits.numel(), reduced.bytes, spans, notices)
 
     def read(self) -> StepReport:
-        """The numbers. Waits until the step is done on the device, so read one step late."""
+        """The numbers. Waits until the step is done on the device, so read one step late.
+
+        Warns, once per Stepper, of a step without samples: it is skipped and its loss is nan.
+        """
         if self._ready is not None:
             self._ready.synchronize()
         values, votes, automaton, ranks, sums = torch.split(
             self._packed, [7, VOTES, 7, self._num_ranks, len(self._names)]
         )
         loss, grad_norm, scale, lr, count, skipped, bad_losses = values.tolist()
+        if count == 0:
+            self._notices.warn(NO_SAMPLES, stacklevel=2)
         _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, automaton.tolist())
         return StepReport(
             loss=loss,

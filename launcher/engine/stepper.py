@@ -7,6 +7,8 @@ at all is allowed) and then step(); all ranks come out of step() with the same v
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,6 +25,7 @@ from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.layout import Layout
 from launcher.engine.names import named_buffers, named_parameters
+from launcher.engine.notices import Notices
 from launcher.engine.policy import Emulation, Policy, choose_emulation
 from launcher.engine.reducer import Reduced, Reducer, refuse_sparse
 from launcher.engine.refusal import (
@@ -111,8 +114,41 @@ class Stepper:
         self._names = [slot.name for slot in self.layout.slots]
         self._tally = Tally(self._device, group)
         self.clock = StepClock(self._device)
+        self._notices = Notices()
         self._start_of_run()
         self._start_of_step()
+        self._built = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Only `lr` can be set: a misspelt name, or a part that others hold too, would change nothing."""
+        own = name.startswith("_") and hasattr(self, name)
+        if not getattr(self, "_built", False) or own or name == "lr":
+            super().__setattr__(name, value)
+            return
+        arguments = inspect.signature(Stepper).parameters
+        where = (
+            f"Build another one with {name}=..."
+            if name in arguments
+            else f"Nearest: {nearest[0]}."
+            if (nearest := difflib.get_close_matches(name, ["lr", *arguments], n=1))
+            else f"A Stepper is built with {', '.join(arguments)}."
+        )
+        raise AttributeError(f"stepper.{name} cannot be set; only lr can, once it is built. {where}")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next applied step. Waits for the device.
+
+        Setting it fixes the rate from the next applied step on, in place of `learning_rates`, for a schedule
+        in the training loop: `stepper.lr = scheduler.get_last_lr()[0]`. That waits for nothing, and a step
+        captured in a CUDA graph follows it.
+        """
+        return float(self._next_rate())
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        limits.not_negative.require("lr", rate)
+        self._rates.fill_(rate)
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -183,9 +219,16 @@ class Stepper:
             return self._aside(self._objective(loss_sum))
 
     def step(self) -> StepResult:
-        """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step."""
+        """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
+
+        Raises UnusableError after `loss.backward()` instead of `backward(loss_sum, count)`; on several ranks,
+        of which some may have no samples, it warns of that once.
+        """
+        self._refuse_missed_backward()
         values, reduced = self.step_on_device()
-        return StepResult.capture(values, self.scale.state, reduced, self._names, self.clock.take())
+        return StepResult.capture(
+            values, self.scale.state, reduced, self._names, self.clock.take(), self._notices
+        )
 
     def step_on_device(self) -> tuple[Tensor, Reduced]:
         """`step()` without the report to the host: what a CUDA graph can capture."""
@@ -209,8 +252,7 @@ class Stepper:
         scale = self.scale.value().double()
         unscale = self._divisor * reference / (scale * count)
         grad_norm = unscale * squares.sqrt()
-        # take, not [...]: indexing with a 0-dim tensor asks the host for its value
-        lr = self._rates.take(self.scale.applied.clamp(max=len(self._rates) - 1))
+        lr = self._next_rate()
         multiplier = (unscale * self._clip_factor(grad_norm)).float()
         self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
         self.shards.gather_weights()
@@ -354,6 +396,22 @@ class Stepper:
     def _during_backward(self) -> AbstractContextManager[object]:
         """Emulated arithmetic must reach the forward passes that activation checkpointing repeats there."""
         return self.forward() if self.emulation.used else nullcontext()
+
+    def _next_rate(self) -> Tensor:
+        # take, not [...]: indexing with a 0-dim tensor asks the host for its value
+        return self._rates.take(self.scale.applied.clamp(max=len(self._rates) - 1))
+
+    def _refuse_missed_backward(self) -> None:
+        """Gradients in p.grad and none of this step's: `loss.backward()` was called in place of ours."""
+        if self._done or all(p.grad is None for p in self.layout.parameters.values()):
+            return
+        text = (
+            "step() was called without backward(), and parameters hold gradients in p.grad, which no step "
+            "reads. Call stepper.backward(loss_sum, count) in place of loss.backward()."
+        )
+        if self.layout.world_size == 1:
+            raise UnusableError(text)
+        self._notices.warn(text, stacklevel=3)
 
     def _clip_factor(self, grad_norm: Tensor) -> Tensor:
         """min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`."""

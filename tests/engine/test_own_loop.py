@@ -1,0 +1,118 @@
+"""Mistakes of a training loop that would train wrongly in silence, and what such a loop may set."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.engine import SGD, AdamW, EngineWarning, Policy, Stepper, TorchOptimizer, UnusableError
+from tests.engine.observe import state_digest, train
+from tests.models import features, loss_sum, mlp
+
+
+def stepper_of(**options) -> Stepper:
+    return Stepper(mlp(), SGD(0.1), Policy.fp32(), **options)
+
+
+def test_a_step_after_torchs_own_backward_is_refused_with_the_right_call() -> None:
+    stepper = stepper_of()
+    x, classes = features(4, 0)
+    before = state_digest(stepper)
+    loss_sum(stepper.model(x), classes).backward()
+    with pytest.raises(UnusableError, match=r"Call stepper.backward\(loss_sum, count\) in place"):
+        stepper.step()
+    assert state_digest(stepper) == before
+    assert train(stepper, x, classes).applied_steps == 1  # gradients of a probe do not matter beside ours
+    stepper.model.zero_grad()
+    with pytest.warns(EngineWarning, match="no samples"):
+        assert stepper.step().read().skipped
+
+
+def test_a_step_without_samples_is_skipped_and_said_once() -> None:
+    stepper = stepper_of()
+    with pytest.warns(EngineWarning, match="a step had no samples on any rank") as caught:
+        report = stepper.step().read()
+    assert caught[0].filename == __file__
+    assert report.skipped
+    assert report.count == 0
+    assert report.loss != report.loss
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stepper.step().read().skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("learning_rate", "Nearest: learning_rates."),
+        ("clip_norm", "Build another one with clip_norm=..."),
+        ("scale", "Nearest: scaling."),
+        ("speed_up_to_eleven", "A Stepper is built with model, optimizer"),
+        ("_nothing", "cannot be set"),
+        ("l_r", "Nearest: lr."),
+    ],
+)
+def test_attributes_that_nothing_reads_are_refused(name, advice) -> None:
+    stepper = stepper_of()
+    with pytest.raises(AttributeError, match=f"stepper.{name} cannot be set; only lr can") as caught:
+        setattr(stepper, name, 1.0)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), True, "0.1", None])
+def test_a_rate_that_is_none_is_refused(rate) -> None:
+    stepper = stepper_of()
+    with pytest.raises(UnusableError, match="lr="):
+        stepper.lr = rate
+    assert stepper.lr == 0.1
+
+
+def test_the_rate_of_the_next_applied_step_is_shown_and_set() -> None:
+    stepper = stepper_of(learning_rates=[0.4, 0.3, 0.2])
+    x, classes = features(4, 0)
+    shown, used = [], []
+    for step in range(5):
+        if step == 3:
+            stepper.lr = 0.05
+        shown.append(stepper.lr)
+        with stepper.forward():
+            loss = loss_sum(stepper.model(x), classes)
+        stepper.backward(loss * (float("nan") if step == 1 else 1.0), 4)
+        used.append(stepper.step().read().lr)
+    assert shown == used == [0.4, 0.3, 0.3, 0.05, 0.05]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20, cycle_momentum=False),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("kind", ["own", "adapted"])
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
+def test_a_scheduler_of_torch_sets_the_rates_of_an_own_loop(name, kind) -> None:
+    """Against AdamW of torch under the same scheduler."""
+    optimizer = AdamW(0.1) if kind == "own" else TorchOptimizer(torch.optim.AdamW, 0.1)
+    stepper, twin = Stepper(mlp(), optimizer, Policy.fp32()), mlp()
+    dummy = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    ours_scheduler, their_scheduler = SCHEDULERS[name](dummy), SCHEDULERS[name](theirs)
+    rates: Tensor = stepper._rates
+    for step in range(20):
+        x, classes = features(8, step)
+        stepper.lr = dummy.param_groups[0]["lr"]
+        train(stepper, x, classes)
+        theirs.zero_grad()
+        torch.nn.functional.cross_entropy(twin(x), classes).backward()
+        theirs.step()
+        if step < 19:
+            ours_scheduler.step()
+            their_scheduler.step()
+    for ours, reference in zip(stepper.model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-5)
+    assert stepper._rates is rates  # what a captured CUDA graph reads
