@@ -6,13 +6,13 @@ divides the memory of masters and optimizer states by the number of ranks; vecto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine.layout import Layout, Piece, Segment
+from launcher.engine.layout import Layout, Piece, Segment, Slot
 from launcher.engine.wires import ShardedSum, Transport, all_gather
 
 
@@ -70,12 +70,46 @@ class Shards:
                 piece.weight.copy_(values)
         self.gather_weights()
 
+    @property
+    def sharded(self) -> bool:
+        """Whether masters and states of some parameters have one owner each among the ranks."""
+        return any(isinstance(transport, ShardedSum) for transport in self._transports.values())
+
+    def rounded(self) -> list[tuple[Segment, Slot]]:
+        """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
+        halves = zip(self.pieces, self._owners, strict=True)
+        owners = {owner.name for piece, owner in halves if piece.half and piece.master is not None}
+        return [
+            (owner, slot) for owner in self._layout.segments if owner.name in owners for slot in owner.slots
+        ]
+
+    def take_weights(self, segment: Segment, slot: Slot) -> None:
+        """Where this rank's masters of a parameter do not round to its weights, set them to the weights."""
+        for master, weight in self._masters_and_weights(segment, slot):
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+
+    def differs(self, segment: Segment, slot: Slot) -> Tensor:
+        """Bool, 0-dim, on the device: whether an own master does not round to its weight. NaNs are alike."""
+        found = torch.zeros((), dtype=torch.bool, device=self._layout.device)
+        for master, weight in self._masters_and_weights(segment, slot):
+            found |= ((master.to(weight.dtype) != weight) & ~(master.isnan() & weight.isnan())).any()
+        return found
+
     def gather_weights(self) -> None:
         """After an update: give all ranks the weights of all pieces. A collective where sharded."""
         for segment in self._layout.segments:
             transport = self._transports[segment.name]
             if isinstance(transport, ShardedSum):
                 transport.gather_weights(segment)
+
+    def _masters_and_weights(self, segment: Segment, slot: Slot) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of a parameter's masters, flat, with the weights of the same elements."""
+        own = [piece for owner, piece in zip(self._owners, self.pieces, strict=True) if owner is segment]
+        for piece, part in zip(own, self._parts(segment), strict=True):
+            start, end = max(part.start, slot.offset), min(part.stop, slot.offset + slot.numel)
+            if piece.master is not None and start < end:
+                inside = slice(start - part.start, end - part.start)
+                yield piece.master[inside], piece.weight[inside]
 
     def _pieces_of(self, segment: Segment) -> list[Piece]:
         transport = self._transports[segment.name]

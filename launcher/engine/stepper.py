@@ -23,6 +23,7 @@ from launcher.engine.attachment import Attachment
 from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import safe_exponent
 from launcher.engine.clock import StepClock
+from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.layout import Layout
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.notices import Notices
@@ -63,6 +64,12 @@ class Stepper:
     Cast, move, freeze, thaw and replace parameters before building it: backward(), step(), state() and
     load() raise UnusableError where they are no longer those that it was built on. requires_grad may be
     False in between, as for another network's pass through this one.
+
+    Weights may be changed in place between steps, on all ranks alike: `p.clamp_()` or `p.copy_()` under
+    torch.no_grad(), model.load_state_dict(), Embedding(max_norm=...), which is made alike on all ranks.
+    What differs from a master rounded is taken into it, also in a step that is skipped. A change through
+    `p.data` cannot be seen: the next update undoes it, and state() raises UnusableError. With max_norm and
+    a group also named_masters(), state() and replicas() are collectives.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class Stepper:
             if isinstance(optimizer, TorchOptimizer)
             else Updater(self.shards.pieces, optimizer, compiled)
         )
+        self._in_place = InPlaceChanges(model, self.layout, self.shards, group)
         self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
         self._clip_norm = clip_norm
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
@@ -242,6 +250,7 @@ class Stepper:
         self.reducer.flush()
         reduced = self.reducer.finish()
         count, loss_sum, bad_losses, votes = self._tally.totals()
+        self._in_place.take()
         self.clock.mark("wire")
 
         squares = reduced.sums.sum()
@@ -267,6 +276,7 @@ class Stepper:
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
+        self._in_place.take()
         return self.shards.collect(self.shards.masters())
 
     def state(self) -> EngineState:
@@ -276,6 +286,8 @@ class Stepper:
         """
         assert self._done == 0, "a step is under way"
         self._attachment.check()
+        self._in_place.take()
+        self._in_place.refuse_unseen()
         frozen = {
             n: p.detach().float() for n, p in named_parameters(self.model).items() if not p.requires_grad
         }
@@ -304,6 +316,7 @@ class Stepper:
         refuse_numbers(state)
         self.updater.load_states(self.shards, state.optimizer)
         self.shards.load_masters(state.weights)
+        self._in_place.forget()
         for name, p in named_parameters(self.model).items():
             if not p.requires_grad:
                 p.data.copy_(state.weights[name])
@@ -319,6 +332,7 @@ class Stepper:
 
         Where the optimizer is sharded its masters and states have one owner each and are not among them.
         """
+        self._in_place.take()
         state = self.scale.state
         found = {f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)}
         for segment in self.layout.segments:

@@ -1,0 +1,105 @@
+"""Weights that others than the engine have changed in place: clamped, loaded, renormalised by their module.
+
+Half weights are rounded copies of fp32 masters, so a change has to be taken into the masters, or the next
+update would undo it. torch counts the in-place changes of a tensor; the engine writes through its flat
+memory, which has a counter of its own (`VariableHooks::set_data` leaves that of the parameter alone), so a
+parameter's counter moves by the changes of others alone. Nothing here waits for the device, but for
+`refuse_unseen`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.engine.layout import Layout
+from launcher.engine.refusal import UnusableError
+from launcher.engine.shards import Shards
+
+SHOWN = 5  # parameters that a text names; more would hide the rest of it
+
+
+class InPlaceChanges:
+    """What has been written into the model's weights since the last look, and its way into the masters."""
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, shards: Shards, group: dist.ProcessGroup | None
+    ) -> None:
+        self._shards = shards
+        self._group = group
+        self._renormed = [
+            module.weight
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        ]
+        self._watched = shards.rounded()
+        self._parameters = [layout.parameters[slot.name] for _, slot in self._watched]
+        self._warned = False
+        self.forget()
+
+    def forget(self) -> None:
+        """What the weights hold now is right: their masters were set with them."""
+        self._versions = [p._version for p in self._parameters]
+
+    def take(self) -> None:
+        """Where a weight is no longer its master rounded, the master becomes the weight; others stay exact.
+
+        A collective for a model with Embedding(max_norm=...): each rank has scaled the rows of its own
+        samples, and all take all of them.
+        """
+        if self._group is not None:
+            for weight in self._renormed:
+                _agree_on_scaled_rows(weight, self._group)
+        if [p._version for p in self._parameters] == self._versions:
+            return
+        news = zip(self._watched, self._parameters, self._versions, strict=True)
+        changed = [(*place, p) for place, p, version in news if p._version != version]
+        for segment, slot, _ in changed:
+            self._shards.take_weights(segment, slot)
+        self.forget()
+        self._warn([slot.name for _, slot, p in changed if not any(p is weight for weight in self._renormed)])
+
+    def refuse_unseen(self) -> None:
+        """Raise UnusableError for weights that were changed behind torch's counter. Waits for the device.
+
+        A collective where the masters are sharded: all ranks raise, or none.
+        """
+        if not self._watched:
+            return
+        unseen = torch.stack([self._shards.differs(*place) for place in self._watched]).int()
+        if self._shards.sharded:
+            dist.all_reduce(unseen, op=dist.ReduceOp.MAX, group=self._group)
+        names = [self._watched[index][1].name for index in unseen.nonzero().flatten().tolist()]
+        if names:
+            raise UnusableError(
+                f"{_listed(names)}: the weights are not their fp32 masters rounded. They were changed "
+                "through `.data`, which step() cannot see: each update undoes it. Change them in place "
+                "under torch.no_grad() (`p.clamp_(-1, 1)`, not `p.data.clamp_(-1, 1)`)."
+            )
+
+    def _warn(self, names: Sequence[str]) -> None:
+        if names and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{_listed(names)}: half weights were written in place since the last step; the masters take "
+                "their rounded values. That is right for clamping or initialising. A checkpoint loses its "
+                "fp32 digits: load it before building the Stepper, or through Stepper.load().",
+                stacklevel=4,
+            )
+
+
+def _agree_on_scaled_rows(weight: Tensor, group: dist.ProcessGroup) -> None:
+    """Of each element take the one that was scaled down most: rows are only ever made smaller."""
+    with torch.no_grad():
+        smallest = weight.abs()
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        weight.copy_(torch.copysign(smallest, weight))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
