@@ -49,6 +49,8 @@ def snapshot(
             optimizer={f"exp_avg/{name}": tensor * 2 for name, tensor in weights.items()},
             buffers={"norm.count": torch.tensor(step)},
             counters={"exponent": 16, "clean": step, "lives": 1, "applied": step, "skipped": 2},
+            reference_count=8,
+            scale_mode="dynamic",
         ),
         progress=Progress(epoch=step // 10, step=step, samples=step * 10),
         identity=IDENTITY,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import pickle
 import threading
+from base64 import b64encode
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +74,64 @@ def test_a_snapshot_of_compiled_modules_has_the_names_of_plain_ones() -> None:
 
 def test_every_field_of_a_snapshot_survives(tmp_path: Path) -> None:
     written = snapshot(metric=0.5)
-    for field in fields(Snapshot):
-        assert getattr(written, field.name), f"{field.name} is empty here, so its loss would go unnoticed"
+    for part in (written, written.engine):
+        for field in fields(part):
+            assert getattr(part, field.name), f"{field.name} is empty here, so its loss would go unnoticed"
     found = load(publish(tmp_path, written))
     assert same(found, written)
+
+
+def test_the_files_of_format_1_are_read_and_written(tmp_path: Path) -> None:
+    """Spelt out here and not by our writer, because runs of earlier versions hold such files.
+
+    Whoever changes a name, a key or an encoding gives the new format another number.
+    """
+    made = snapshot(7, metric=0.5)
+    engine, counts = made.engine, made.rank_buffers["norm.count"]
+    contents = {
+        "weights.safetensors": save(engine.weights | engine.buffers),
+        "optimizer.safetensors": save(engine.optimizer | {"buffer_by_rank/norm.count": counts}),
+        "state.json": json.dumps(
+            {
+                "progress": {"epoch": 0, "step": 7, "samples": 70},
+                "counters": {"exponent": 16, "clean": 7, "lives": 1, "applied": 7, "skipped": 2},
+                "metric": {"name": "accuracy", "value": 0.5, "lower_is_better": False},
+                "identity": vars(IDENTITY),
+                "origin": {"world_size": 2, "reference_count": 4, "wire": "fp16 native"},
+                "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
+                "extra": {"wandb": "run-1", "best": "inf"},
+                "weights": {"fc.weight": "float32 [3, 4]", "fc.bias": "float32 [3]"},
+                "buffers": {"norm.count": "int64 []"},
+                "optimizer": {"exp_avg/fc.weight": "float32 [3, 4]", "exp_avg/fc.bias": "float32 [3]"},
+                "rank_buffers": {"buffer_by_rank/norm.count": "int64 [2]"},
+                "random": {"cpu": [b64encode(bytes(row)).decode() for row in made.random["cpu"].tolist()]},
+            }
+        ).encode(),
+    }
+    path = tmp_path / "by hand" / "step-00000007"
+    path.mkdir(parents=True)
+    files = {}
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+        files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
+    text = json.dumps({"files": files, "format": 1, "step": 7}, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(f'{{"content": {text}, "sha256": "{digest}"}}\n')
+    of_old = replace(engine, reference_count=4, scale_mode=None)  # what its state.json does not have
+    assert same(load(path), replace(made, engine=of_old))
+
+    ours = publish(tmp_path / "ours", made)
+    assert ours.name == path.name
+    assert {file.name for file in ours.iterdir()} == {*contents, "manifest.json"}
+    state, expected = (json.loads((folder / "state.json").read_bytes()) for folder in (ours, path))
+    assert expected.items() <= state.items(), "versions that know nothing of later keys read it too"
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        found, wanted = load_file(ours / name), load_file(path / name)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    manifest = json.loads((ours / "manifest.json").read_bytes())
+    assert manifest["content"].keys() == {"files", "format", "step"}
+    assert manifest["sha256"] == hashlib.sha256(json.dumps(manifest["content"]).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("metric", [None, float("inf"), -1.5])
@@ -265,6 +321,20 @@ def test_retention_keeps_the_newest_good_ones(tmp_path_factory, good, keep) -> N
     assert [path for path in paths if path.exists() and not verify(path)] == expected
 
 
+def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Path) -> None:
+    publish_steps(tmp_path, 1)
+    (tmp_path / ".unfinished-step-00000009-0a1b2c3d").touch()  # somebody's: ours are directories
+    with Writer(tmp_path, keep=1) as writer:
+        writer.publish(lambda: snapshot(2))
+        report = writer.wait()
+    assert report is not None
+    assert report.path == tmp_path / "step-00000002"
+    assert report.size_bytes == sum(file.stat().st_size for file in report.path.iterdir())
+    assert isinstance(report.error, StorageError)
+    assert "old checkpoints" in str(report.error)
+    assert "cannot be deleted: Not a directory" in str(report.error)
+
+
 def test_going_back_sets_the_later_course_aside(tmp_path: Path) -> None:
     publish_steps(tmp_path, 1, 2, 3)
     resumption = resume(ALONE, tmp_path, str(tmp_path / "step-00000002"), IDENTITY)
@@ -409,12 +479,14 @@ def test_the_identity_of_a_run_comes_from_its_config_and_model() -> None:
     ]
 
 
-def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_another_format_is_refused_and_left_alone(tmp_path: Path, number) -> None:
     publish_steps(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / MANIFEST
     content = json.loads(manifest.read_bytes())["content"]
-    manifest.write_bytes(manifest_text({**content, "format": 2, "files": {"shards": "of another kind"}}))
-    with pytest.raises(ConfigError, match="format 2; this version reads format 1"):
+    changed = {**content, "format": number, "files": {"shards": "of another kind"}}
+    manifest.write_bytes(manifest_text(changed))
+    with pytest.raises(ConfigError, match=f"format {number}; this version reads format 1"):
         resume(ALONE, tmp_path, "auto", IDENTITY)
     assert (tmp_path / "step-00000002").exists()
 

@@ -183,12 +183,13 @@ def test_a_newer_unfinished_directory_is_passed_over(tmp_path: Path) -> None:
     assert [damage.name for damage in found.damaged] == ["step-00000010", "step-00000009"]
 
 
-def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path) -> None:
-    old, new = publish_steps(tmp_path, 1, 2)
-    new.rename(tmp_path / "step-00000007")
+@pytest.mark.parametrize("claimed", [3, 7])
+def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path, claimed) -> None:
+    old, new = publish_steps(tmp_path, 1, 5)
+    new.rename(tmp_path / f"step-0000000{claimed}")
     found = newest_intact(tmp_path)
     assert found.path == old
-    assert "it is that of step 2" in found.damaged[0].problems[0]
+    assert "it is that of step 5" in found.damaged[0].problems[0]
 
 
 @pytest.mark.parametrize("second", ["", "again"])
