@@ -23,6 +23,7 @@ from launcher.rendezvous import Leader, follow
 from launcher.resources import conf_dir
 from launcher.shortage import shortage_of
 from launcher.supervisor.workers import num_workers
+from launcher.terminal import columns_of, wrapped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -71,7 +72,7 @@ def follow_leader(launch: LaunchEnv) -> int:
     exit_code, reason = follow(launch, run_worker)
     ignore_sigterm()
     if reason and launch.local_rank == 0:  # another machine than rank 0's: nothing has been printed here
-        print(f"error on rank 0: {reason}", file=sys.stderr, flush=True)
+        print(wrapped(f"error on rank 0: {reason}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
     return exit_code
 
 
@@ -127,7 +128,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     workers = num_workers(config.launch, leader.launch)
     with claimed(leader.recalled(config), overrides) as claim:
         if claim.finished:
-            print(claim.finished, flush=True)
+            print(wrapped(claim.finished, columns_of(sys.stdout)), flush=True)
         elif workers is None:
             leader.remember(claim.config)
             leader.run(claim.config)
@@ -226,7 +227,7 @@ def write_reports(words: Sequence[str]) -> None:
 
 
 def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(wrapped(f"warning: {text}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def export_weights(arguments: Arguments) -> None:
@@ -253,7 +254,7 @@ def report_failure(error: Exception) -> int:
     error = shortage_of(error, "this process") or error
     if isinstance(error, LauncherError):
         kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"
-        print(f"{kind}: {error}", file=sys.stderr, flush=True)
+        print(wrapped(f"{kind}: {error}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
         return error.exit_code
     traceback.print_exception(error)
     return 1

@@ -20,6 +20,7 @@ LAYERS = (
         "problems",
         "rules",
         "shortage",
+        "terminal",
         "validation",
     },
     {"environment", "heartbeat", "signals", "telemetry", "arguments", "overview"},

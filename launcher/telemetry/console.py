@@ -15,7 +15,8 @@ from launcher.telemetry.progress import Bars, Lines, Progress
 from launcher.telemetry.stream import Record
 from launcher.telemetry.summary import end_lines
 from launcher.telemetry.verdict import PARTS, time_shares
-from launcher.telemetry.wording import evaluation_cells, table_lines
+from launcher.telemetry.wording import evaluation_cells, table_lines, table_widths
+from launcher.terminal import columns_of, wrapped
 
 
 class Console:
@@ -33,7 +34,7 @@ class Console:
         self._run_dir = run_dir
         self._progress: Progress = Bars(err) if err.isatty() else Lines(self._print, clock)
         self._steps: list[Record] = []  # times only, of the whole run, for the verdict at its end
-        self._titles: tuple[str, ...] = ()  # of the table that the last printed line belongs to
+        self._widths: dict[str, int] = {}  # by title, of the table that the last printed line belongs to
         self._report = self._sync = ""
         self._shows: dict[str, Callable[[Record], None]] = {
             "decision": self._decision,
@@ -66,9 +67,9 @@ class Console:
 
     def _evaluation(self, record: Record) -> None:
         cells = evaluation_cells(record)
-        titles = tuple(cells)
-        self._print(*table_lines(cells, with_titles=titles != self._titles))
-        self._titles = titles
+        widths = table_widths(cells, columns_of(self._out))
+        self._print(*table_lines(cells, widths, with_titles=widths != self._widths))
+        self._widths = widths
 
     def _warning(self, record: Record) -> None:
         self._print(f"warning: {record['text']}")
@@ -78,9 +79,13 @@ class Console:
 
     def _end(self, record: Record) -> None:
         self._progress.close()
-        self._print(*end_lines(record, self._report, time_shares(self._steps), self._run_dir, self._sync))
+        report, columns = self._report, columns_of(self._out)
+        if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
+            report = ""  # a table that wraps cannot be read; it is in the run's files
+        self._print(*end_lines(record, report, time_shares(self._steps), self._run_dir, self._sync))
 
     def _print(self, *lines: str) -> None:
-        self._titles = ()
+        self._widths = {}
+        columns = columns_of(self._out)
         with self._progress.aside():
-            print(*lines, sep="\n", file=self._out, flush=True)
+            print(*(wrapped(line, columns) for line in lines), sep="\n", file=self._out, flush=True)

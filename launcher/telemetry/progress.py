@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
+from launcher.telemetry.bar import Moment, bar_line
 from launcher.telemetry.status import Pace
 from launcher.telemetry.stream import Record
-from launcher.telemetry.wording import duration, number, step_details, step_line
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
-BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+from launcher.telemetry.wording import step_line
+from launcher.terminal import USUAL_COLUMNS, columns_of
 
 
 class Progress(Protocol):
@@ -74,22 +71,21 @@ class Bars:
         self._err = err
         self._pace = Pace(clock)
         self._plan: dict[str, int | None] = {"epochs": None, "steps_per_epoch": None, "total_steps": None}
-        self._bar: tqdm[Any] | None = None
+        self._bar: Any = None
         self._epoch = -1
-        self._details = ""
+        self._step = 0
+        self._record: Record = {}
 
     def start(self, record: Record) -> None:
         self._plan = {key: record.get(key) for key in self._plan}
 
     def show(self, record: Record) -> None:
-        self._details = ", ".join([f"loss {number(record.get('loss'))}", *step_details(record)])
+        self._record = record
         self.advance(record.get("epoch", 0), record["step"])
 
     def advance(self, epoch: int, step: int) -> None:
         bar = self._bar_of(epoch)
-        eta_s = self._pace.eta_s(step, self._plan["total_steps"])
-        details = [f"step {step}", self._details, "" if eta_s is None else f"eta {duration(eta_s)}"]
-        bar.set_postfix_str(", ".join(filter(None, details)), refresh=False)
+        self._step = step
         bar.update(step - epoch * (self._plan["steps_per_epoch"] or 0) - bar.n)
 
     @contextlib.contextmanager
@@ -106,25 +102,48 @@ class Bars:
             self._bar.close()
             self._bar = None
 
-    def _bar_of(self, epoch: int) -> tqdm[Any]:
+    def text(self) -> str:
+        """The line of this moment, in the columns that the terminal has now."""
+        per_epoch, total = self._plan["steps_per_epoch"], self._plan["total_steps"]
+        epochs = self._plan["epochs"]
+        moment = Moment(
+            epoch=f"{self._epoch + 1}" + (f"/{epochs}" if epochs else ""),
+            step=self._step,
+            total_steps=total,
+            share=(self._step - self._epoch * per_epoch) / per_epoch if per_epoch else None,
+            eta_s=self._pace.eta_s(self._step, total),
+            record=self._record,
+        )
+        return bar_line(moment, self.room())
+
+    def room(self) -> int:
+        """The last column stays free: there a terminal may wrap."""
+        return (columns_of(self._err) or USUAL_COLUMNS) - 1
+
+    def _bar_of(self, epoch: int) -> Any:
         if self._bar is None or epoch != self._epoch:
             self.close()
             self._epoch = epoch
-            self._bar = self._new_bar(epoch)
+            self._bar = bar_of(self, self._err, self._plan["steps_per_epoch"])
         return self._bar
 
-    def _new_bar(self, epoch: int) -> tqdm[Any]:
-        from tqdm import tqdm
 
-        class Bar(tqdm):  # type: ignore[type-arg]
-            monitor_interval = 0  # no monitor thread: it would outlive the run
+def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> Any:
+    """A tqdm bar that says what `bars` does. Its own text is cut in the middle of words."""
+    from tqdm import tqdm
 
-        epochs = self._plan["epochs"]
-        return Bar(
-            total=self._plan["steps_per_epoch"],
-            desc=f"epoch {epoch + 1}" + (f"/{epochs}" if epochs else ""),
-            file=self._err,
-            dynamic_ncols=True,
-            leave=False,
-            bar_format=BAR_FORMAT,
-        )
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no monitor thread: it would outlive the run
+
+        def __str__(self) -> str:
+            return bars.text()
+
+        @staticmethod
+        def status_printer(file: Any) -> Callable[[str], None]:
+            def show(text: str) -> None:  # tqdm pads to the length of before, which may be wider by now
+                err.write(f"\r{text:<{bars.room()}}")
+                err.flush()
+
+            return show
+
+    return Bar(total=steps_per_epoch, file=err, leave=False)

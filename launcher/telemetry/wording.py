@@ -11,6 +11,7 @@ from typing import Any
 
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
+NARROWEST = 6  # columns of a number in a table
 HIDDEN = ("event", "time", "step", "epoch")
 
 
@@ -61,10 +62,23 @@ def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
-def table_lines(cells: Mapping[str, str], with_titles: bool) -> list[str]:
-    """Right-aligned columns; a row reads under the titles of an earlier one with the same columns."""
-    widths = {title: max(len(title), 7) for title in cells}
-    row = "  ".join(text.rjust(widths[title]) for title, text in cells.items())
+def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[str, int]:
+    """The columns of a row by title, as many as fit; a row may stand under another one with the same.
+
+    What does not fit is left out from the right, down to epoch, step, loss and the first metric; then the
+    epoch goes, and the step.
+    """
+    widths = {title: max(len(title), len(text), NARROWEST) for title, text in cells.items()}
+    titles = list(cells)
+    droppable = [*reversed(titles[4:]), *titles[:2]]
+    while columns is not None and droppable and sum(widths.values()) + 2 * (len(widths) - 1) > columns:
+        del widths[droppable.pop(0)]
+    return widths
+
+
+def table_lines(cells: Mapping[str, str], widths: Mapping[str, int], with_titles: bool) -> list[str]:
+    """Right-aligned columns."""
+    row = "  ".join(cells[title].rjust(width) for title, width in widths.items())
     titles = "  ".join(title.rjust(width) for title, width in widths.items())
     return [titles, row] if with_titles else [row]
 
@@ -91,10 +105,14 @@ def step_details(record: Mapping[str, Any]) -> list[str]:
     if record.get("samples_per_s") is not None:
         parts.append(f"{record['samples_per_s']:,.0f} samples/s")
     if record.get("scale") is not None:
-        parts.append(f"scale {record['scale']:g}" if record["scale"] < 1 else f"scale {record['scale']:.0f}")
+        parts.append(f"scale {scale_text(record['scale'])}")
     if record.get("skipped") is not None:
         parts.append(f"skipped {record['skipped']}")
     return parts
+
+
+def scale_text(scale: float) -> str:
+    return f"{scale:g}" if scale < 1 else f"{scale:.0f}"
 
 
 def _shown_epoch(record: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,47 @@
+"""How wide a text may be where people read it, and how it is wrapped there.
+
+Owns the width of a stream and the wrapping at words. A pipe or a file has no width: what is written there
+stays as it is, one line per fact, for other programs.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from typing import TextIO
+
+USUAL_COLUMNS = 80  # of a terminal that does not say
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """The columns of the terminal behind the stream at this moment, None where there is no terminal."""
+    try:
+        if not stream.isatty():
+            return None
+        return os.get_terminal_size(stream.fileno()).columns or USUAL_COLUMNS
+    except (OSError, ValueError):  # closed, or without a descriptor
+        return None
+
+
+def wrapped(text: str, columns: int | None) -> str:
+    """The text with its lines broken at words; continued lines are indented by two more than their first.
+
+    A word that is wider than the terminal, such as a path, stays whole, so that it can be copied.
+    """
+    if columns is None:
+        return text
+    return "\n".join(line for whole in text.split("\n") for line in _lines(whole, columns))
+
+
+def _lines(line: str, columns: int) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    continued = f"{indent}  " if len(indent) * 3 < columns else ""
+    found = textwrap.wrap(
+        line.strip(),
+        columns,
+        initial_indent=indent,
+        subsequent_indent=continued,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return found or [""]
