@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher import checkpoint
-from launcher.checkpoint import Identity, Metric, Origin, Progress, Snapshot
+from launcher.checkpoint import HostMemory, Identity, Metric, Origin, Progress, Staged
 from launcher.checkpoint.choice import AUTO, NEVER
 from launcher.checkpoint.shelf import FOLDER
 from launcher.config import Config
@@ -39,6 +39,7 @@ class Continuity:
     scale: ScaleStart | None = None  # None where the run began afresh
 
     def __post_init__(self) -> None:
+        self._memory = HostMemory()
         self._identity = Identity.of(self.config, self.stepper.model, self.num_samples)
         wire = self.config.wire
         form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
@@ -94,9 +95,11 @@ class Continuity:
         """Whether the loss scale is that of the checkpoint from which the run goes on."""
         return self.scale is not None and self.scale.restored
 
-    def take(self, moment: Moment, metric: Metric | None) -> Snapshot | None:
-        """The run's state after `moment`, on rank 0. A collective."""
+    def take(self, moment: Moment, metric: Metric | None) -> Staged | None:
+        """The run's state after `moment`, on rank 0; the next call overwrites it. A collective."""
         self.standing.seconds = self.totals.seconds
         progress = Progress(moment.epoch, moment.step, round(self.totals.samples))
         extra = self.standing.as_values() | {"evaluated": metric is not None}
-        return checkpoint.take(self.stepper, self.env, self._identity, self._origin, progress, metric, extra)
+        return checkpoint.stage(
+            self.stepper, self.env, self._identity, self._origin, progress, metric, extra, self._memory
+        )

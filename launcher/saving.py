@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from launcher.checkpoint import Due, Metric, Report, Snapshot, Writer
+from launcher.checkpoint import Due, Metric, Report, Staged, Writer
 from launcher.checkpoint.choice import exchange_texts
 from launcher.consistency import check_replicas
 from launcher.engine import Stepper
@@ -86,7 +86,7 @@ class Saving:
     requests: Requests
     telemetry: Telemetry
     heartbeat: Heartbeat
-    take: Callable[[Moment, Metric | None], Snapshot | None]
+    take: Callable[[Moment, Metric | None], Staged | None]
     stops_on_error: bool
     _heard: set[Question] = field(default_factory=set)  # the answers to votes, the same on all ranks
     _failure: str = ""  # of the latest checkpoint, on the leader

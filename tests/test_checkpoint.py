@@ -229,14 +229,13 @@ def test_leaving_any_part_out_of_the_file_is_noticed(tmp_path: Path, part) -> No
     assert digests[0] != digests[1]
 
 
-def test_a_snapshot_is_a_copy_and_contiguous() -> None:
+def test_a_snapshot_is_a_copy() -> None:
     model = conv_net().to(memory_format=torch.channels_last)
     stepper = Stepper(model, AdamW(0.01), reference_count=4)
     before = taken(stepper, 0)
     kept = {name: tensor.clone() for name, tensor in before.engine.weights.items()}
     train(stepper, *features(4, 0, (3, 8, 8)))
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.engine.weights.items())
-    assert all(tensor.is_contiguous() for tensor in before.engine.weights.values())
 
 
 def test_tied_weights_are_kept_once_and_named_twice(tmp_path: Path) -> None:

@@ -5,14 +5,26 @@ A checkpoint is a directory `step-00000100` of safetensors and JSON. Nothing her
 
 from launcher.checkpoint.choice import Agreement, Resumption, agree, resume
 from launcher.checkpoint.files import load, publish
+from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.manifest import verify
 from launcher.checkpoint.shelf import best_intact, newest_intact, retain
-from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot, restore, take
+from launcher.checkpoint.snapshot import (
+    Identity,
+    Metric,
+    Origin,
+    Progress,
+    Snapshot,
+    Staged,
+    restore,
+    stage,
+    take,
+)
 from launcher.checkpoint.writer import Due, Report, Writer
 
 __all__ = [
     "Agreement",
     "Due",
+    "HostMemory",
     "Identity",
     "Metric",
     "Origin",
@@ -20,6 +32,7 @@ __all__ = [
     "Report",
     "Resumption",
     "Snapshot",
+    "Staged",
     "Writer",
     "agree",
     "best_intact",
@@ -29,6 +42,7 @@ __all__ = [
     "restore",
     "resume",
     "retain",
+    "stage",
     "take",
     "verify",
 ]

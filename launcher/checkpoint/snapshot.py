@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.checkpoint import generators
+from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config import Config
 from launcher.engine import Stepper
 from launcher.engine.names import named_buffers, named_parameters, plain_names
@@ -117,7 +118,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run after `progress.step` steps. All tensors are contiguous, on the host, its own.
+    """The state of a run after `progress.step` steps. All tensors are on the host, whatever the device.
 
     `engine.buffers` are those of all ranks, averaged as for an evaluation; `rank_buffers` [world_size, ...]
     hold what each rank had, where they differ (BatchNorm statistics do between two evaluations).
@@ -138,6 +139,19 @@ class Snapshot:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A snapshot whose tensors may still be on their way to the host."""
+
+    _snapshot: Snapshot
+    _copies: Copies
+
+    def finished(self) -> Snapshot:
+        """The snapshot, once the device has made the copies. On any thread."""
+        self._copies.wait()
+        return self._snapshot
+
+
 def take(
     stepper: Stepper,
     env: WorkerEnv,
@@ -147,19 +161,43 @@ def take(
     metric: Metric | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Snapshot | None:
-    """Copy the run's state to the host, between steps. A collective: all ranks call it.
+    """Copy the run's state to memory of its own on the host, between steps. A collective: all ranks call it.
 
     The leader gets the snapshot, the only copy; the others, who write nothing, get None.
+    """
+    staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory())
+    return None if staged is None else staged.finished()
+
+
+def stage(
+    stepper: Stepper,
+    env: WorkerEnv,
+    identity: Identity,
+    origin: Origin,
+    progress: Progress,
+    metric: Metric | None,
+    extra: Mapping[str, Any] | None,
+    memory: HostMemory,
+) -> Staged | None:
+    """As `take`, without waiting for the device to copy weights and optimizer states into `memory`.
+
+    Training may resume at once: its next update waits for the copies, on the device. The snapshot is valid
+    until `memory` is used again.
     """
     random = _random_states(env)
     state = stepper.state()
     buffers = _buffers_by_rank(state.buffers, env)
     if not env.is_leader:
         return None
-    return Snapshot(
+    weights = {f"weights/{name}": tensor for name, tensor in state.weights.items()}
+    states = {f"optimizer/{name}": tensor for name, tensor in state.optimizer.items()}
+    copies = memory.copy(weights | states)
+    if copies.ready is not None:
+        stepper.hold_update(copies.ready)
+    snapshot = Snapshot(
         engine=EngineState(
-            weights=_on_host(state.weights),
-            optimizer=_on_host(state.optimizer),
+            weights={name: copies.tensors[f"weights/{name}"] for name in state.weights},
+            optimizer={name: copies.tensors[f"optimizer/{name}"] for name in state.optimizer},
             buffers={name: _of_all_ranks(rows) for name, rows in buffers.items()},
             counters=dict(state.counters),
             reference_count=state.reference_count,
@@ -174,6 +212,7 @@ def take(
         metric=metric,
         extra=dict(extra or {}),
     )
+    return Staged(snapshot, copies)
 
 
 def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:
@@ -232,19 +271,13 @@ def _of_all_ranks(rows: Tensor) -> Tensor:
 
 
 def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
+    """On the host: [world_size, ...]. A collective."""
     if env.group is None:
-        return state.unsqueeze(0).clone()
+        return state.to("cpu", copy=True).unsqueeze(0)
     own = state.to(env.device)
     rows = [torch.empty_like(own) for _ in range(env.world_size)]
     dist.all_gather(rows, own, group=env.group)
     return torch.stack(rows).cpu()
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:

@@ -7,9 +7,10 @@ copy in memory. Reading is the safetensors library's. Never executes anything it
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -51,7 +52,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
-    """Create a safetensors file of contiguous CPU tensors, on the disk before this returns.
+    """Create a safetensors file of CPU tensors of any strides, on the disk before this returns.
 
     Raises OSError, and StorageError for a dtype that the format has no word for.
     """
@@ -70,7 +71,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         offset += size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    return write_bytes(path, len(text).to_bytes(8, "little"), text, *(_bytes_of(tensors[n]) for n in names))
+    parts = (_bytes_of(tensors[name]) for name in names)  # one at a time: some are copies
+    with open(path, "xb") as file:
+        return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -93,7 +96,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
 
 
-def _write_through(file: BinaryIO, parts: tuple[bytes | memoryview, ...]) -> Written:
+def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> Written:
     digest, size_bytes = hashlib.sha256(), 0
     for part in parts:
         file.write(part)
@@ -105,9 +108,8 @@ def _write_through(file: BinaryIO, parts: tuple[bytes | memoryview, ...]) -> Wri
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _word(name: str, dtype: torch.dtype) -> str:

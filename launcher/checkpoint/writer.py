@@ -16,7 +16,7 @@ from types import TracebackType
 from launcher.checkpoint.files import publish
 from launcher.checkpoint.manifest import looks_whole
 from launcher.checkpoint.shelf import by_metric, candidates, retain
-from launcher.checkpoint.snapshot import Snapshot
+from launcher.checkpoint.snapshot import Snapshot, Staged
 from launcher.errors import LauncherError
 
 
@@ -76,7 +76,7 @@ class Writer:
     ) -> None:
         self._thread.shutdown(wait=True)
 
-    def publish(self, take: Callable[[], Snapshot | None]) -> Report | None:
+    def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:
         """Take a snapshot and start writing it; returns the report of the one before, if not yet given.
 
         Waits for that one first, so that host memory never holds two. `take` may be a collective.
@@ -96,7 +96,8 @@ class Writer:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _write(self, snapshot: Snapshot) -> Report:
+    def _write(self, taken: Staged | Snapshot) -> Report:
+        snapshot = taken.finished() if isinstance(taken, Staged) else taken
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:

@@ -71,12 +71,11 @@ class StepResult:
     ) -> StepResult:
         """Pack [values (7), votes, automaton state (7), culprit ranks, sums per parameter], all as fp64."""
         packed = torch.cat([values, state.double(), reduced.culprits.double(), reduced.sums])
-        ready = None
+        host, ready = packed.to("cpu", non_blocking=True), None
         if packed.is_cuda:
-            packed = packed.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return cls(packed, ready, names, reduced.culprits.numel(), reduced.bytes, spans, notices)
+        return cls(host, ready, names, reduced.culprits.numel(), reduced.bytes, spans, notices)
 
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.

@@ -67,16 +67,16 @@ class ExponentCounter:
         counts, ready = torch.stack(rows), None
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
+        host = counts.to("cpu", non_blocking=True)
         if counts.is_cuda:
-            counts = counts.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return ExponentCounts(list(gradients), counts, ready)
+        return ExponentCounts(list(gradients), host, ready)
 
     def _row(self, gradient: Tensor) -> Tensor:
         """int64 [_COLUMNS]: from bit patterns, because one pass over 16 bits beats a logarithm."""
         patterns = _patterns(gradient.detach().reshape(-1))
-        if patterns.is_cuda:  # where bincount would ask the device for its result's size
+        if patterns.device.type != "cpu":  # where bincount would ask the device for its result's size
             ones = torch.ones(1, dtype=torch.int64, device=patterns.device).expand(len(patterns))
             seen = torch.zeros(_PATTERNS, dtype=torch.int64, device=patterns.device)
             seen.index_add_(0, patterns.int(), ones)

@@ -123,6 +123,7 @@ class Stepper:
         self._tally = Tally(self._device, group)
         self.clock = StepClock(self._device)
         self._notices = Notices()
+        self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self._start_of_run()
         self._start_of_step()
         self._built = True
@@ -263,6 +264,7 @@ class Stepper:
         grad_norm = unscale * squares.sqrt()
         lr = self._next_rate()
         multiplier = (unscale * self._clip_factor(grad_norm)).float()
+        self._wait_for_readers()
         self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
         self.shards.gather_weights()
         self.buffers.restore_if(skip)
@@ -273,6 +275,13 @@ class Stepper:
         self._start_of_step()
         values = torch.stack([loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses])
         return torch.cat([values, votes]), reduced
+
+    def hold_update(self, read: torch.cuda.Event) -> None:
+        """Let the next update wait, on the device, until `read`: weights and states are being copied.
+
+        Not for steps that are captured in a graph.
+        """
+        self._read = read
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
@@ -406,6 +415,11 @@ class Stepper:
         """J = (S / n0) * sum of losses, in fp32."""
         assert self._reference is not None
         return loss_sum * (self.scale.value() / max(1, self._reference))  # both powers of two: exact
+
+    def _wait_for_readers(self) -> None:
+        read, self._read = self._read, None
+        if read is not None:
+            torch.cuda.current_stream(self._device).wait_event(read)
 
     def _during_backward(self) -> AbstractContextManager[object]:
         """Emulated arithmetic must reach the forward passes that activation checkpointing repeats there."""

@@ -1,0 +1,131 @@
+"""Copies of the device's tensors in host memory: few and large, and nobody waits for them before he must.
+
+Owns the memory that copies are made into, again and again, and the stream on which a GPU makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tensors by name on the host, views of a HostMemory. Their values are there once `wait` returns."""
+
+    tensors: dict[str, Tensor]
+    ready: torch.cuda.Event | None = None
+    _sources: tuple[Tensor, ...] = field(default=(), repr=False)  # not freed while they are being read
+
+    def wait(self) -> None:
+        """Wait for the device to finish them. On any thread."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+
+class HostMemory:
+    """Memory for one set of copies at a time, page-locked where they come from a GPU.
+
+    It grows to the largest set and is kept: locking pages takes longer than a copy. (torch rounds locked
+    blocks up to a power of two.)
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> Copies:
+        """Copy tensors of any strides, on any device. What the last call returned is overwritten.
+
+        Tensors that are views of the same memory, as those of a flat buffer are, travel as one piece and are
+        cut out of it on the host. The host waits for nothing but copies from its own memory.
+        """
+        stretches = _stretches(tensors)
+        gpu = next((s.flat.device for s in stretches if s.flat.is_cuda), None)
+        self._reserve(sum(stretch.size_bytes for stretch in stretches), pinned=gpu is not None)
+        homes = list(self._homes(stretches))
+        ready = self._copy_on_side_stream(stretches, homes, gpu) if gpu is not None else None
+        if gpu is None:
+            for stretch, home in zip(stretches, homes, strict=True):
+                home.copy_(stretch.flat)
+        copied = {
+            name: home.as_strided(view.shape, view.stride(), home.storage_offset() + offset)
+            for stretch, home in zip(stretches, homes, strict=True)
+            for name, view, offset in stretch.members()
+        }
+        return Copies(
+            {name: copied[name] for name in tensors}, ready, tuple(stretch.flat for stretch in stretches)
+        )
+
+    def _reserve(self, size_bytes: int, pinned: bool) -> None:
+        if len(self._bytes) < size_bytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed first: not both at a time
+            self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def _homes(self, stretches: list[_Stretch]) -> Iterator[Tensor]:
+        """For each stretch a flat tensor of its dtype and length, in this memory."""
+        start = 0
+        for stretch in stretches:
+            used = stretch.flat.numel() * stretch.flat.element_size()
+            yield self._bytes[start : start + used].view(stretch.flat.dtype)
+            start += stretch.size_bytes
+
+    def _copy_on_side_stream(
+        self, stretches: list[_Stretch], homes: list[Tensor], device: torch.device
+    ) -> torch.cuda.Event:
+        """Queue the copies behind what the device is doing, and beside what it does next."""
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for stretch, home in zip(stretches, homes, strict=True):
+                home.copy_(stretch.flat, non_blocking=True)
+            ready.record()
+        return ready
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """What lies between the first and the last element of tensors that share memory, flat."""
+
+    flat: Tensor
+    views: dict[str, Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """In the host's memory, so that the next one is aligned."""
+        used = self.flat.numel() * self.flat.element_size()
+        return -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def members(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Name, tensor and the offset of its first element."""
+        start = int(self.flat.storage_offset())
+        for name, view in self.views.items():
+            yield name, view, int(view.storage_offset()) - start if view.numel() else 0
+
+
+def _stretches(tensors: Mapping[str, Tensor]) -> list[_Stretch]:
+    by_memory: dict[object, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.untyped_storage()._cdata if tensor.numel() else None, tensor.dtype)
+        by_memory.setdefault(key, {})[name] = tensor.detach()
+    return [_stretch(views) for views in by_memory.values()]
+
+
+def _stretch(views: dict[str, Tensor]) -> _Stretch:
+    first = next(iter(views.values()))
+    if not first.numel():
+        return _Stretch(first.reshape(-1)[:0].cpu(), views)
+    start = min(view.storage_offset() for view in views.values())
+    end = max(view.storage_offset() + _extent(view) for view in views.values())
+    return _Stretch(first.as_strided((end - start,), (1,), start), views)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last in memory, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,177 @@
+"""Every part of a run on a device that is not the CPU, without one: tensors on `meta`, reads counted.
+
+Values do not matter here. What fails is what would fail or wait on a GPU: a tensor on the wrong device, and a
+look at a value within a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from launcher import environment, worker
+from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load, take
+from launcher.config import Config
+from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.environment import LaunchEnv, WorkerEnv
+from launcher.errors import DivergedError
+from tests.configs import composed
+from tests.elsewhere import META, Elsewhere, fake_group
+from tests.models import conv_net
+
+POLICIES = ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
+WIRES = [None, Wire(), Wire(sum="fp32"), Wire(shard=True)]
+
+
+def stepper_of(
+    policy: str, group: torch.distributed.ProcessGroup | None, wire: Wire | None, k: int
+) -> Stepper:
+    return Stepper(
+        conv_net().to(META),
+        AdamW(0.01),
+        Policy.named(policy),
+        group,
+        wire=wire,
+        micro_batches=k,
+        reference_count=8,
+        clip_norm=1.0,
+        emulate=True,  # torch has no autocast for this device; the operations beside it are the same
+    )
+
+
+def step_on(stepper: Stepper, x: Tensor, classes: Tensor, k: int = 1) -> None:
+    for _ in range(k):
+        with stepper.forward():
+            loss = F.cross_entropy(stepper.model(x).float(), classes, reduction="sum")
+        stepper.backward(loss, len(x))
+    stepper.step()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.empty(4, 3, 8, 8, device=META), torch.empty(4, dtype=torch.int64, device=META)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=["alone", "native", "fp32 sums", "sharded"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
+    """For one micro-batch and for two, in backward and in step."""
+    for k in (1, 2):
+        alone = contextlib.nullcontext()
+        with alone if wire is None else fake_group(2) as group, Elsewhere() as device:
+            stepper = stepper_of(policy, group, wire, k)
+            x, classes = batch()
+            step_on(stepper, x, classes, k)
+            device.reads.clear()
+            device.uploads.clear()
+            for _ in range(2):
+                step_on(stepper, x, classes, k)
+            assert device.calls > 100
+            assert device.reads == device.uploads == []
+
+
+def test_reads_and_uploads_are_seen_where_there_are_some() -> None:
+    with Elsewhere({"engine/stepper.py": 1.0}) as device:
+        stepper = stepper_of("fp16", None, None, 1)
+        device.reads.clear()
+        device.uploads.clear()
+        assert stepper.has_trained
+        torch.ones(3).to(META)
+        assert [read.split(":")[0] for read in device.reads] == ["engine/stepper.py has_trained"]
+        assert len(device.uploads) == 1
+        with pytest.raises(RuntimeError, match="device"):
+            torch.ones(3) + torch.ones(3, device=META)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=["alone", "native", "fp32 sums", "sharded"])
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "pure_fp16"])
+def test_nothing_of_a_snapshot_stays_on_the_device(policy, wire) -> None:
+    alone = contextlib.nullcontext()
+    with alone if wire is None else fake_group(2) as group, Elsewhere():
+        stepper = stepper_of(policy, group, wire, 1)
+        env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
+        identity = Identity.of(composed(), stepper.model, 100)
+        snapshot = take(stepper, env, identity, Origin(1, 8, "none"), Progress(0, 1, 8))
+    assert isinstance(snapshot, Snapshot)
+    found = tensors_in(snapshot)
+    assert len(found) > 20
+    assert {tensor.device.type for tensor in found} == {"cpu"}
+
+
+def tensors_in(snapshot: Snapshot) -> list[Tensor]:
+    engine = snapshot.engine
+    groups = (engine.weights, engine.optimizer, engine.buffers, snapshot.rank_buffers, snapshot.random)
+    return [tensor for group in groups for tensor in group.values()]
+
+
+# What the host is given to read: a loss scale, samples, no skip; a count to divide by; finite weights.
+REPORT = [0.5, 1.0, 65536.0, 0.1, 64.0, 0.0, 0.0]
+ANSWERS: dict[str, float | list[float]] = {
+    "engine/result.py": REPORT,
+    "evaluate.py _conclude": [1.0],
+    "engine/calibration.py": 0.25,
+    "engine/diagnosis.py": 1.0,
+    "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
+}
+RUN = (
+    "data=synthetic",
+    "data.batch_size=32",
+    "data.micro_batch=16",
+    "precision.emulate=true",
+    "telemetry.gradients_every_steps=1",
+    "train.log_every_steps=2",
+    "tracker=none",
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("precision=fp16", "precision.scale.mode=auto"),
+        pytest.param(
+            ("precision=amp_fp16", "optim=adamw", "optim.clip_norm=1.0"),
+            marks=pytest.mark.slow,
+            id="amp_fp16",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch, words) -> None:
+    """Worker, calibration, loop, telemetry, evaluation, checkpoint: none looks at a value in a step."""
+    monkeypatch.setattr(environment, "_device", lambda launch: META)
+    seen = []
+    for steps in (2, 4):
+        config = run_config(tmp_path / str(steps), *words, f"train.max_steps={steps}")
+        with Elsewhere(ANSWERS) as device:
+            worker.run(config, LaunchEnv(), None, "job")
+        (path,) = (Path(config.run.dir) / "checkpoints").iterdir()
+        assert load(path).progress.step == steps
+        seen.append((Counter(device.reads), Counter(device.uploads)))
+    assert seen[0] == seen[1]
+    assert seen[0][0].total() > 10
+
+
+def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(environment, "_device", lambda launch: META)
+    config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
+    bad_losses = [0.0] * 4 + [16.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]  # votes, then the automaton
+    answers = ANSWERS | {"engine/result.py": [*REPORT[:5], 1.0, 1.0, *bad_losses]}
+    with (
+        Elsewhere(answers),
+        pytest.raises(DivergedError, match="The batch of that step, run again") as failure,
+    ):
+        worker.run(config, LaunchEnv(), None, "job")
+    assert "could not be run again" not in str(failure.value)
+
+
+def run_config(directory: Path, *words: str) -> Config:
+    """With a run directory that is there, as its claim leaves it."""
+    config = composed(*RUN, *words)
+    (directory / "run").mkdir(parents=True)
+    return replace(config, run=replace(config.run, dir=str(directory / "run")))
