@@ -22,7 +22,7 @@ from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledE
 from launcher.rendezvous import Leader, follow
 from launcher.resources import conf_dir
 from launcher.shortage import shortage_of
-from launcher.supervisor.workers import num_workers
+from launcher.supervisor.workers import num_workers, refuse_small_batch
 from launcher.terminal import columns_of, wrapped
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def train(arguments: Arguments, leader: Leader) -> int:
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
     for config in configs:
-        num_workers(config.launch, leader.launch)  # what cannot be started is told before anything is
+        refuse_small_batch(config, leader.launch)  # what cannot be started is refused before anything is
     if expanded.multirun:
         return run_sweep(expanded, configs, leader)
     (config,) = configs

@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING
 from launcher.errors import PreflightError, StalledError
 
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
+# How a rank fails because another one did: in Gloo, NCCL or the store. Matched in the error's own words only.
+OF_ANOTHER = re.compile(
+    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
+    r"Application timeout|Connection (closed|reset)",
+    re.IGNORECASE,
+)
 ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
 
 if TYPE_CHECKING:

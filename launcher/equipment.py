@@ -223,7 +223,7 @@ def decisions(
     """What was decided for the user, as (topic, sentence with the reason)."""
     kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
     backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
-    yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}"
+    yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
     yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
     yield "batch", _division(plan)
     numel = sum(segment.numel for segment in stepper.layout.segments)
@@ -252,3 +252,10 @@ def _idle_gpus(env: WorkerEnv) -> str:
         return ""
     idle = torch.cuda.device_count() - env.local_world_size
     return f"; {idle} GPU(s) of this machine stay idle: start with torchrun --nproc-per-node=gpu"
+
+
+def _crowding(env: WorkerEnv) -> str:
+    cores = len(os.sched_getaffinity(0))
+    if env.device.type == "cuda" or env.local_world_size <= cores:
+        return ""
+    return f"; they share {cores} core(s) and wait for each other: launch.nproc={cores} would be faster"

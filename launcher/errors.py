@@ -11,6 +11,10 @@ class LauncherError(Exception):
     exit_code = 1
 
 
+class RecipeError(LauncherError):
+    """Code of a recipe raised an exception. Like any unexpected error it may be gone after a restart."""
+
+
 class ConfigError(LauncherError):
     """The command line or the config asks for something that cannot be run."""
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from launcher.config import Config
 from launcher.data import Batch, TensorData
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, DataError, LauncherError
 from launcher.resources import recipes_dir
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+IGNORED = -100  # the label that torch's cross-entropy leaves out
 REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a function
 
 
@@ -105,6 +106,11 @@ def model(name: str) -> Callable[[Function], Function]:
 def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", labels: str = "label") -> Loss:
     """Summed cross-entropy of `network(batch[inputs])` [n, classes] against `batch[labels]` [n]."""
     logits = network(batch[inputs]).float()
+    if logits.ndim < 2 or len(logits) != len(batch[labels]):
+        raise ConfigError(
+            f"the model returned the shape {list(logits.shape)} for {len(batch[labels])} samples: "
+            f"cross_entropy needs [{len(batch[labels])}, classes], one value per sample and class."
+        )
     loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum")
     return Loss(loss_sum, len(logits), logits.detach().argmax(dim=1))
 
@@ -118,7 +124,37 @@ def load_recipe(config: Config) -> Recipe:
             f'the function under @recipe("{config.recipe.uses}") returned {type(built).__name__}. '
             f"It has to return a launcher.recipe.Recipe."
         )
+    refuse_unusable_data(built)
     return built
+
+
+def refuse_unusable_data(recipe: Recipe) -> None:
+    """Raise DataError for a set to evaluate on that is empty, and for labels that name no class."""
+    if len(recipe.validation) == 0:
+        raise DataError(
+            "the validation set of the recipe is empty: an evaluation needs at least one sample. Give it "
+            "some, for instance a part of the training set."
+        )
+    if recipe.classes is None:
+        return
+    for kind, data in (("validation", recipe.validation), ("training", recipe.train)):
+        labels = data.columns.get(recipe.label)
+        if labels is None or labels.ndim != 1 or labels.is_floating_point() or not len(labels):
+            if kind == "training":
+                continue  # it is the loss that reads these
+            given = "there is none" if labels is None else f"it is {labels.dtype} {list(labels.shape)}"
+            raise DataError(
+                f"the recipe names classes, so its {kind} column {recipe.label} must hold one whole number "
+                f"per sample; {given}. Columns: {', '.join(data.columns)}. Set Recipe.label to the right one."
+            )
+        lowest, highest = int(labels.min()), int(labels.max())
+        ignored = kind == "training" and lowest == IGNORED
+        if highest >= len(recipe.classes) or (lowest < 0 and not ignored):
+            raise DataError(
+                f"the {kind} column {recipe.label} goes from {lowest} to {highest}, but the recipe names "
+                f"{len(recipe.classes)} classes: a label must lie between 0 and {len(recipe.classes) - 1}. "
+                "Correct the labels, or name all classes in Recipe.classes."
+            )
 
 
 def model_builder(config: Config, **facts: Any) -> Callable[[], nn.Module]:

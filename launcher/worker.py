@@ -37,11 +37,12 @@ from launcher.loop import Course, Start, train
 from launcher.measuring import Measuring
 from launcher.meeting import compare_data, meet
 from launcher.recipe import Recipe, load_recipe
+from launcher.recipe_errors import guarded, guarding, place_of, recipe_failure
 from launcher.saving import Saving
 from launcher.shortage import shortage_of
 from launcher.signals import Requests, heeded
 from launcher.telemetry import Telemetry, open_telemetry
-from launcher.telemetry.run_dir import rank_log, write_environment
+from launcher.telemetry.run_dir import log_path, rank_log, write_environment
 from launcher.watch import Watch
 
 if TYPE_CHECKING:
@@ -72,7 +73,13 @@ def run(
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
-            failure = _users_to_mend(error, launch) or stall_of(error, store, job, launch)
+            failure = (
+                _users_to_mend(error, launch)
+                or stall_of(error, store, job, launch)
+                or _of_the_recipe(error, log_path(run_dir, launch.rank))
+            )
+            if failure is not None:
+                failure.__cause__ = error  # whose traceback the log gets
             _tell_of_failure(telemetry, run_dir, launch, failure or error)
             _let_go(error)
             if failure is not None:
@@ -85,6 +92,11 @@ def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | N
     if isinstance(error, UnusableError):
         return ConfigError(str(error))
     return shortage_of(error, f"rank {launch.rank}")
+
+
+def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:
+    """The message for an exception from a line of the recipe that no guard covers, in a backward pass say."""
+    return recipe_failure(error, "code of the recipe", log_file) if place_of(error) else None
 
 
 def _let_go(error: BaseException) -> None:
@@ -191,7 +203,9 @@ def _leeway_s(heartbeat: Heartbeat) -> float:
 def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
     equipment.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
-    recipe = load_recipe(config)
+    log_file = log_path(Path(config.run.dir), env.rank)
+    with guarding(f'the function under @recipe("{config.recipe.uses}")', log_file):
+        recipe = guarded(load_recipe(config), log_file)
     heartbeat.beat("comparing the data")
     compare_data(recipe, env)
     recipe = equipment.on_device(recipe, env.device)

@@ -24,7 +24,7 @@ LAYERS = (
         "validation",
     },
     {"environment", "heartbeat", "signals", "telemetry", "arguments", "overview"},
-    {"data", "parquet_images", "images", "recipe", "engine", "schedule"},
+    {"data", "parquet_images", "images", "recipe", "recipe_errors", "engine", "schedule"},
     {"checkpoint", "consistency"},
     {"loop", "saving", "watch", "evaluate", "culprit", "gradients", "report", "export"},
     {"continuity", "measuring", "meeting", "equipment", "closing", "worker"},

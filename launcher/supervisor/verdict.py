@@ -6,11 +6,11 @@ clock, no file and no process.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.environment import OF_ANOTHER
 from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
 from launcher.heartbeat import Beat
 from launcher.rendezvous import Departure
@@ -19,13 +19,6 @@ UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
 PREEMPTED = PreemptedError.exit_code
 MENDABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
 FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
-
-# How a rank fails because another one did: in Gloo, NCCL or the store. Matched in the error's own words only.
-OF_ANOTHER = re.compile(
-    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
-    r"Application timeout|Connection (closed|reset)",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 
-from launcher.config import LaunchConfig
+from launcher.config import Config, LaunchConfig
 from launcher.environment import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
 
@@ -34,6 +34,17 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
             f"use. Ask for at most {num_gpus}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     return workers
+
+
+def refuse_small_batch(config: Config, launch: LaunchEnv) -> None:
+    """Raise ConfigError for an update of fewer samples than ranks, before any worker starts."""
+    ranks = num_workers(config.launch, launch) or launch.world_size
+    if config.data.batch_size < ranks:
+        raise ConfigError(
+            f"data.batch_size={config.data.batch_size} is less than the number of ranks, {ranks}: each rank "
+            "needs a sample in every full update. Raise data.batch_size to at least that number, or start "
+            "fewer ranks."
+        )
 
 
 def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:

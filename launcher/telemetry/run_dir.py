@@ -120,6 +120,11 @@ def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
     write_json(run_dir / "result.json", result, durable=True)
 
 
+def log_path(run_dir: Path, rank: int) -> Path:
+    """The log of a rank: logs/rank<k>.log."""
+    return run_dir / "logs" / f"rank{rank}.log"
+
+
 @contextlib.contextmanager
 def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
     """While the context lasts, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""

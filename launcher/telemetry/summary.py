@@ -17,9 +17,7 @@ def end_lines(
 ) -> list[str]:
     """`report` is the classification report, `sync` the command that uploads an offline run; "" if none."""
     lines = ["", report.rstrip(), ""] if report else [""]
-    lines.append(_headline(end))
-    if end.get("error"):
-        lines.append(str(end["error"]))
+    lines.append(_headline(end))  # an error is printed once, on stderr, by whoever ends the run
     if shares is not None:
         lines += [shares.verdict, _parts(shares)]
     lines.append(f"files: {run_dir}")

@@ -101,13 +101,22 @@ def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: P
         assert_written_down(parent, 7)
 
 
-def test_an_unexpected_error_is_told_with_its_traceback(tmp_path: Path) -> None:
+def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 0: raise KeyError('a fault on purpose')")
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
+        assert error_of(parent).startswith("error: rank 0 failed: the recipe's loss failed at ")
+        assert ", in in_step: KeyError: 'a fault on purpose'" in error_of(parent)
+        assert f"The full traceback is in {parent.run_dir / 'logs' / 'rank0.log'}" in error_of(parent)
+
+
+def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "from launcher import loop\nloop.train_on = None")
+    with Parent(tmp_path, LONG) as parent:
+        assert parent.end() == 1
         assert error_of(parent) == "error: rank 0 failed: Traceback (most recent call last):"
-        assert "in in_step" in parent.stderr
-        assert "KeyError: 'a fault on purpose'" in parent.stderr
+        assert "in train" in parent.stderr
+        assert "TypeError: 'NoneType' object is not callable" in parent.stderr
         assert_written_down(parent, 1)
 
 
@@ -149,7 +158,7 @@ def test_the_last_crash_has_its_own_exit_code(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 1: raise RuntimeError('a fault on purpose')")
     with Parent(tmp_path, LONG, "launch.max_restarts=1") as parent:
         assert parent.end() == 1
-        assert parent.stderr.count("restart 1 of 1: rank 1 failed: Traceback") == 1
+        assert parent.stderr.count("restart 1 of 1: rank 1 failed: the recipe's loss") == 1
         assert error_of(parent).startswith("error: rank 1 failed")
         assert_written_down(parent, 1)
 

@@ -1,0 +1,140 @@
+"""Exceptions of a recipe's own code as one message: what failed, in which line, and which rule that breaks.
+
+Owns the guard around the functions that a recipe hands out, and the search for the user's line in a
+traceback. What a user can act on already, a lack of memory and the loss of another rank pass unchanged.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
+
+from launcher.engine import UnusableError
+from launcher.environment import OF_ANOTHER
+from launcher.errors import DataError, LauncherError, RecipeError
+from launcher.recipe import Recipe
+from launcher.resources import recipes_dir
+from launcher.shortage import shortage_of
+
+Result = TypeVar("Result")
+OURS = Path(__file__).parent
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+TARGET = re.compile(r"Target (-?\d+) is out of bounds")
+
+
+def guarded(recipe: Recipe, log: Path) -> Recipe:
+    """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
+
+    `log` is the file that the full traceback will be in.
+    """
+    return replace(
+        recipe,
+        build_model=_guarded("build_model", recipe.build_model, log),
+        loss=_guarded("loss", recipe.loss, log),
+        train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, log),
+        eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, log),
+    )
+
+
+@contextmanager
+def guarding(what: str, log: Path, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Raise what `recipe_failure` makes of an exception in the context."""
+    try:
+        yield
+    except Exception as error:
+        failure = recipe_failure(error, what, log, batch)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def recipe_failure(
+    error: BaseException, what: str, log: Path, batch: Mapping[str, Any] | None = None
+) -> LauncherError | None:
+    """The one message for an exception that `what` of a recipe raised; None for what passes unchanged."""
+    if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
+        return None
+    if shortage_of(error, "") is not None or OF_ANOTHER.search(str(error)):
+        return None
+    rule = _rule(error, batch or {})
+    kind = DataError if rule else RecipeError
+    place = place_of(error)
+    return kind(
+        f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
+        f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
+        f"{f' {rule}' if rule else ''} The full traceback is in {log}."
+    )
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line, in function` of the innermost line of the user's; empty where there is none."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if _is_the_users(code):
+            place = f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
+        frame = frame.tb_next
+    return place
+
+
+def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[..., Result]:
+    what = f"the recipe's {name}{_defined(function)}"
+
+    @functools.wraps(function, updated=())
+    def call(*arguments: Any) -> Result:
+        batch = next((each for each in arguments if isinstance(each, dict)), None)
+        with guarding(what, log, batch):
+            return function(*arguments)
+
+    return call
+
+
+def _defined(function: Callable[..., Any]) -> str:
+    """The function's name, where it is not the user's own: then no line of a traceback shows it."""
+    code = getattr(function, "__code__", None)
+    own = isinstance(code, CodeType) and _is_the_users(code)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return "" if own else f" ({name})"
+
+
+def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
+    """What the data must be like, where it is the data that does not fit; else empty."""
+    if isinstance(error, KeyError) and batch and not _is_raised(error) and error.args[0] not in batch:
+        return (
+            f"A batch has the columns {', '.join(batch)}. Read one of these, or add the missing one to the "
+            "recipe's TensorData."
+        )
+    if isinstance(error, IndexError) and (found := TARGET.search(str(error))):
+        label = int(found[1])
+        more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
+        return (
+            "A label must lie between 0 and the number of the model's outputs less one. Give it "
+            f"{more}, or correct the labels."
+        )
+    return ""
+
+
+def _is_raised(error: Exception) -> bool:
+    """Whether a `raise` in Python code is the origin, rather than an operation such as `batch["image"]`."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is None or dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _is_the_users(code: CodeType) -> bool:
+    file = code.co_filename
+    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+        return False
+    path = Path(file).absolute()
+    if path.is_relative_to(recipes_dir()):
+        return True
+    return not path.is_relative_to(OURS) and not any(path.is_relative_to(each) for each in LIBRARIES)

@@ -1,0 +1,238 @@
+"""Mistakes in a recipe: one message, printed once, with its line; the full traceback is in the log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.telemetry.files import read_json
+from tests.faults.launching import Ended, run
+from tests.faults.parent import Parent, write_recipe
+from tests.test_end_to_end import launch, only_run
+
+pytestmark = pytest.mark.timeout(90)
+
+RECIPE = """
+import torch
+from torch import nn
+from launcher.recipe import Loss, Recipe, TensorData, cross_entropy, recipe
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.inner(x)  # FORWARD
+
+def build():
+    return Model()  # BUILD
+
+def loss(network, batch):
+    return cross_entropy(network, batch, inputs="x")  # LOSS
+
+def transform(batch, noise):
+    return batch  # TRANSFORM
+
+def eval_transform(batch):
+    return batch  # EVAL
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ArithmeticError("in the backward pass")
+
+@recipe("mistaken")
+def mistaken(config):
+    x = torch.randn(64, 4)
+    columns = {"x": x, "label": torch.arange(64) % 3}
+    train, validation = TensorData(columns), TensorData(columns)
+    pass  # RECIPE
+    return Recipe(build, train, validation, loss, transform, eval_transform, classes=("a", "b", "c"))
+"""
+WORDS = ("recipe.uses=mistaken", "train.max_steps=2")
+
+# The mark of the line that is replaced, its text, the exit code, and what the message says after the place.
+MISTAKES: dict[str, tuple[str, str, int, str]] = {
+    "a wrong column": (
+        "LOSS",
+        "return cross_entropy(network, batch)",
+        7,
+        "in loss: KeyError: 'image'. A batch has the columns x, label.",
+    ),
+    "an exception in the loss": (
+        "LOSS",
+        'raise ValueError("no loss today")',
+        1,
+        "in loss: ValueError: no",
+    ),
+    "an exception in the model": (
+        "FORWARD",
+        "return self.inner(x[:, :2])",
+        1,
+        "in forward: RuntimeError: ",
+    ),
+    "too few outputs": (
+        "BUILD",
+        "model = Model(); model.inner = nn.Linear(4, 2); return model",
+        7,
+        "in loss: IndexError: Target 2 is out of bounds. A label must lie between 0 and the number of the "
+        "model's outputs less one. Give it at least 3 outputs",
+    ),
+    "an exception in build_model": (
+        "BUILD",
+        "return Model(7)",
+        1,
+        "in build: TypeError: Model.",
+    ),
+    "an exception in a transform": (
+        "TRANSFORM",
+        "return batch | {'x': batch['y']}",
+        7,
+        "in transform: KeyError: 'y'. A batch has the columns x, label.",
+    ),
+    "an exception in the other": (
+        "EVAL",
+        "1 / 0",
+        1,
+        "in eval_transform: ZeroDivisionError: ",
+    ),
+    "an exception in the recipe": (
+        "RECIPE",
+        "open('/no/such/file')",
+        1,
+        "in mistaken: FileNotFoundError: ",
+    ),
+    "an exception in a backward pass": (
+        "FORWARD",
+        "return Identity.apply(self.inner(x))",
+        1,
+        "in backward: ArithmeticError: in the backward pass.",
+    ),
+}
+
+
+def written(directory: Path, mark: str, text: str) -> tuple[Path, int]:
+    """The recipe with that line in place of the marked one: its file, and the number of the line."""
+    lines = RECIPE.splitlines()
+    (number,) = (number for number, line in enumerate(lines) if line.endswith(f"# {mark}"))
+    lines[number] = lines[number][: len(lines[number]) - len(lines[number].lstrip())] + text
+    file = directory / "mistaken.py"
+    file.write_text("\n".join(lines))
+    return file, number + 1
+
+
+def assert_told_once(ended: Ended, text: str, code: int) -> None:
+    assert set(ended.codes) == {code}, ended
+    assert sum(output.count(text) for output in ended.outputs) == 1, ended
+    assert not any("Traceback" in output for output in ended.outputs), ended
+    assert (ended.result["state"], ended.result["exit"]) == ("failed", code)
+    assert (ended.status["state"], ended.status["exit"]) == ("failed", code)
+    assert text in ended.result["error"]
+
+
+@pytest.mark.parametrize(("mark", "line", "code", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message_with_its_line(tmp_path: Path, mark, line, code, text) -> None:
+    file, number = written(tmp_path, mark, line)
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
+    where = f" failed at {file}:"
+    assert_told_once(ended, where, code)
+    assert text in ended.result["error"]
+    if "Linear" not in line and "Identity" not in line:  # those fail elsewhere
+        assert f"{where}{number}, in " in ended.result["error"]
+    log = tmp_path / "run" / "logs" / "rank0.log"
+    assert f"The full traceback is in {log}." in ended.result["error"]
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
+def test_two_ranks_say_it_once(tmp_path: Path) -> None:
+    file, number = written(tmp_path, "LOSS", "return cross_entropy(network, batch)")
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
+    assert_told_once(ended, f"failed at {file}:{number}, in loss: KeyError: 'image'.", 7)
+
+
+def test_a_loss_of_the_projects_own_is_named_where_no_line_is_the_users(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "RECIPE", "return Recipe(build, train, validation, cross_entropy)")
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
+    text = "the recipe's loss (cross_entropy) failed: KeyError: 'image'. A batch has the columns x, label."
+    assert_told_once(ended, text, 7)
+
+
+REFUSED: dict[str, tuple[str, int, str]] = {
+    "an empty validation set": (
+        "validation = TensorData({'x': x[:0], 'label': torch.arange(0)})",
+        7,
+        "the validation set of the recipe is empty",
+    ),
+    "labels beyond the classes": (
+        "train.columns['label'][5] = 3",
+        7,
+        "column label goes from 0 to 3, but the recipe names 3 classes: a label must lie between 0 and 2.",
+    ),
+    "negative labels": ("validation.columns['label'][5] = -1", 7, "column label goes from -1 to 2"),
+    "no labels": (
+        "validation = TensorData({'x': x})",
+        7,
+        "validation column label must hold one whole number per sample; there is none. Columns: x.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "code", "text"), REFUSED.values(), ids=REFUSED)
+def test_data_that_cannot_be_evaluated_is_refused_at_the_start(tmp_path: Path, line, code, text) -> None:
+    file, _ = written(tmp_path, "RECIPE", line)
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
+    assert_told_once(ended, text, code)
+    assert not ended.events("start")
+
+
+def test_logits_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "FORWARD", "return self.inner(x).sum(1)")
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
+    text = "the model returned the shape [8] for 8 samples: cross_entropy needs [8, classes]"
+    assert_told_once(ended, text, 2)
+
+
+def test_the_parent_says_it_once(tmp_path: Path) -> None:
+    write_recipe(tmp_path, in_step="raise ValueError('no loss today')")
+    with Parent(tmp_path) as parent:
+        assert parent.end() == 1
+        assert parent.stderr.count("ValueError: no loss today") == 1
+        assert "tiny.py:" in parent.stderr
+        assert "Traceback" not in parent.stderr + parent.stdout
+        assert "no loss today" not in parent.stdout
+        assert len(parent.stderr.strip().splitlines()) == 1, parent.stderr
+        assert "ValueError: no loss today" in parent.json("result.json")["error"]
+
+
+def test_under_torchrun_it_is_said_once(tmp_path: Path) -> None:
+    file, number = written(tmp_path, "LOSS", "raise ValueError('no loss today')")
+    words = ["recipe=resnet18", f"recipes.path={file}", *WORDS, "tracker=none"]
+    done = launch(tmp_path, words)
+    ours = done.stderr.partition("ChildFailedError")[0]
+    assert (done.stdout + done.stderr).count("ValueError: no loss today") == 1, done.stderr
+    assert f"{file}:{number}, in loss" in ours
+    assert read_json(only_run(tmp_path) / "result.json")["exit"] == 1
+
+
+@pytest.mark.parametrize("words", [["launch.nproc=2"], ["launch.nproc=3"]])
+def test_a_batch_smaller_than_the_ranks_is_refused_before_a_worker_starts(tmp_path: Path, words) -> None:
+    write_recipe(tmp_path)
+    with Parent(tmp_path, "data.batch_size=1", *words) as parent:
+        assert parent.end() == 2
+        assert "data.batch_size=1 is less than the number of ranks, " in parent.stderr
+        assert not (tmp_path / "outputs").exists()
+
+
+def test_more_workers_than_cores_are_a_decision_and_no_error(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    write_recipe(tmp_path)
+    with Parent(tmp_path, "train.max_steps=1", "precision=fp32", nproc=cores + 1) as parent:
+        assert parent.end(40) == 0
+        assert f"; they share {cores} core(s) and wait for each other" in parent.stdout
