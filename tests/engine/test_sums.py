@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -11,12 +14,20 @@ from launcher.engine.sums import CHUNK, SumOfSquares
 LENGTHS = (CHUNK, 8192, CHUNK + 3, 0, 7, 100)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Torch's own compiler uses torch.jit when it is first imported.
-COMPILED = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
+JIT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+FORMS = [
+    "plain",
+    pytest.param("in blocks", marks=JIT),
+    pytest.param("compiled", marks=[JIT, pytest.mark.slow]),
+]
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=COMPILED)], ids=["plain", "compiled"])
-def sums(request) -> SumOfSquares:
-    return SumOfSquares(torch.device("cpu"), compiled=request.param)
+@pytest.fixture(params=FORMS)
+def sums(request) -> Iterator[SumOfSquares]:
+    """`in blocks` runs what a compiler would be given, without one."""
+    compiled = request.param != "plain"
+    with torch.compiler.set_stance("force_eager") if request.param == "in blocks" else nullcontext():
+        yield SumOfSquares(torch.device("cpu"), compiled)
 
 
 def split(flat: torch.Tensor) -> list[torch.Tensor]:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
-from launcher.engine.update import CHUNK, Optimizer, _predicated
+from launcher.engine.update import CHUNK, Optimizer, _predicated, _whole
 from tests.engine.observe import state_digest, weights_are_rounded_masters
 from tests.models import Planted
 
 # Torch's own compiler uses torch.jit when it is first imported.
 COMPILED = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
-FORMS = ["plain", "as on a GPU", pytest.param("compiled", marks=COMPILED)]
+FORMS = ["plain", "as on a GPU", "as for a compiler", pytest.param("compiled", marks=COMPILED)]
 TOLERANCE = 8e-6  # relative; torch.optim.AdamW itself in fp32 is 4e-6 away from its fp64 form here
 TORCH = {
     "plain": (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
@@ -40,6 +40,8 @@ def stepper_of(form: str, *arguments, **options) -> Stepper:
     stepper = Stepper(*arguments, compiled=form == "compiled", reference_count=1, **options)
     if form == "as on a GPU":
         stepper.updater._on_host, stepper.updater._run = False, _predicated
+    if form == "as for a compiler":
+        stepper.updater._run = _whole
     return stepper
 
 
