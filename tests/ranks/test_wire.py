@@ -149,7 +149,7 @@ def test_a_step_sends_its_buckets_and_the_counts_and_half_of_the_bytes_of_fp32()
 
 
 def test_the_predivisor_must_be_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="predivide=6 is not a power of two"):
+    with pytest.raises(ValueError, match="predivide=6: it must be a power of two"):
         Wire(predivide=6)
 
 
