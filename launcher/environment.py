@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ OF_ANOTHER = re.compile(
     re.IGNORECASE,
 )
 ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
+LEAVE_S = 4.0  # for an answer of the store, once this rank has failed
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +139,36 @@ def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
 
     Clocks of different machines cannot tell who was first; the store can.
     """
-    if store is not None:
+    if store is None:
+        return
+    from torch.distributed import DistError
+
+    limit_silence(LEAVE_S)
+    with suppress(DistError):  # a store that is gone makes no difference: the others find out by themselves
         store.compare_set(f"job/{job}/first_failure", "", str(rank))
+
+
+def limit_silence(seconds: float) -> None:
+    """From here on the machine of the store may stay silent for so long before a call of the store fails.
+
+    The timeouts of a TCPStore are those of waiting for a key. The answer to a request is waited for as long
+    as the kernel sends it again to a machine that is gone, which takes a quarter of an hour.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    for descriptor in map(int, os.listdir("/proc/self/fd") if port else ()):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                _limit_silence(os.dup(descriptor), int(port), seconds)
+
+
+def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
+    """Only where the socket is connected to that port. Closes the descriptor."""
+    with socket.socket(fileno=descriptor) as end:
+        if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                end.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 3)))
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def first_failure(store: dist.Store, job: str) -> int | None:
@@ -156,11 +186,20 @@ def stall_of(
     """
     if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(str(error))):
         return None
-    store.set(f"job/{job}/gave_up/{launch.rank}", "")
+    from torch.distributed import DistError
+
     deadline, missing = time.monotonic() + ASSEMBLE_S, list(range(launch.world_size))
-    while missing and time.monotonic() < deadline:
-        time.sleep(0.1)
-        missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
+    try:
+        store.set(f"job/{job}/gave_up/{launch.rank}", "")
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
+    except DistError:
+        return StalledError(
+            f"rank {launch.rank} waited for a collective in vain, and rank 0's machine "
+            f"({os.environ.get('MASTER_ADDR')}), where the ranks meet, does not answer: that machine, or the "
+            "link to it, is gone. launch.stall_s says how long a collective may take."
+        )
     if not missing:
         return StalledError("a collective took too long although all ranks came: the network stalls.")
     return StalledError(

@@ -7,6 +7,7 @@ reaches the others. Never composes a config, and imports torch only when it open
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import Config, from_dict, to_dict
-from launcher.environment import ASSEMBLE_S, LaunchEnv, first_failure, memory, open_store
+from launcher.environment import ASSEMBLE_S, LaunchEnv, first_failure, limit_silence, memory, open_store
 from launcher.errors import LauncherError, StalledError
 from launcher.problems import first_line
 from launcher.shortage import shortage_of
@@ -78,6 +79,7 @@ class Leader:
         """
         job, self._jobs = str(self._jobs), self._jobs + 1
         store = self._send({"job": job, "config": to_dict(config)})
+        limit_silence(config.launch.stall_s)
         try:
             self._run_job(config, self.launch, store, job)
         except StalledError:
@@ -113,11 +115,13 @@ class Leader:
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
         """Tell the others to leave with this exit code, and wait until they have heard it."""
-        store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
-        if store is None:
-            return
-        heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
-        arrived(store, heard, self._goodbye_s)  # who has not heard it has died: nothing to add
+        from torch.distributed import DistError
+
+        with contextlib.suppress(DistError):  # where the store is gone nobody can be told
+            store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
+            if store is not None:
+                heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
+                arrived(store, heard, self._goodbye_s)  # who has not heard it has died: nothing to add
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
         store = self._opened()
@@ -138,7 +142,7 @@ class Leader:
             return own
         others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
         if not arrived(store, others, self._patience.leave_s):
-            missing = [rank for rank, key in enumerate(others, start=1) if not store.check([key])]
+            missing = [rank for rank, key in enumerate(others, start=1) if not arrived(store, [key], 0.01)]
             raise StalledError(
                 f"rank {', '.join(map(str, missing))} did not leave job {job} within "
                 f"{self._patience.leave_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
@@ -187,12 +191,19 @@ def run_as_follower(
     store: dist.Store, message: dict[str, Any], launch: LaunchEnv, run_job: RunJob
 ) -> Exception | None:
     """Run this rank's part of the job, tell rank 0 how it ended, and return the failure, if any."""
-    job, failure = message["job"], None
+    from torch.distributed import DistError
+
+    job, config, failure = message["job"], from_dict(message["config"]), None
+    limit_silence(config.launch.stall_s)
     try:
-        run_job(from_dict(message["config"]), launch, store, job)
+        run_job(config, launch, store, job)
     except Exception as error:
         failure = error
-    store.set(f"job/{job}/left/{launch.rank}", json.dumps(asdict(departure_of(launch.rank, failure))))
+    departure = departure_of(launch.rank, failure)
+    try:
+        store.set(f"job/{job}/left/{launch.rank}", json.dumps(asdict(departure)))
+    except DistError as error:
+        failure = failure or error
     return failure
 
 

@@ -1,0 +1,135 @@
+"""Two machines, as network namespaces: where a link dies or a machine is gone, every host still ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launching import WORDS, Ended
+from tests.faults.test_stopping import SLOW, step_reached, workers_of
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+STALL_S = 4
+ROOT = Path(__file__).parents[2]
+
+
+class Hosts:
+    """Two namespaces with a cable between them; each runs one torchrun with one worker."""
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self.directory = directory
+        self._spaces, self._ends = [f"h{n}-{tag}" for n in "AB"], [f"v{n}{tag}" for n in "AB"]
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def connect(self) -> None:
+        for space in self._spaces:
+            ip("netns", "add", space)
+        ip("link", "add", self._ends[0], "type", "veth", "peer", "name", self._ends[1])
+        for number, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True), start=1):
+            ip("link", "set", end, "netns", space)
+            ip("-n", space, "addr", "add", f"10.99.0.{number}/24", "dev", end)
+            for device in (end, "lo"):
+                ip("-n", space, "link", "set", device, "up")
+
+    def remove(self) -> None:
+        for process in self.processes:
+            for pid in (*workers_of(process), process.pid) if process.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+            process.communicate()
+        for space in self._spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+    def link(self, state: str) -> None:
+        ip("-n", self._spaces[0], "link", "set", self._ends[0], state)
+
+    def start(self, *words: str) -> None:
+        (self.directory / "slow.py").write_text(SLOW)
+        meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.99.0.1", "--master-port=29511"]
+        cores = sorted(os.sched_getaffinity(0))
+        for host, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True)):
+            core = str(cores[host % len(cores)])  # one each: more threads are other bits
+            command = ["ip", "netns", "exec", space, "taskset", "-c", core]
+            command += [sys.executable, "-m", "torch.distributed.run", *meeting]
+            job = ["-m", "launcher", *WORDS, f"recipes.path={self.directory / 'slow.py'}", *words]
+            process = subprocess.Popen(
+                [*command, f"--node-rank={host}", *job, f"run.dir={self.run_dir}"],
+                cwd=self.directory,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": end},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.processes.append(process)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 60
+        while not step_reached(self.run_dir, step):
+            assert all(process.poll() is None for process in self.processes)
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, str(os.getpid()))
+    try:
+        made.connect()
+    except (OSError, subprocess.CalledProcessError) as error:
+        made.remove()
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    yield made
+    made.remove()
+
+
+def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
+    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.wait_for_step(8)
+    hosts.link("down")
+    began = time.monotonic()
+    outputs = [process.communicate(timeout=STALL_S + 30)[0] for process in hosts.processes]
+    assert time.monotonic() - began < STALL_S + 10
+    assert [process.returncode for process in hosts.processes] == [1, 1]
+    assert "error: rank 1 did not come to a collective in time" in outputs[0]
+    assert re.search(
+        r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", outputs[1]
+    )
+    assert "launcher/rendezvous.py" not in outputs[1], "a traceback of ours"
+
+
+def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:
+    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.wait_for_step(8)
+    hosts.link("down")
+    began = time.monotonic()
+    for pid in (*workers_of(hosts.processes[0]), hosts.processes[0].pid):
+        os.kill(pid, signal.SIGKILL)
+    output = hosts.processes[1].communicate(timeout=STALL_S + 30)[0]
+    assert time.monotonic() - began < STALL_S + 10
+    assert re.search(r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", output)
+
+
+def test_a_link_that_comes_up_again_changes_nothing(hosts: Hosts, undisturbed) -> None:
+    hosts.start()
+    hosts.wait_for_step(8)
+    hosts.link("down")
+    time.sleep(2)
+    hosts.link("up")
+    outputs = [process.communicate(timeout=60)[0] for process in hosts.processes]
+    assert [process.returncode for process in hosts.processes] == [0, 0], outputs
+    assert Ended(hosts.run_dir, [0, 0], outputs, 0).digest == undisturbed(ranks=2).digest
