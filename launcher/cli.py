@@ -102,6 +102,7 @@ def train(arguments: Arguments, leader: Leader) -> int:
     """Compose and check everything that was asked for, then run it, or let Hydra answer about it."""
     from launcher.experiments import with_experiment
     from launcher.jobs import compose_jobs
+    from launcher.telemetry.wandb_environment import with_environment
 
     request = request_of(arguments)
     if "--hydra-help" in arguments.flags:
@@ -116,7 +117,7 @@ def train(arguments: Arguments, leader: Leader) -> int:
     if expanded.multirun:
         return run_sweep(expanded, configs, leader)
     (config,) = configs
-    run_one(config, request.overrides, leader)
+    run_one(with_environment(config, request.overrides, os.environ), request.overrides, leader)
     return 0
 
 
@@ -147,12 +148,15 @@ class SweepProgress:
     broken: bool = False  # the ranks have lost each other, or all was asked to stop: no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
+        from launcher.telemetry.wandb_environment import in_sweep, with_environment
+
         if self.broken:
             return
         self.started += 1
         print(f"sweep: job {self.started} of {self.num_jobs}: {config.run.dir}", flush=True)
         try:
-            run_one(config, overrides, self.leader)
+            tracked = with_environment(config, overrides, os.environ)
+            run_one(in_sweep(tracked, Path(config.run.dir).name, self.started - 1), overrides, self.leader)
         except Exception as error:
             print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
             self.exit_codes.append(report_failure(error))

@@ -171,6 +171,9 @@ class TrackerConfig:
     mode: str  # auto, online, offline
     group: str | None
     tags: tuple[str, ...]
+    entity: str | None  # null: that of the API key
+    run_name: str | None  # null: <recipe>-<name of the run's directory>
+    run_id: str | None  # null: one of its own, kept when the run resumes
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,15 @@ text = Rule(
     lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
 )
 texts = Rule("a list of texts", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value)))
+wandb_name = Rule(
+    "a text of at most 128 characters without / \\ # ? % : and spaces around it",
+    lambda value: (
+        isinstance(value, str)
+        and 0 < len(value) <= 128
+        and value == value.strip()
+        and not set(value) & set("/\\#?%:\0")
+    ),
+)
 options = Rule(
     "a section",
     lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value),
@@ -165,10 +174,13 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.on_error": one_of("warn", "stop"),
     "consistency.every_steps": optional(whole(1)),
     "tracker.name": one_of("wandb", "none"),
-    "tracker.project": name,
+    "tracker.project": wandb_name,
     "tracker.mode": one_of("auto", "online", "offline"),
     "tracker.group": optional(text),
     "tracker.tags": texts,
+    "tracker.entity": optional(wandb_name),
+    "tracker.run_name": optional(text),
+    "tracker.run_id": optional(wandb_name),
     "telemetry.gradients_every_steps": optional(whole(0)),
     "launch.nproc": auto_or(whole(1)),
     "launch.max_restarts": whole(0),

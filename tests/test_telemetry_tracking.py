@@ -16,7 +16,9 @@ UP, DOWN = (lambda server: None), (lambda server: "is down")
 
 
 def tracker(name="wandb", mode="auto"):
-    return TrackerConfig(name=name, project="launcher", mode=mode, group=None, tags=())
+    return TrackerConfig(
+        name=name, project="launcher", mode=mode, group=None, tags=(), entity=None, run_name=None, run_id=None
+    )
 
 
 def never(server):

@@ -19,6 +19,7 @@ from launcher.telemetry.run_dir import user_shape
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Telemetry
 from launcher.telemetry.tracking import Decision, decide
+from launcher.telemetry.wandb_environment import taken_from
 from launcher.telemetry.wandb_session import Patience, WandbRun
 from launcher.telemetry.wandb_sink import WandbSink, new_run_id, sync_command
 
@@ -45,30 +46,35 @@ def open_telemetry(
     telemetry.add(Console(sys.stdout, sys.stderr, run_dir))
     if before.warning:
         telemetry.warn(before.warning)
-    run_id = last_run_id(before.events) or new_run_id()
+    run_id = config.tracker.run_id or last_run_id(before.events) or new_run_id()
     decision = decide(config.tracker, environ)
     if decision.mode == "none":
         telemetry.decision("tracker", decision.text, mode=decision.mode)
         return telemetry
-    run = _wandb_run(config, decision, run_id, with_gpu)
+    run = _wandb_run(config, decision, run_id, with_gpu, environ)
+    if given := taken_from(config.tracker, environ):
+        telemetry.decision("tracker", f"takes {given}")
     telemetry.decision(
         "tracker",
         decision.text,
         mode=decision.mode,
         run_id=run.run_id,
-        sync=sync_command(run_dir) if decision.mode == "offline" else None,
+        sync=sync_command(run.directory) if decision.mode == "offline" else None,
     )
     telemetry.add(WandbSink(run, telemetry.warn, patience))
     return telemetry
 
 
-def _wandb_run(config: Config, decision: Decision, run_id: str, with_gpu: bool) -> WandbRun:
+def _wandb_run(
+    config: Config, decision: Decision, run_id: str, with_gpu: bool, environ: Mapping[str, str]
+) -> WandbRun:
     run_dir = Path(config.run.dir)
     return WandbRun(
-        directory=run_dir,
+        directory=Path(environ.get("WANDB_DIR") or run_dir).expanduser().absolute(),
         mode=decision.mode,
         project=config.tracker.project,
-        name=f"{config.recipe.name}-{run_dir.name}",
+        entity=config.tracker.entity,
+        name=config.tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
         group=config.tracker.group,
         tags=config.tracker.tags,
         config=user_shape(config),

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from wandb import Settings
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class WandbRun:
     """What wandb is told about a run."""
 
-    directory: Path  # of the run; wandb writes to wandb/ below it
+    directory: Path  # the run's, or WANDB_DIR; wandb writes to wandb/ below it
     mode: str  # online, offline
     project: str
+    entity: str | None
     name: str
     group: str | None
     tags: Sequence[str]
@@ -55,9 +56,10 @@ def start(run: WandbRun, mode: str, patience: Patience, warn: Callable[[str], No
         dir=str(run.directory),
         mode="online" if mode == "online" else "offline",
         project=run.project,
+        entity=run.entity,
         name=run.name,
         id=run.run_id,
-        resume="allow" if mode == "online" else None,  # offline a later sync joins what has the same id
+        resume=_resume(mode),
         group=run.group,
         tags=list(run.tags),
         config=dict(run.config),
@@ -70,14 +72,16 @@ def _settings(run: WandbRun, patience: Patience, warn: Callable[[str], None]) ->
     import wandb
 
     return wandb.Settings(
-        silent=True,  # we say ourselves what people need to know
-        console="off",
-        symlink=False,
-        use_dot_wandb=False,
-        save_code=False,
-        disable_code=True,
-        disable_git=True,  # a remote's URL may carry a token; env.json has the commit
-        disable_job_creation=True,
+        **_unless_in_environment(
+            silent=True,  # we say ourselves what people need to know
+            console="off",
+            symlink=False,
+            use_dot_wandb=False,
+            save_code=False,
+            disable_code=True,
+            disable_git=True,  # a remote's URL may carry a token; env.json has the commit
+            disable_job_creation=True,
+        ),
         x_disable_meta=True,  # would record argv and the host
         x_disable_machine_info=True,
         x_save_requirements=False,
@@ -86,6 +90,16 @@ def _settings(run: WandbRun, patience: Patience, warn: Callable[[str], None]) ->
         finish_timeout=patience.finish_s,
         stop_fn=lambda: warn("a stop was asked for on the run's wandb page; send SIGTERM to stop the run"),
     )
+
+
+def _unless_in_environment(**ours: Any) -> dict[str, Any]:
+    """Our settings, but for those on which the user's environment has a variable of wandb's."""
+    return {key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ}
+
+
+def _resume(mode: str) -> Literal["allow"] | None:
+    """None leaves it to WANDB_RESUME; offline a later sync joins what has the same id."""
+    return None if mode != "online" or os.environ.get("WANDB_RESUME") else "allow"
 
 
 def unwritten(log: Path) -> str:
