@@ -46,7 +46,8 @@ WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; n
 OF_EXPORT = ("--best", "--dtype")
 REFUSED = {
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
-    "--experimental-rerun": "it would execute a pickle. Give the overrides of the run (overrides.txt) again.",
+    "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "
+    "overrides.txt), with run.dir=DIR of the run to resume it.",
 }
 
 

@@ -10,12 +10,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource as HydraFiles
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
@@ -23,9 +26,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from launcher import validation
+from launcher import search_path, validation
 from launcher.config import Config
 from launcher.config_files import checked_text
+from launcher.environment_values import (
+    CALL,
+    differing,
+    escaped,
+    leaves,
+    refuse_missing,
+    replaced,
+    texts,
+    typed,
+)
 from launcher.errors import ConfigError
 from launcher.overrides import code_problem
 from launcher.problems import first_line
@@ -36,6 +49,14 @@ PATH_KEYS = (("data", "path"), ("recipes", "path"), ("checkpoint", "resume"))
 NOT_PATHS = ("auto", "never")  # words that may stand in place of a path
 SWEEP = "sweep"  # what an experiment's file asks for; it is spent before a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A composed tree with its values, and what is recorded in their place, by path."""
+
+    tree: dict[str, Any]
+    recorded: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,10 +72,27 @@ class Request:
     def directories(self) -> tuple[Path, ...]:
         """Where configs are looked for, in this order: the tree that holds the primary config comes first."""
         if self.config_dir is None:
-            return (conf_dir(),)
+            return (conf_dir(), *self.searched)
         own = self.config_dir.absolute()
         is_primary = os.path.isfile(own / f"{self.config_name}.yaml")
-        return (own, conf_dir()) if is_primary else (conf_dir(), own)
+        first = (own, *self.searched, conf_dir()) if is_primary else (conf_dir(), own, *self.searched)
+        return tuple(dict.fromkeys(first))
+
+    @cached_property
+    def searched(self) -> tuple[Path, ...]:
+        """The trees of hydra.searchpath: of the command line, else of a primary config of the user's own."""
+        lines = [line for line in self.overrides if line.startswith(f"{search_path.KEY}=")]
+        if lines:
+            parsed = OverridesParser.create().parse_overrides(lines[-1:])
+            return tuple(search_path.directories_of(parsed[0].value()))
+        if self.config_dir is None:
+            return ()
+        own = self.config_dir / f"{self.config_name}.yaml"
+        try:
+            asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"] if own.is_file() else []
+        except (KeyError, TypeError, YAMLError, ValueError):
+            asked = []  # none; a file that is no YAML is refused where it is composed
+        return tuple(search_path.directories_of(asked))
 
     @property
     def search_path(self) -> str:
@@ -65,9 +103,23 @@ class Request:
 
 def config_of(composed: DictConfig) -> Config:
     """The config of a tree that Hydra composed, without its `hydra` section, for a checked job."""
+    OmegaConf.set_struct(composed, False)
+    composed.pop(SWEEP, None)
+    found = resolved(composed)
+    return validation.parse(with_absolute_paths(found.tree), found.recorded)
+
+
+def resolved(composed: DictConfig) -> Resolved:
+    """The tree with all its values. Raises ConfigError for a variable that is not set."""
+    unresolved = as_plain(composed, resolve=False)
+    refuse_missing(unresolved)
     tree = as_plain(composed, resolve=True)
-    tree.pop(SWEEP, None)
-    return validation.parse(with_absolute_paths(tree))
+    if not any(CALL.search(text) for _, value in leaves(unresolved) for text in texts(value)):
+        return Resolved(tree, {})
+    recorded = differing(tree, as_plain(OmegaConf.create(escaped(unresolved)), resolve=True))
+    values = {path: value for path, value in leaves(tree) if path in recorded}
+    changes = {path: typed(path, value, recorded[path]) for path, value in values.items()}
+    return Resolved(replaced(tree, changes), recorded)
 
 
 class Forest:
@@ -77,9 +129,12 @@ class Forest:
         self.request = request
         self.groups = group_choices(*request.directories)
         self.fixed_hydra = fixed_hydra_settings() if request.config_dir else None
-        self.trees: dict[tuple[str, ...], dict[str, Any]] = {}
+        self.trees: dict[tuple[str, ...], Resolved] = {}
 
     def tree(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+        return self.resolved(overrides).tree
+
+    def resolved(self, overrides: tuple[str, ...]) -> Resolved:
         if overrides not in self.trees:
             self.trees[overrides] = self.checked_tree(compose(self.request, overrides))
         return self.trees[overrides]
@@ -88,7 +143,7 @@ class Forest:
         """The keys of the tree with these group choices."""
         return set(paths_of(self.tree(choices)))
 
-    def checked_tree(self, composed: DictConfig) -> dict[str, Any]:
+    def checked_tree(self, composed: DictConfig) -> Resolved:
         """The tree as plain values; refuses what a YAML file of the user's own must not contain."""
         if self.fixed_hydra is not None and hydra_settings(composed) != self.fixed_hydra:
             raise ConfigError(
@@ -104,9 +159,7 @@ class Forest:
             problem = code_problem(f"`{key}` in the config files", str(key), value)
             if problem:
                 raise ConfigError(problem)
-        tree = as_plain(composed, resolve=True)
-        assert isinstance(tree, dict)
-        return tree
+        return resolved(composed)
 
 
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:

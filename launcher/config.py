@@ -7,7 +7,7 @@ settled in `launcher.validation`, composition in `launcher.compose`. Never impor
 from __future__ import annotations
 
 import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
@@ -213,6 +213,8 @@ class Config:
     telemetry: TelemetryConfig
     launch: LaunchConfig
     recipes: RecipesConfig
+    # What is recorded in place of values of the environment, by dotted path as people type it.
+    from_environment: dict[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZERS: dict[str, type[OptimConfig]] = {
@@ -230,12 +232,14 @@ def to_dict(config: Config) -> dict[str, Any]:
     """The config as JSON values, the inverse of `from_dict`."""
     plain = as_json(asdict(config))
     assert isinstance(plain, dict)
+    if not plain["from_environment"]:
+        del plain["from_environment"]
     return plain
 
 
 def from_dict(values: dict[str, Any]) -> Config:
     """The config from values known to be valid: from `to_dict`, or checked in `launcher.validation`."""
-    config = build(Config, values)
+    config = build(Config, {"from_environment": {}, **values})
     assert isinstance(config, Config)
     return config
 
@@ -243,6 +247,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 def section_types(name: str | None) -> dict[str, Any]:
     """The type of each section (for `optim`, of the optimizer called `name`) and plain key."""
     hints = get_type_hints(Config)
+    del hints["from_environment"]  # no section of a tree
     hints["optim"] = OPTIMIZERS.get(name or "", SgdConfig)
     return hints
 
@@ -264,7 +269,7 @@ def build(kind: Any, value: Any) -> Any:
         return build(OPTIMIZERS[value["name"]], value)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        parts = {field.name: build(hints[field.name], value[field.name]) for field in fields(kind)}
+        parts = {each.name: build(hints[each.name], value[each.name]) for each in fields(kind)}
         assert isinstance(kind, type)
         return kind(**parts)
     if get_origin(kind) is tuple:

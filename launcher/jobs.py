@@ -25,6 +25,7 @@ from launcher.compose import (
     PATH_KEYS,
     Forest,
     Request,
+    Resolved,
     absolute,
     hydra_initialised,
     paths_of,
@@ -64,9 +65,9 @@ def compose_jobs(request: Request) -> list[Config]:
     forest = Forest(request)
     with hydra_initialised(request):
         overrides = accepted_overrides(request, forest, findings)
-        trees = [compose_job(job, forest, findings) for job in expand(overrides)]
+        found = [compose_job(job, forest, findings) for job in expand(overrides)]
     findings.raise_if_any()
-    return [validation.parse(with_absolute_paths(tree)) for tree in trees]
+    return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
 
 
 def swept_keys(request: Request) -> set[str]:
@@ -120,7 +121,7 @@ def expand(overrides: Sequence[Override]) -> Iterator[tuple[str, ...]]:
     yield from itertools.product(*by_key.values())
 
 
-def compose_job(overrides: tuple[str, ...], forest: Forest, findings: Findings) -> dict[str, Any]:
+def compose_job(overrides: tuple[str, ...], forest: Forest, findings: Findings) -> Resolved:
     """The tree of one job without the overrides that are wrong; those become findings."""
     choices = tuple(line for line in overrides if line.partition("=")[0] in forest.groups)
     parser = OverridesParser.create()
@@ -134,9 +135,9 @@ def compose_job(overrides: tuple[str, ...], forest: Forest, findings: Findings) 
         findings.add(*(unknown_problem(key, value, choices, forest) for key, value in unknown))
         if not unknown:
             kept.append(override.input_line or "")
-    tree = forest.tree(tuple(kept))
-    findings.add(*tree_problems(tree, forest.groups, "recipe" in findings.refused))
-    return tree
+    found = forest.resolved(tuple(kept))
+    findings.add(*tree_problems(found, forest.groups, "recipe" in findings.refused))
+    return found
 
 
 def unknown_problem(key: str, value: Any, choices: tuple[str, ...], forest: Forest) -> str:
@@ -155,17 +156,20 @@ def unknown_problem(key: str, value: Any, choices: tuple[str, ...], forest: Fore
 
 
 def tree_problems(
-    tree: dict[str, Any], groups: Mapping[str, Sequence[str]], recipe_refused: bool
+    found: Resolved, groups: Mapping[str, Sequence[str]], recipe_refused: bool
 ) -> Iterator[str]:
+    tree = found.tree
     if tree.get("recipe") == {"name": None, "uses": None}:
         tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
         if not recipe_refused:
             recipes = ", ".join(groups.get("recipe", ()))
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
-    yield from validation.find_problems(validation.gather_options(tree))
+    yield from validation.find_problems(validation.gather_options(tree), found.recorded)
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
         if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
             continue
         if not os.path.exists(Path(path).expanduser()):  # False also for a name that is too long
-            yield f"{section}.{key}={path}: there is no such file or directory ({absolute(path)})."
+            written = found.recorded.get(f"{section}.{key}")
+            where = f"{path}: there is no such file or directory ({absolute(path)})."
+            yield f"{section}.{key}={where if written is None else f'{written}: there is no such file.'}"

@@ -6,13 +6,14 @@ and the texts of what is wrong. Nothing that names code, reads the environment o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 
+from launcher.environment_values import CALL, resolver_problem
 from launcher.problems import nearest, shortened, show, suggestion
+from launcher.search_path import KEY as SEARCH_PATH
 
 MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
 MAX_TOTAL = 32_768
@@ -20,9 +21,18 @@ NOT_OFFERED = {  # as the engine says to those who use it alone; it cannot be as
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
 }
-RESOLVER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
 CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 KnownKeys = Callable[[], Collection[str]]  # called only where they are needed: a composition takes time
+IN_PLACE_OF = {  # what users of Hydra type, and the key that does it here
+    "hydra.run.dir": "The directory of a run is run.dir=DIR.",
+    "hydra.output_subdir": "The files of a run lie in run.dir=DIR.",
+    "hydra.runtime.output_dir": "The directory of a run is run.dir=DIR.",
+    "hydra.job.name": "A run is called as its directory (run.dir=DIR), in wandb as tracker.run_name=NAME.",
+    "hydra.job.chdir": "No run changes the working directory; its files lie in run.dir=DIR.",
+    "hydra.verbose": "What a run logs is in logs/ of run.dir.",
+    "hydra/launcher": "The jobs of a sweep run one after the other; several machines: scripts/README.md.",
+    "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1.",
+}
 SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
 
 
@@ -74,19 +84,22 @@ def code_problem(line: str, key: str, value: Any) -> str | None:
         return (
             f"{line}: configs cannot name code ('_target_' and its kin). Names are looked up in registries."
         )
-    if any(RESOLVER_CALL.search(item) for item in nested_texts(value)):
-        return f"{line}: configs cannot call resolvers (${{name:...}}). Write the value itself."
-    return None
+    found = (resolver_problem(item) for item in nested_texts(value))
+    return next((f"{line}: {problem}" for problem in found if problem), None)
 
 
 def hydra_problem(override: Override, multirun: bool) -> str | None:
     key = override.key_or_group
     if key != "hydra" and not key.startswith(("hydra.", "hydra/")):
         return None
+    if key == SEARCH_PATH:
+        return "hydra.searchpath takes one list." if override.is_sweep_override() else None
+    if instead := IN_PLACE_OF.get(key):
+        return f"{override.input_line}: is not used here. {instead}"
     if key not in SWEEP_SETTINGS:
         return (
             f"{override.input_line}: Hydra's own settings are fixed, because they can name code to execute. "
-            f"Only these may be set: {', '.join(SWEEP_SETTINGS)}."
+            f"Only these may be set: {', '.join((*SWEEP_SETTINGS, SEARCH_PATH))}."
         )
     if not multirun:
         return (
@@ -104,6 +117,8 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
         )
     if not override.is_sweep_override():
         return None
+    if CALL.search(override.input_line or ""):
+        return f"{override.input_line}: ${{oc.env:...}} is one value, and a sweep names its jobs by theirs."
     if not multirun:
         return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
     if not override.is_discrete_sweep():

@@ -49,7 +49,9 @@ def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> Path
     def task(composed: DictConfig) -> None:
         own = HydraConfig.get()
         directories.append(Path(own.sweep.dir).absolute())
-        run_one(job_config(composed, own), tuple(own.overrides.task))
+        lines = OmegaConf.to_container(own.overrides.task, resolve=False)
+        assert isinstance(lines, list)
+        run_one(job_config(composed, own), tuple(map(str, lines)))
 
     call_hydra(request, ["--multirun", *settings, *request.overrides], task)
     return directories[0] if directories else None

@@ -19,28 +19,33 @@ OF_OUR_OWN = ("sgd", "adamw")  # the optimizers that need neither whole paramete
 OPTIONS = "options"  # where the keys of a model's or data set's own lie in the dataclasses
 
 
-def parse(tree: Mapping[str, Any]) -> Config:
-    """The typed config of a composed YAML tree; raises one ConfigError with all its problems."""
+def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config:  # read only
+    """The typed config of a composed YAML tree; raises one ConfigError with all its problems.
+
+    `recorded` has what stands for values of the environment, by path.
+    """
     gathered = gather_options(tree)
-    problems = find_problems(gathered)
+    problems = find_problems(gathered, recorded)
     if problems:
         raise ConfigError(summary(problems))
-    values = {**gathered, "run": {"dir": gathered["run"]["dir"] or ""}}
+    values = {**gathered, "run": {"dir": gathered["run"]["dir"] or ""}, "from_environment": dict(recorded)}
     return from_dict(values)
 
 
-def find_problems(values: Mapping[str, Any]) -> list[str]:
+def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> list[str]:
     """One line per problem of a tree whose options are gathered; none if `from_dict` may build it."""
     optim = values.get("optim")
     optimizer = optim.get("name") if isinstance(optim, Mapping) else None
     if not RULES["optim.name"].holds(optimizer):
-        return [value_problem("optim.name", optimizer, RULES["optim.name"])]
+        return [value_problem("optim.name", recorded.get("optim.name", optimizer), RULES["optim.name"])]
     wrong_keys = list(key_problems(values, section_types(str(optimizer)), ""))
     if wrong_keys:
         return wrong_keys
     leaves = dict(flatten(values))
     wrong_values = {path: value for path, value in leaves.items() if not RULES[path].holds(value)}
-    lines = [value_problem(path, value, RULES[path]) for path, value in wrong_values.items()]
+    lines = [
+        value_problem(path, recorded.get(path, value), RULES[path]) for path, value in wrong_values.items()
+    ]
     return lines + [line for paths, line in relations(leaves) if not paths & wrong_values.keys()]
 
 

@@ -16,6 +16,8 @@ LAYERS = (
         "ties",
         "config",
         "config_files",
+        "environment_values",
+        "search_path",
         "resources",
         "problems",
         "rules",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import Config, to_dict
+from launcher.environment_values import replaced
 from launcher.telemetry.files import (
     TEMPORARY,
     make_folder,
@@ -85,11 +86,14 @@ def foreign_to_a_run(directory: Path) -> list[str]:
 
 
 def user_shape(config: Config) -> dict[str, Any]:
-    """The config as people type it: options of the model and the data set at the level of the others."""
+    """The config as people type it: options of the model and the data set at the level of the others.
+
+    Values of the environment are named, not shown.
+    """
     shape: dict[str, Any] = to_dict(config)
     for group in ("model", "data"):
         shape[group].update(shape[group].pop("options"))
-    return shape
+    return replaced(shape, shape.pop("from_environment", {}))
 
 
 def config_yaml(config: Config) -> str:
