@@ -33,7 +33,6 @@ class Continuity:
     course: Course
     telemetry: Telemetry
     num_samples: int
-    reference_count: int
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
     scale: ScaleStart | None = None  # None where the run began afresh
@@ -43,7 +42,7 @@ class Continuity:
         self._identity = Identity.of(self.config, self.stepper.model, self.num_samples)
         wire = self.config.wire
         form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
-        self._origin = Origin(self.env.world_size, self.reference_count, form)
+        self._origin = Origin(self.env.world_size, form)
 
     @property
     def directory(self) -> Path:

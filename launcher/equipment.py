@@ -18,17 +18,16 @@ from typing import cast
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.config import AdamWConfig, Config, OptimConfig, SgdConfig, WireConfig
 from launcher.data import Batch, BatchPlan
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
-from launcher.engine.scale import nearest_power_of_two
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.gradients import GradientLooks
-from launcher.recipe import Recipe
+from launcher.recipe import Recipe, loss_of
 from launcher.schedule import learning_rates
 from launcher.telemetry import Telemetry
 
@@ -151,11 +150,6 @@ def build_wire(wire: WireConfig) -> Wire:
     )
 
 
-def reference_count(plan: BatchPlan) -> int:
-    """n0 of the loss boundary: the power of two nearest to the samples per rank and step."""
-    return nearest_power_of_two(min(plan.batch_size, plan.num_samples) / plan.world_size)
-
-
 def build_stepper(
     config: Config, env: WorkerEnv, model: nn.Module, plan: BatchPlan, total_steps: int
 ) -> Stepper:
@@ -172,7 +166,6 @@ def build_stepper(
         clip_norm=optim.clip_norm,
         learning_rates=learning_rates(schedule.name, optim.lr, total_steps, schedule.warmup_fraction),
         micro_batches=plan.micro_batches,
-        reference_count=reference_count(plan),
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],
     )
@@ -180,7 +173,12 @@ def build_stepper(
 
 def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:
     """Start the loss scale from one dry backward over this rank's first micro-batch; what came of it."""
-    found = stepper.calibrate((lambda: recipe.loss(model, first[0]).sum) if first else None)
+
+    def dry() -> tuple[Tensor, int]:
+        of_batch = loss_of(recipe.loss, model, first[0])
+        return of_batch.sum, of_batch.count
+
+    found = stepper.calibrate(dry if first else None)
     if found is None:
         return "auto: the first batch has no gradient to judge by; it starts where precision.scale.init says"
     return (

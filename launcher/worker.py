@@ -224,8 +224,7 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: H
     heartbeat.beat("comparing the models")
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
     equipment.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
-    count = equipment.reference_count(plan)
-    continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples, count)
+    continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples)
     return _Job(config, env, telemetry, recipe, plan, course, model, stepper, heartbeat, continuity)
 
 

@@ -49,7 +49,7 @@ from tests.models import Odd, conv_net, features
 from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-ORIGIN = Origin(1, 4, "none")
+ORIGIN = Origin(1, "none")
 ROOT = Path(__file__).parents[1]
 
 

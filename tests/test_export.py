@@ -42,7 +42,7 @@ def trained(name: str) -> Snapshot:
     for step in range(3):
         train(stepper, *features(8, step, shape))
     made = take(
-        stepper, ALONE, Identity.of(composed(), stepper.model, 9), Origin(1, 8, "none"), Progress(0, 3, 24)
+        stepper, ALONE, Identity.of(composed(), stepper.model, 9), Origin(1, "none"), Progress(0, 3, 24)
     )
     assert made is not None
     return made

@@ -161,11 +161,10 @@ def _state_values(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "progress": asdict(snapshot.progress),
         "counters": engine.counters,
-        "reference_count": engine.reference_count,
         "scale_mode": engine.scale_mode,
         "metric": None if snapshot.metric is None else strict(asdict(snapshot.metric)),
         "identity": asdict(snapshot.identity),
-        "origin": asdict(snapshot.origin),
+        "origin": asdict(snapshot.origin) | {"reference_count": engine.reference_count or 0},
         "names": snapshot.names,
         "extra": strict(snapshot.extra),
         "weights": described(engine.weights),
@@ -191,9 +190,8 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         optimizer=_exactly(state["optimizer"], {n: t for n, t in rest.items() if not n.startswith(BY_RANK)}),
         buffers=_exactly(state["buffers"], buffers),
         counters={name: int(value) for name, value in state["counters"].items()},
-        # older checkpoints do not have these two
-        reference_count=state.get("reference_count", state["origin"]["reference_count"]),
-        scale_mode=state.get("scale_mode"),
+        reference_count=state["origin"]["reference_count"] or None,
+        scale_mode=state.get("scale_mode"),  # older checkpoints have none
     )
     by_rank = {name: tensor for name, tensor in rest.items() if name.startswith(BY_RANK)}
     by_rank = _exactly(state["rank_buffers"], by_rank)
@@ -204,7 +202,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         engine=engine,
         progress=Progress(**{name: int(value) for name, value in state["progress"].items()}),
         identity=Identity(**state["identity"]),
-        origin=Origin(**state["origin"]),
+        origin=Origin(**{name: state["origin"][name] for name in ("world_size", "wire")}),
         random={name: _random_rows(rows) for name, rows in state["random"].items()},
         names=state["names"],
         rank_buffers={name.removeprefix(BY_RANK): rows for name, rows in by_rank.items()},

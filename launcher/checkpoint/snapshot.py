@@ -50,7 +50,6 @@ class Origin:
     """Under which conditions a state was saved. A run may go on under others; this is for people."""
 
     world_size: int
-    reference_count: int  # n0 of the loss boundary, per rank
     wire: str
 
 

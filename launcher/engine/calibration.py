@@ -9,41 +9,61 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from launcher.engine.refusal import refuse_count
 
 FP16_MAX = 65504.0
 HEADROOM = 4.0  # two octaves: gradients grow in the first steps
 UNKNOWN = -(2**31)
 
 
-def safe_exponent(
+Loss = Callable[[], Tensor | tuple[Tensor, int | Tensor]]
+
+
+@dataclass(frozen=True)
+class DryPass:
+    """What one dry backward has shown. `octave`: no gradient of any rank is above 2^octave.
+
+    It is None where no rank saw a gradient other than zero, or any saw one that is not finite. `count` is
+    that of this rank's own loss, None where that came without one.
+    """
+
+    octave: int | None
+    count: int | Tensor | None
+
+
+def dry_pass(
     model: nn.Module,
-    loss_sum: Callable[[], Tensor] | None,
+    loss: Loss | None,
     gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
-    reference_count: int,
     growth: float,
     group: dist.ProcessGroup | None,
-) -> int | None:
-    """The largest s at which 2^s / n0 times every gradient of one micro-batch stays two octaves below 65504.
+) -> DryPass:
+    """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` what it gives.
 
-    `loss_sum` runs the forward pass on this rank's micro-batch and gives its summed loss; None where the
-    rank has none; `gradients_of` back-propagates it. `growth` is how many times larger a parameter's
-    gradient may be on the wire. None if no rank saw a gradient other than zero, or any saw one that is not
-    finite. A collective.
+    `loss` is None where the rank has no micro-batch. `growth` is how many times larger a parameter's
+    gradient may be on the wire. A collective.
     """
-    largest = None if loss_sum is None else _largest_gradient(model, loss_sum, gradients_of, growth)
+    largest: float | None = None
+    count: int | Tensor | None = 0
+    if loss is not None:
+        largest, count = _largest_gradient(model, loss, gradients_of, growth)
     agreed = torch.tensor(_octave(largest), dtype=torch.int64)
     if group is not None:
         agreed = agreed.to(next(model.parameters()).device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     octave = int(agreed)
-    if octave in (UNKNOWN, -UNKNOWN):
-        return None
-    room = math.floor(math.log2(FP16_MAX / HEADROOM * reference_count))
-    return room - octave
+    return DryPass(None if octave in (UNKNOWN, -UNKNOWN) else octave, count)
+
+
+def safe_exponent(octave: int, reference_count: int) -> int:
+    """The largest s at which 2^s / n0 times 2^octave stays two octaves below 65504."""
+    return math.floor(math.log2(FP16_MAX / HEADROOM * reference_count)) - octave
 
 
 def _octave(largest: float | None) -> int:
@@ -55,15 +75,20 @@ def _octave(largest: float | None) -> int:
 
 def _largest_gradient(
     model: nn.Module,
-    loss_sum: Callable[[], Tensor],
+    loss: Loss,
     gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
     growth: float,
-) -> float:
-    """Of the outputs of modules, and of parameters times `growth`: those are what fp16 must hold."""
+) -> tuple[float, int | Tensor | None]:
+    """Of the outputs of modules, and of parameters times `growth`: what fp16 must hold; with the count."""
     seen: list[Tensor] = []
     with _widened(model), _watched_outputs(model, seen):
-        seen += [growth * g.float().abs().amax() for g in gradients_of(loss_sum()).values()]
-        return float(torch.stack([value.float() for value in seen]).amax()) if seen else 0.0
+        given = loss()
+        loss_sum, count = given if isinstance(given, tuple) else (given, None)
+        if count is not None:
+            refuse_count(count)
+        seen += [growth * g.float().abs().amax() for g in gradients_of(loss_sum).values()]
+        largest = float(torch.stack([value.float() for value in seen]).amax()) if seen else 0.0
+    return largest, count
 
 
 @contextmanager

@@ -29,6 +29,11 @@ def refuse_loss(loss_sum: Tensor, count: int | Tensor = 0) -> None:
         )
     if not loss_sum.requires_grad:
         raise UnusableError(NO_GRADIENT)
+    refuse_count(count)
+
+
+def refuse_count(count: int | Tensor) -> None:
+    """Raise UnusableError for what is no number of samples or tokens. Does not read a tensor."""
     if isinstance(count, Tensor) and count.numel() != 1:
         raise UnusableError(
             f"backward() was given a count of shape {tuple(count.shape)}; it must be one number."

@@ -21,7 +21,7 @@ from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
 from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
 from launcher.engine.attachment import Attachment
 from launcher.engine.buffers import Buffers, bits_of
-from launcher.engine.calibration import safe_exponent
+from launcher.engine.calibration import dry_pass, safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.layout import Layout
@@ -54,7 +54,8 @@ class Stepper:
 
     `group` None means one process. `micro_batches` is the largest number of backward() calls before each
     step(); the last of them overlaps with the wire. `reference_count` is n0 of the loss boundary: the usual
-    number of samples (or tokens) per step and rank; None takes it from the first step. `learning_rates`
+    number of samples (or tokens) per step and rank; None takes it from the counts of the first step, which
+    costs that step one collective. `learning_rates`
     gives one rate per applied step, the last one for ever after; None means `optimizer.lr` throughout.
 
     Building a Stepper moves the model's parameters and buffers into flat memory and takes rank 0's values
@@ -163,25 +164,30 @@ class Stepper:
         """The precision context for a forward pass."""
         return self.policy.forward(self._device, self.emulation.used)
 
-    def calibrate(self, loss_sum: Callable[[], Tensor] | None) -> int | None:
+    def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
         """Start the loss scale where one dry backward says that it fits, before the first step.
 
-        `loss_sum` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns
-        the fp32 sum of its losses; None on a rank without one. Returns the exponent of the new scale, None
-        if there was nothing to see or there is no loss scale. A collective; needs `reference_count`. Waits
-        for the device.
+        `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
+        fp32 sum of its losses, with their count where no `reference_count` was given: n0 then comes from this
+        pass. None on a rank without a micro-batch. Returns the exponent of the new scale, None if there was
+        nothing to see or there is no loss scale. A collective. Waits for the device.
         """
         if self.scale.scaling.mode == "none":
             return None
-        if self._reference is None:
-            raise UnusableError(
-                "calibrate() needs reference_count, the usual number of samples per rank and step."
-            )
         growth = max(1.0, self.layout.world_size / self._divisor) * self._micro_batches
         with self.reducer.grad_put_aside():
-            found = safe_exponent(self.model, loss_sum, self._aside, self._reference, growth, self.group)
+            dry = dry_pass(self.model, loss, self._aside, growth, self.group)
         self.buffers.restore_if(torch.ones((), dtype=torch.bool, device=self._device))
-        return None if found is None else self.scale.start_at(found)
+        if self._reference is None:
+            if dry.count is None:
+                raise UnusableError(
+                    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the "
+                    "Stepper with reference_count, the usual number of samples per rank and step."
+                )
+            self._reference = self._agree_on_reference(dry.count) or None
+        if dry.octave is None or self._reference is None:
+            return None
+        return self.scale.start_at(safe_exponent(dry.octave, self._reference))
 
     def vote(self, question: int) -> None:
         """Vote for something of the caller's in the coming step, before its first backward().
@@ -343,7 +349,10 @@ class Stepper:
         """
         self._in_place.take()
         state = self.scale.state
-        found = {f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)}
+        reference = torch.tensor([self._reference or 0], device=self._device)
+        found = {"reference count": reference} | {
+            f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
+        }
         for segment in self.layout.segments:
             kinds = {"weight": segment.weight}
             for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
@@ -450,7 +459,8 @@ class Stepper:
     def _agree_on_reference(self, count: int | Tensor) -> int:
         """n0 from the first step: the power of two nearest to the mean count per rank. A collective.
 
-        0 where no rank had a sample: then the next step has another say.
+        Each rank's first micro-batch stands for all of them. 0 where no rank had a sample: then the next step
+        has another say.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device) + count * self._micro_batches
         if self.group is not None:

@@ -79,7 +79,7 @@ def test_it_leaves_no_trace() -> None:
 
 def test_it_needs_to_know_how_many_samples_a_step_has() -> None:
     model = Planted()
-    with pytest.raises(ValueError, match="needs reference_count"):
+    with pytest.raises(ValueError, match="needs the count of the loss"):
         Stepper(model, SGD(0.1), Policy.fp16()).calibrate(lambda: model(1.0, 1.0))
 
 

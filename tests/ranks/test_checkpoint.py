@@ -35,7 +35,7 @@ def save(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
     stepper = stepper_of(env, shard)
     run(env, stepper, range(3))
     identity = Identity.of(composed(), stepper.model, 100)
-    snapshot = take(stepper, env, identity, Origin(env.world_size, 4, "fp16"), Progress(0, 3, 24))
+    snapshot = take(stepper, env, identity, Origin(env.world_size, "fp16"), Progress(0, 3, 24))
     assert (snapshot is None) == (env.rank > 0), "one rank holds the only copy"
     if snapshot is not None:
         publish(directory, snapshot)

@@ -59,7 +59,7 @@ def test_equal_replicas_pass() -> None:
 def test_one_bit_on_one_rank_is_caught_and_named(fault) -> None:
     texts = run_ranks(3, drift, fault)
     assert len(set(texts)) == 1
-    assert f"rank(s) 1 differ from the others in 1 of 21 tensors ({FAULTS[fault]})" in texts[0]
+    assert f"rank(s) 1 differ from the others in 1 of 22 tensors ({FAULTS[fault]})" in texts[0]
 
 
 def drift_sharded(env: WorkerEnv) -> str:
