@@ -25,6 +25,7 @@ from launcher.engine.calibration import dry_pass, safe_exponent
 from launcher.engine.clock import StepClock
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.layout import Layout
+from launcher.engine.mean_loss import WARNING, is_mean
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.notices import Notices
 from launcher.engine.policy import Emulation, Policy, choose_emulation
@@ -208,6 +209,8 @@ class Stepper:
         """
         self._attachment.check()
         refuse_loss(loss_sum, count)
+        if is_mean(loss_sum, count):
+            self._notices.warn(WARNING, stacklevel=2)
         if self._done == self._micro_batches:
             raise RuntimeError(
                 f"backward() was called more than {self._micro_batches} times before step(). "
