@@ -31,6 +31,17 @@ def _functions(names: str, *homes: Any) -> Iterable[Callable[..., Any]]:
     return (getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
 
 
+def _all_but(home: Any, names: str) -> Iterable[Callable[..., Any]]:
+    """Every public function of a module of torch, except these."""
+    excepted = {*names.split(), "Tensor", "common_args", "merge_dicts"}
+    public = (name for name in dir(home) if not name.startswith("_") and name not in excepted)
+    return (getattr(home, name) for name in public if callable(getattr(home, name)))
+
+
+# Functions of torch.special, each a curve without a sum of terms in it, which kernels give in half.
+_CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e logit multigammaln ndtr"
+_CURVES += " polygamma psi sinc"
+
 # Half inputs, fp32 accumulation, half output.
 PRODUCTS = frozenset(
     [
@@ -55,12 +66,22 @@ WIDE = frozenset(
         *_functions("binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss"),
         *_functions("cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
         *_functions("triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
+        # Not in autocast's lists: decompositions, which no processor has in half, and what is made of many
+        # roundings there.
+        *_all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
+        *_all_but(torch.special, f"{_CURVES} round"),
+        *_all_but(torch.fft, "fftfreq rfftfreq fftshift ifftshift"),
+        *_functions("matrix_exp matrix_power exp2 logaddexp logaddexp2 logcumsumexp xlogy stft istft"),
+        *_functions("cholesky cholesky_inverse cholesky_solve det logdet slogdet inverse pinverse qr svd"),
+        *_functions("geqrf orgqr ormqr lu_solve triangular_solve svd_lowrank pca_lowrank lobpcg"),
+        *_functions("trapezoid trapz cumulative_trapezoid trace nansum quantile nanquantile"),
     ]
 )
 # fp32 inside, output of the first input's dtype: what CUDA kernels do with half inputs.
 INNER = frozenset(
     [
-        *_functions("batch_norm instance_norm mean var std gelu"),
+        *_functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
+        *_functions(_CURVES, torch.special),
         *_functions("avg_pool1d avg_pool2d avg_pool3d"),
         *_functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
     ]
@@ -71,7 +92,9 @@ PROMOTING = frozenset(
         *_functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
         *_functions("grid_sample grid_sampler index_put scatter_add"),
         # In half, a processor's backward pass adds the gradients of equal tokens in half, too.
+        *_functions("cross", torch.linalg),
         *_functions("embedding embedding_bag", torch),
+        *_functions("index_select gather take take_along_dim index_add"),
     ]
 )
 # Written in Python from other functions, which the mode must see one by one. The backward passes are here
@@ -129,12 +152,14 @@ class RoundedArithmetic(TorchFunctionMode):
         if func in WIDE:
             return func(*_map(_widen, args), **_map(_widen, kwargs))
         if func in INNER:
-            first = args[0] if args else kwargs["input"]
-            return self._inside_fp32(func, args, kwargs, first.dtype in _HALF)
+            given = kwargs["input"] if "input" in kwargs else next(a for a in args if _is_tensor(a))
+            return self._inside_fp32(func, args, kwargs, given.dtype in _HALF)
         if func in PROMOTING:
             return self._inside_fp32(func, args, kwargs, not _any_fp32((args, kwargs)))
         if func is checkpoint:  # only the compiler asks, and would trace what is within without this mode
             torch._dynamo.graph_break("emulated half arithmetic leaves activation checkpointing uncompiled")
+        if func is torch.Tensor.__getitem__ and _picks_rows(*args):
+            return self._inside_fp32(func, args, kwargs, True)
         if func in COMPOSITES:
             with self:
                 return _OPENED[func](*args, **kwargs)
@@ -157,6 +182,23 @@ class RoundedArithmetic(TorchFunctionMode):
         if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
             return value.to(self.dtype)
         return value
+
+
+def _picks_rows(table: torch.Tensor, index: object) -> bool:
+    """Whether `table[index]` may take an element of a half table twice: its gradients are then summed.
+
+    A slice stays a view, into which can be written.
+    """
+    if table.dtype not in _HALF or not table.requires_grad:
+        return False
+    return any(
+        isinstance(part, list) or (_is_tensor(part) and part.dtype != torch.bool)
+        for part in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _widen(value: Any) -> Any:
