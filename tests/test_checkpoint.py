@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import hashlib
 import json
 import os
@@ -281,6 +282,29 @@ def test_an_evaluation_that_was_owed_is_added(tmp_path: Path, monkeypatch, can_e
     publish(tmp_path, averaged(snapshot(7, metric=0.1)))
     assert same(load(path), evaluated), "what has been measured stays"
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_it_is_added_in_one_step_where_the_file_system_can(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names relative to it are exchanged too
+    for name in ("one", "other"):
+        Path(name).mkdir()
+    if ctypes.CDLL(None).renameat2(-100, b"one", -100, b"other", 2):
+        pytest.skip("this file system cannot exchange two names")
+    path = publish(Path("checkpoints"), snapshot(7))
+    renamed: list[object] = []
+    monkeypatch.setattr(os, "rename", lambda *names: renamed.append(names))
+    publish(Path("checkpoints"), averaged(snapshot(7, metric=0.9)))
+    assert renamed == []
+    assert same(load(path), averaged(snapshot(7, metric=0.9)))
+
+
+def test_names_of_what_was_set_aside_never_meet(tmp_path: Path) -> None:
+    for _ in range(4):
+        (path,) = publish_steps(tmp_path, 7)
+        (path / STATE).unlink()
+        assert newest_intact(tmp_path).path is None
+    kept = ["damaged-step-00000007", *(f"damaged-step-00000007-{number}" for number in (2, 3, 4))]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == kept
 
 
 # Order, choice, retention
