@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.diagnosis import (
+    MAX_ROWS,
     buffers_kept,
     diagnose,
     diagnose_backward,
@@ -114,6 +115,30 @@ def test_the_inputs_are_read_before_the_module_overwrites_them() -> None:
     finding = first_nonfinite_module(model, on(model, torch.ones(2, 3)))
     assert finding is not None
     assert (finding.name, finding.input_range) == ("1", (1.0, 1.0))
+
+
+def test_rows_are_those_of_the_output_and_a_single_number_is_one_row() -> None:
+    class Total(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * float("inf")
+
+    total = Total()
+    alone = first_nonfinite_module(total, on(total, torch.ones(3, 2)))
+    assert alone is not None
+    assert (alone.rows, alone.num_rows) == ((0,), 1)
+    many = nn.Sequential(InPlace())
+    finding = first_nonfinite_module(many, on(many, torch.ones(MAX_ROWS + 9, 2)))
+    assert finding is not None
+    assert (finding.rows, finding.num_rows) == (tuple(range(MAX_ROWS)), MAX_ROWS + 9)
+
+
+def test_integers_have_no_range() -> None:
+    model = nn.Embedding(4, 2)
+    with torch.no_grad():
+        model.weight[3] = float("nan")
+    finding = first_nonfinite_module(model, on(model, torch.tensor([0, 3, 1])))
+    assert finding is not None
+    assert (finding.inputs_finite, finding.input_range, finding.rows) == (True, None, (1,))
 
 
 def test_a_module_whose_own_arithmetic_fails_is_named_not_its_parts() -> None:
