@@ -108,7 +108,9 @@ def train(arguments: Arguments, leader: Leader) -> int:
     if "--hydra-help" in arguments.flags:
         return ask_hydra(request, ["--hydra-help"])
     if "--shell-completion" in arguments.flags:
-        return ask_hydra(request, ["--shell-completion", *request.overrides])
+        from launcher.completion import answer
+
+        return answer(request, ask_hydra)
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])

@@ -34,7 +34,7 @@ Flags, anywhere among them:
   -cd, --config-dir DIR      a config tree of your own, with the same groups
   -cn, --config-name NAME    another primary config than config.yaml
   -i, --info [TOPIC]         how Hydra found the config
-  -sc, --shell-completion    Hydra's: install=bash, uninstall=bash
+  -sc, --shell-completion    eval "$(python -m launcher -sc install=bash)"; uninstall=bash
   --hydra-help, --version, -h, --help
 """
 

@@ -30,7 +30,7 @@ LAYERS = (
     {"checkpoint", "consistency"},
     {"loop", "saving", "watch", "evaluate", "culprit", "gradients", "report", "export"},
     {"continuity", "measuring", "meeting", "equipment", "closing", "worker"},
-    {"supervisor", "rendezvous", "overrides", "compose", "experiments", "jobs", "sweep"},
+    {"supervisor", "rendezvous", "overrides", "compose", "completion", "experiments", "jobs", "sweep"},
     {"cli"},
     {"__main__"},
 )
