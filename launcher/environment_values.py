@@ -3,7 +3,9 @@
 Owns what of it is allowed and what is recorded. The run uses the value; config.yaml, overrides.txt, the
 tracker and the report get the text that names the variable. Only the user's command line, --config-dir and
 hydra.searchpath may ask for a value: the config of a checkpoint or of an earlier run is compared, never
-resolved. A variable whose name is that of a credential is refused, and so is every other resolver.
+resolved. A variable whose name is that of a credential is refused, and so is every other resolver. A resumed
+run resolves again. What identifies a run (seed, names, batch size) is in its checkpoints by value, so that
+another value is refused there; a path shows in what is said of its files, and wandb gets its own keys.
 """
 
 from __future__ import annotations
