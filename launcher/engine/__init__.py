@@ -5,6 +5,7 @@ from launcher.engine.policy import Policy
 from launcher.engine.refusal import EngineWarning, UnusableError
 from launcher.engine.result import StepReport, StepResult
 from launcher.engine.scale import Scaling
+from launcher.engine.state import EngineState
 from launcher.engine.stepper import Stepper
 from launcher.engine.update import SGD, AdamW
 from launcher.engine.wires import Wire
@@ -12,6 +13,7 @@ from launcher.engine.wires import Wire
 __all__ = [
     "SGD",
     "AdamW",
+    "EngineState",
     "EngineWarning",
     "Policy",
     "Scaling",

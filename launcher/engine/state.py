@@ -7,14 +7,17 @@ sharding or the order of parameters, so a run may go on with others of these. Kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from launcher.engine.buffers import HALF
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.policy import ScaleMode
+from launcher.engine.refusal import UnusableError
 from launcher.engine.scale import LossScale
 
 
@@ -22,8 +25,12 @@ from launcher.engine.scale import LossScale
 class EngineState:
     """Tensors by name. `optimizer` has one entry per state and parameter: `exp_avg/fc.weight`.
 
-    `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters. `counters` are those
-    of the loss scale: exponent, clean steps in a row, lives, applied and skipped steps.
+    `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters, of which those in
+    fp64 or not floating-point keep their dtype. `counters` are those of the loss scale: exponent, clean steps
+    in a row, lives, applied and skipped steps.
+
+    Two plain forms go to files: `as_dict()` for torch.save and torch.load(weights_only=True), `tensors()`
+    for safetensors. Both come back bit for bit, by `from_dict` and `from_tensors`.
     """
 
     weights: dict[str, Tensor]
@@ -43,6 +50,95 @@ class EngineState:
             self.reference_count,
             self.scale_mode,
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a dict of dicts of the same tensors, of ints, a string and None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _copied(values)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineState:
+        """The way back. Raises UnusableError for anything but what `as_dict` gave."""
+        refuse_other_forms(values)
+        return cls(**_copied(values))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """One flat dict: `weights/fc.weight`, `optimizer/exp_avg/fc.weight`, `counters/applied` (int64)."""
+        parts = {"weights": self.weights, "optimizer": self.optimizer, "buffers": self.buffers}
+        found = {
+            f"{part}/{n}": t.detach().contiguous() for part, named in parts.items() for n, t in named.items()
+        }
+        found |= {f"counters/{name}": torch.tensor(value) for name, value in self.counters.items()}
+        if self.reference_count is not None:
+            found["reference_count"] = torch.tensor(self.reference_count)
+        if self.scale_mode is not None:
+            found["scale_mode"] = torch.tensor(get_args(ScaleMode).index(self.scale_mode))
+        return found
+
+    @classmethod
+    def from_tensors(cls, flat: Mapping[str, Tensor]) -> EngineState:
+        """The way back. Raises UnusableError for anything but what `tensors` gave."""
+        values: dict[str, Any] = {name: {} for name in _PARTS}
+        for key, tensor in flat.items():
+            part, slash, name = key.partition("/")
+            if slash and part in _PARTS:
+                values[part][name] = int(tensor) if part == "counters" else tensor
+            elif key in _NUMBERS:
+                values[key] = int(tensor)
+            else:
+                raise UnusableError(f"{key} is no key of EngineState.tensors(). {_expected()}")
+        if "scale_mode" in values:
+            values["scale_mode"] = dict(enumerate(get_args(ScaleMode))).get(values["scale_mode"], "unknown")
+        return cls.from_dict(values)
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with dicts of its own, down to the tensors."""
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+_PARTS = ("weights", "optimizer", "buffers", "counters")
+_NUMBERS = ("reference_count", "scale_mode")
+
+
+def refuse_other_forms(values: Mapping[str, Any]) -> None:
+    """Raise UnusableError for what is not the dict form of a state."""
+    if not isinstance(values, Mapping):
+        raise UnusableError(f"a state was given as a {type(values).__name__}. {_expected()}")
+    missing = [name for name in _PARTS if name not in values]
+    unknown = [str(name) for name in values if name not in (*_PARTS, *_NUMBERS)]
+    if missing or unknown:
+        raise UnusableError(
+            f"this is no state of a Stepper: {len(missing)} keys are missing ({', '.join(missing)}) and "
+            f"{len(unknown)} are not known ({', '.join(unknown[:3])}). {_guess(values)}"
+        )
+    for part in _PARTS:
+        kind = int if part == "counters" else Tensor
+        if not isinstance(values[part], Mapping):
+            raise UnusableError(f"{part} of a state is a {type(values[part]).__name__}. {_expected()}")
+        for name, value in values[part].items():
+            if not isinstance(value, kind):
+                raise UnusableError(f"{part}/{name} of a state is a {type(value).__name__}. {_expected()}")
+
+
+def _guess(values: Mapping[str, Any]) -> str:
+    """What was given instead, and where it belongs."""
+    if set(values) == {"state", "param_groups"}:
+        return f"It looks like the state_dict of an optimizer of torch. {_expected()}"
+    if any(str(name).startswith(tuple(f"{part}/" for part in _PARTS)) for name in values):
+        return "It is the flat form: stepper.load(EngineState.from_tensors(...)) takes it."
+    if values and all(isinstance(value, Tensor) for value in values.values()):
+        return (
+            "It looks like the state_dict of a model: load it with model.load_state_dict() before building "
+            "the Stepper."
+        )
+    return _expected()
+
+
+def _expected() -> str:
+    return (
+        "Give what Stepper.state_dict() returned, or EngineState.from_tensors() of what tensors() returned."
+    )
 
 
 def counters_of(scale: LossScale) -> dict[str, int]:
@@ -74,8 +170,50 @@ def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
         )
 
 
-def refuse_misfits(kind: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]) -> None:
-    """The same for names, and for tensors of another shape: copying might stretch them unseen."""
+def refuse_other_model(model: nn.Module, state: EngineState) -> None:
+    """Raise ValueError unless `state` has the weights and buffers of `model`: names, shapes and dtypes.
+
+    Weights are fp32, whatever the model computes with, and half values do for an fp32 buffer.
+    """
+    if not isinstance(state, EngineState):
+        given = type(state).__name__
+        raise UnusableError(
+            f"load() takes what state() returned, not a {given}. load_state_dict() takes a dict."
+        )
+    parameters, buffers = named_parameters(model), named_buffers(model)
+    refuse_misfits("weights", {n: p.shape for n, p in parameters.items()}, state.weights)
+    refuse_misfits("buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
+    for name, p in parameters.items():
+        _refuse_dtype("weights", name, exact(p).dtype, state.weights[name].dtype)
+    for name, buffer in buffers.items():
+        given = state.buffers[name].dtype
+        if not (given in HALF and buffer.dtype == torch.float32):
+            _refuse_dtype("buffers", name, buffer.dtype, given)
+
+
+def exact(p: Tensor) -> Tensor:
+    """A parameter as a state holds it: widened where it is half, in its own dtype otherwise."""
+    return p.detach().float() if p.dtype in HALF else p.detach()
+
+
+def _refuse_dtype(kind: str, name: str, expected: torch.dtype, given: torch.dtype) -> None:
+    if given != expected:
+        raise ValueError(
+            f"the state does not fit: of the {kind}, {name} is {given} in the state and must be {expected}. "
+            "Give it as Stepper.state() did: masters are never rebuilt from half values."
+        )
+
+
+def refuse_misfits(
+    kind: str,
+    expected: Mapping[str, torch.Size],
+    given: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The same for names, and for tensors of another shape: copying might stretch them unseen.
+
+    Also for another dtype, where one is given.
+    """
     refuse_other_names(kind, set(expected), set(given))
     for name, shape in expected.items():
         if given[name].shape != shape:
@@ -83,3 +221,5 @@ def refuse_misfits(kind: str, expected: Mapping[str, torch.Size], given: Mapping
                 f"the state does not fit: of the {kind}, {name} has shape {tuple(given[name].shape)} in the "
                 f"state and {tuple(shape)} in the model. Build the model that the state was saved from."
             )
+        if dtype is not None:
+            _refuse_dtype(kind, name, dtype, given[name].dtype)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,9 @@ from launcher.engine.shards import Shards
 from launcher.engine.state import (
     EngineState,
     counters_of,
-    refuse_misfits,
+    exact,
     refuse_numbers,
+    refuse_other_model,
 )
 from launcher.engine.tally import Tally
 from launcher.engine.update import Optimizer, Scalars, Updater
@@ -306,9 +308,7 @@ class Stepper:
         self._attachment.check()
         self._in_place.take()
         self._in_place.refuse_unseen()
-        frozen = {
-            n: p.detach().float() for n, p in named_parameters(self.model).items() if not p.requires_grad
-        }
+        frozen = {n: exact(p) for n, p in named_parameters(self.model).items() if not p.requires_grad}
         return EngineState(
             weights=frozen | self.named_masters(),
             optimizer=self.updater.named_states(self.shards),
@@ -327,10 +327,7 @@ class Stepper:
         sharded.
         """
         self._attachment.check()
-        refuse_misfits(
-            "weights", {n: p.shape for n, p in named_parameters(self.model).items()}, state.weights
-        )
-        refuse_misfits("buffers", {n: b.shape for n, b in named_buffers(self.model).items()}, state.buffers)
+        refuse_other_model(self.model, state)
         refuse_numbers(state)
         self.updater.load_states(self.shards, state.optimizer)
         self.shards.load_masters(state.weights)
@@ -344,6 +341,21 @@ class Stepper:
         self._start_of_run()
         self._reference = self._reference or state.reference_count
         return self.scale.restore(state.counters, state.scale_mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) reads again.
+
+        References, as torch's own: save or copy them before the next step. For safetensors:
+        `save_file(stepper.state().tensors(), path)`. A collective where `state()` is one.
+        """
+        return self.state().as_dict()
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> ScaleStart:
+        """Continue from what `state_dict()` gave; from safetensors: `load(EngineState.from_tensors(...))`.
+
+        As `load()`; raises UnusableError for another mapping, a model's own state_dict for instance.
+        """
+        return self.load(EngineState.from_dict(values))
 
     def replicas(self) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by a name for people.

@@ -224,7 +224,7 @@ class Updater:
         """Take the states by `state/parameter`. Raises ValueError for those of another optimizer."""
         shapes = shards.shapes
         expected = {f"{state}/{name}": shapes[name] for state in self.optimizer.states for name in shapes}
-        refuse_misfits("optimizer states", expected, named)
+        refuse_misfits("optimizer states", expected, named, torch.float32)
         for position, state in enumerate(self.optimizer.states):
             values = {name: named[f"{state}/{name}"] for name in shapes}
             shards.spread(values, [states[position] for states in self.states])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.state import EngineState
@@ -131,6 +133,35 @@ def test_a_state_fits_another_number_of_ranks_and_another_wire(before, after, sh
     old, new = (Wire(shard=shard) for shard in sharded)
     (state, *_) = run_ranks(before, save_on_ranks, old)
     assert all(run_ranks(after, load_on_ranks, new, state))
+
+
+def save_to_files(env: WorkerEnv, wire: Wire | None, folder: Path) -> None:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+    run(env, stepper, 0, 5)
+    values, flat = stepper.state_dict(), stepper.state().tensors()  # collectives where it is sharded
+    if env.rank == 0:
+        torch.save(values, folder / "state.pt")
+        save_file(flat, folder / "state.safetensors")
+
+
+def load_from_files(env: WorkerEnv, wire: Wire | None, folder: Path) -> bool:
+    """Whether both files give the same state, and it is what they hold."""
+    saved = torch.load(folder / "state.pt", weights_only=True)
+    first, second = (stepper_of(env, AdamW(0.01), Policy.fp16(), wire) for _ in range(2))
+    first.load_state_dict(saved)
+    second.load(EngineState.from_tensors(load_file(folder / "state.safetensors")))
+    again = first.state().tensors()
+    same = state_digest(first, counters=True) == state_digest(second, counters=True)
+    kept = EngineState.from_dict(saved).tensors()
+    return same and again.keys() == kept.keys() and all(torch.equal(again[key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sharded"), [(2, 3, (True, True)), (2, 2, (True, False)), (1, 2, (False, True))]
+)
+def test_files_of_an_own_loop_fit_another_number_of_ranks(tmp_path: Path, before, after, sharded) -> None:
+    run_ranks(before, save_to_files, Wire(shard=sharded[0]), tmp_path)
+    assert all(run_ranks(after, load_from_files, Wire(shard=sharded[1]), tmp_path))
 
 
 def test_the_state_of_another_model_is_refused_before_anything_changes() -> None:

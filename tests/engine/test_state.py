@@ -1,0 +1,170 @@
+"""A state as plain mappings: through torch.save and safetensors and back, bit for bit; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from launcher.engine import SGD, AdamW, EngineState, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
+from tests.engine.observe import state_digest, train
+from tests.models import Odd, conv_net, features
+
+SCALING = Scaling(growth_interval=3, init=1024)
+OPTIMIZERS = {
+    "sgd": SGD(0.1, 0.9),
+    "adamw": AdamW(0.01),
+    "adam of torch": TorchOptimizer(torch.optim.Adam, 0.01),
+}
+
+
+def stepper_of(name: str = "adamw", policy: Policy | None = None, model: nn.Module | None = None) -> Stepper:
+    policy = policy or Policy.fp16()
+    scaling = SCALING if policy.scale_mode == "dynamic" else None
+    return Stepper(model or conv_net(), OPTIMIZERS[name], policy, scaling=scaling)
+
+
+def through_torch(stepper: Stepper, folder: Path) -> Callable[[Stepper], object]:
+    torch.save(stepper.state_dict(), folder / "state.pt")
+    return lambda other: other.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+
+
+def through_safetensors(stepper: Stepper, folder: Path) -> Callable[[Stepper], object]:
+    save_file(stepper.state().tensors(), folder / "state.safetensors")
+    return lambda other: other.load(EngineState.from_tensors(load_file(folder / "state.safetensors")))
+
+
+@pytest.mark.parametrize("through", [through_torch, through_safetensors])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_a_run_continues_bit_for_bit_from_a_file(tmp_path: Path, name, policy, through) -> None:
+    whole, resumed = stepper_of(name, policy), stepper_of(name, policy)
+    for step in range(4):
+        train(whole, *features(4, step, (3, 8, 8)))
+    through(whole, tmp_path)(resumed)
+    assert resumed.state().reference_count == 4
+    for stepper in (whole, resumed):
+        for step in range(4, 7):
+            train(stepper, *features(4, step, (3, 8, 8)))
+    one, other = whole.state().tensors(), resumed.state().tensors()
+    assert one.keys() == other.keys()  # in whatever order a file has them
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("through", [through_torch, through_safetensors])
+def test_parameters_of_every_kind_come_back(tmp_path: Path, through) -> None:
+    steppers = []
+    for seed in (0, 1):
+        model = Odd(seed)
+        model.register_buffer("flags", torch.tensor([True, False]))
+        model.fixed = nn.Parameter(torch.tensor([1 / 3], dtype=torch.float64), requires_grad=False)
+        steppers.append(stepper_of(model=model))
+    train(steppers[0], *features(4, 0))
+    through(steppers[0], tmp_path)(steppers[1])
+    assert state_digest(*steppers[:1], counters=True) == state_digest(*steppers[1:], counters=True)
+
+
+def test_a_fresh_stepper_has_a_state_too(tmp_path: Path) -> None:
+    for through in (through_torch, through_safetensors):
+        stepper = stepper_of()
+        through(stepper_of(), tmp_path)(stepper)
+        assert stepper.state().reference_count is None
+
+
+def test_what_state_dict_gives_are_references() -> None:
+    """As those of torch: a later step changes them."""
+    stepper = stepper_of(policy=Policy.fp32())
+    values = stepper.state_dict()
+    before = values["weights"]["8.weight"].clone()
+    train(stepper, *features(4, 0, (3, 8, 8)))
+    assert not torch.equal(values["weights"]["8.weight"], before)
+    values["weights"].clear()
+    assert stepper.state().weights
+
+
+def without(name: str) -> Callable[[Stepper], dict[str, Any]]:
+    return lambda stepper: {key: value for key, value in stepper.state_dict().items() if key != name}
+
+
+def changed(part: str, name: str, value: object) -> Callable[[Stepper], dict[str, Any]]:
+    def change(stepper: Stepper) -> dict[str, Any]:
+        values = stepper.state_dict()
+        values[part][name] = value
+        return values
+
+    return change
+
+
+WRONG: dict[str, tuple[Callable[[Stepper], Any], str]] = {
+    "a model's": (lambda stepper: stepper.model.state_dict(), "state_dict of a model: .*before building"),
+    "an optimizer's": (
+        lambda stepper: torch.optim.SGD(stepper.model.parameters(), 0.1).state_dict(),
+        "4 keys are missing .*state_dict of an optimizer",
+    ),
+    "flat": (
+        lambda stepper: stepper.state().tensors(),
+        r"flat form: stepper\.load\(EngineState\.from_tensors",
+    ),
+    "an EngineState": (lambda stepper: stepper.state(), "given as a EngineState"),
+    "nothing": (lambda stepper: {}, r"4 keys are missing \(weights, optimizer, buffers, counters\)"),
+    "no optimizer": (without("optimizer"), r"1 keys are missing \(optimizer\) and 0 are not known"),
+    "no counters": (without("counters"), r"1 keys are missing \(counters\)"),
+    "one more": (lambda stepper: stepper.state_dict() | {"epoch": 3}, r"1 are not known \(epoch\)"),
+    "a list": (lambda stepper: stepper.state_dict() | {"buffers": []}, "buffers of a state is a list"),
+    "a number": (changed("weights", "8.bias", 1.0), r"weights/8\.bias of a state is a float"),
+    "a tensor": (changed("counters", "applied", torch.tensor(1)), "counters/applied of a state is a Tensor"),
+    "half weights": (
+        changed("weights", "8.bias", torch.zeros(3).half()),
+        r"8\.bias is torch\.float16 .*must be",
+    ),
+    "half moments": (
+        changed("optimizer", "exp_avg/8.bias", torch.zeros(3).half()),
+        r"exp_avg/8\.bias is torch\.float16 in the state and must be torch\.float32",
+    ),
+    "another buffer": (
+        changed("buffers", "1.num_batches_tracked", torch.tensor(1.5)),
+        r"1\.num_batches_tracked is torch\.float32 in the state and must be torch\.int64",
+    ),
+    "one buffer more": (changed("buffers", "extra", torch.zeros(1)), r"1 are not known here \(extra\)"),
+    "a count": (lambda stepper: stepper.state_dict() | {"reference_count": 3}, "reference_count=3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_mappings_are_refused_before_anything_changes(name) -> None:
+    make, text = WRONG[name]
+    stepper = stepper_of()
+    train(stepper, *features(4, 0, (3, 8, 8)))
+    values = make(stepper)
+    before = state_digest(stepper, counters=True)
+    with pytest.raises(ValueError, match=text):
+        stepper.load_state_dict(values)
+    assert state_digest(stepper, counters=True) == before
+
+
+def test_a_dict_given_to_load_is_sent_to_load_state_dict() -> None:
+    stepper = stepper_of()
+    with pytest.raises(UnusableError, match=r"not a dict\. load_state_dict\(\) takes"):
+        stepper.load(stepper.state_dict())
+
+
+@pytest.mark.parametrize("key", ["fc.weight", "weights", "applied", "random/cpu"])
+def test_flat_tensors_of_something_else_are_refused(key) -> None:
+    flat = stepper_of().state().tensors()
+    with pytest.raises(UnusableError, match=rf"{key} is no key of EngineState\.tensors\(\)"):
+        EngineState.from_tensors(flat | {key: torch.zeros(2)})
+
+
+def test_an_unknown_mode_of_the_scale_is_refused() -> None:
+    stepper = stepper_of()
+    flat = stepper.state().tensors() | {"scale_mode": torch.tensor(9)}
+    with pytest.raises(ValueError, match="scale_mode is 'unknown'"):
+        stepper.load(EngineState.from_tensors(flat))
+    with pytest.raises(ValueError, match="scale_mode is 'magic'"):
+        stepper.load(replace(stepper.state(), scale_mode="magic"))
