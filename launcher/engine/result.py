@@ -71,7 +71,8 @@ class StepResult:
     ) -> StepResult:
         """Pack [values (7), votes, automaton state (7), culprit ranks, sums per parameter], all as fp64."""
         packed = torch.cat([values, state.double(), reduced.culprits.double(), reduced.sums])
-        host, ready = packed.to("cpu", non_blocking=True), None
+        # A meta tensor has nothing to copy: there a step is only traced for what it asks the host.
+        host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
         if packed.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
