@@ -1,15 +1,18 @@
 """What others run for the same work, as its authors would write it.
 
-Owns the updates that the update benchmark compares with: a fused optimizer alone, the stock composition of
-torch's parts, and the loop over tensors that people write. They share no code with the engine.
+Owns the updates that the update benchmark compares with (a fused optimizer alone, the stock composition of
+torch's parts, the loop over tensors that people write) and whole training steps: autocast with GradScaler, by
+hand, under Accelerate, under Lightning Fabric. They share no code with the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 LOSS_SCALE = 2.0**16
@@ -92,3 +95,87 @@ def scaled_gradient(master: Tensor) -> Tensor:
     """A gradient as it comes from the wire: scaled, fp16 for matrices and fp32 for vectors."""
     gradient = torch.randn_like(master)
     return gradient.half() if master.ndim >= 2 else gradient
+
+
+class AutocastLoop:
+    """autocast + GradScaler + fused optimizer + channels_last, nothing waited for between the steps.
+
+    `half` False is the same loop in fp32, or in TF32 where that is allowed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        inputs: Tensor,
+        labels: Tensor,
+        optimizer: str = "sgd",
+        half: bool = True,
+    ) -> None:
+        self._device = device
+        self._half = half
+        self._model = channels_last(model.to(device))
+        self._inputs, self._labels = channels_last(inputs.to(device)), labels.to(device)
+        self._optimizer = stock_optimizer(self._model, optimizer)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=half)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        half = torch.autocast(self._device.type, torch.float16)
+        with half if self._half else contextlib.nullcontext():
+            loss = F.cross_entropy(self._model(self._inputs).float(), self._labels)
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+
+class AccelerateLoop:
+    """The same through Accelerate, as its examples have it."""
+
+    def __init__(self, model: nn.Module, device: torch.device, inputs: Tensor, labels: Tensor) -> None:
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator(mixed_precision="fp16", cpu=device.type == "cpu")
+        model = channels_last(model)
+        self._model, self._optimizer = self._accelerator.prepare(model, stock_optimizer(model, "sgd"))
+        self._inputs, self._labels = channels_last(inputs.to(device)), labels.to(device)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        with self._accelerator.autocast():
+            loss = F.cross_entropy(self._model(self._inputs).float(), self._labels)
+        self._accelerator.backward(loss)
+        self._optimizer.step()
+
+
+class FabricLoop:
+    """The same through Lightning Fabric."""
+
+    def __init__(self, model: nn.Module, device: torch.device, inputs: Tensor, labels: Tensor) -> None:
+        from lightning.fabric import Fabric
+
+        self._fabric = Fabric(accelerator=device.type, devices=1, precision="16-mixed")
+        model = channels_last(model)
+        self._model, self._optimizer = self._fabric.setup(model, stock_optimizer(model, "sgd"))
+        self._inputs, self._labels = channels_last(inputs.to(device)), labels.to(device)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        loss = F.cross_entropy(self._model(self._inputs).float(), self._labels)
+        self._fabric.backward(loss)
+        self._optimizer.step()
+
+
+def stock_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Torch's fused one, with the options that the engine's side of a comparison has."""
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+    if name == "sgd":
+        options = {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+    return TORCH_OPTIMIZERS[name](model.parameters(), fused=True, **options)  # type: ignore[call-arg]
+
+
+def channels_last(images: Any) -> Any:
+    """In the memory format of convolutions on tensor cores; what has no images is left alone."""
+    if isinstance(images, nn.Module) or images.ndim == 4:
+        return images.to(memory_format=torch.channels_last)
+    return images

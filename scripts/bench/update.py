@@ -70,14 +70,18 @@ def resnet50_shapes() -> Shapes:
 
 
 def bert_base_shapes() -> Shapes:
-    """BERT-base, uncased: three embeddings, 12 layers of width 768, and the pooler."""
-    width, inner = 768, 3072
+    return bert_shapes(12, 768)
+
+
+def bert_shapes(layers: int, width: int) -> Shapes:
+    """BERT, uncased: three embeddings, so many layers of this width, and the pooler. Base: 12 and 768."""
+    inner = 4 * width
     shapes = {
         f"embeddings.{name}.weight": torch.Size((rows, width))
         for name, rows in (("word", 30522), ("position", 512), ("token_type", 2))
     }
     shapes |= norm("embeddings.norm", width)
-    for layer in range(12):
+    for layer in range(layers):
         name = f"encoder.{layer}"
         for part in ("query", "key", "value", "attention_output"):
             shapes |= linear(f"{name}.{part}", width, width)

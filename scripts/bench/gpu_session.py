@@ -1,0 +1,207 @@
+"""All that is to be known of a GPU, in one command: what fails first, then how fast it is.
+
+    scripts/bench/gpu [--minutes 9] [--wheels DIR] [--cifar10 DIR] [--only PART ...] [--json FILE] [--dry-run]
+
+Runs its parts one after another, each as a process with a time limit of its own, at most --minutes in all.
+Prints one table, failures first, and writes one JSON, also when it is ended early. --wheels installs
+what a machine without network lacks. --dry-run goes through the same parts on a CPU with tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results" / "gpu.json"
+PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "safetensors", "numpy", "accelerate", "lightning")
+TAIL = 2000  # characters of a failed part's output that are kept
+ORDER = ("failed", "out of time", "no time", "skipped", "done")
+SKIPPED = 77  # exit code of a part that has nothing to do here
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of this session. `{json}` in it is where it may write what it found."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What became of a part; `state` is one of ORDER."""
+
+    part: str
+    state: str
+    seconds: float = 0.0
+    exit_code: int | None = None
+    told: str = ""  # the last line that it printed
+    output: str = ""  # the end of all that it printed, where it did not get through
+    found: Any = None
+
+
+def parts(arguments: argparse.Namespace) -> list[Part]:
+    """In the order of what must be known first."""
+    dry = ("--dry-run",) if arguments.dry_run else ()
+    road, speed = str(HERE / "gpu_road.py"), str(HERE / "gpu_speed.py")
+    tests = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "--tb=short")
+    few = ("-k", "comparison or recurrent") if arguments.dry_run else ()
+    on_cpu = {"LAUNCHER_TEST_DEVICE": "cpu"} if arguments.dry_run else {}
+    cifar10 = ("--cifar10", str(arguments.cifar10)) if arguments.cifar10 else ()
+    found = [
+        *(
+            Part(f"{name}", (road, name, "--json", "{json}", *dry), limit)
+            for name, limit in (("kernels", 60), ("launcher", 120), ("restart", 90), ("wires", 60))
+        ),
+        Part("tests/gpu", (*tests, *few), 240, on_cpu),
+        Part("launches", (road, "launches", "--json", "{json}", *dry), 60),
+        *(
+            Part(name, (speed, name, "--json", "{json}", *dry, *cifar10), limit)
+            for name, limit in (
+                *(("H3", 60), ("H2", 60), ("H5", 60), ("H8", 60), ("H6", 60)),
+                *(("H1", 60), ("H4", 90), ("H9", 60), ("H10", 240)),
+            )
+        ),
+    ]
+    if arguments.wheels:
+        wheels = sorted(map(str, arguments.wheels.glob("*.whl")))
+        pip = ("-m", "pip", "install", "--no-index", "--no-deps", "--disable-pip-version-check")
+        found.insert(0, Part("wheels", (*pip, *wheels), 90))
+    return [part for part in found if not arguments.only or part.name in arguments.only]
+
+
+def run(part: Part, limit_s: float, folder: Path) -> Outcome:
+    """Run one part for at most `limit_s` seconds. Its processes end with it."""
+    file = folder / f"{part.name.replace('/', '-')}.json"
+    command = [sys.executable, *(word.replace("{json}", str(file)) for word in part.command)]
+    began = time.monotonic()
+    with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | part.environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            exit_code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it may have left behind, too
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    state = {0: "done", SKIPPED: "skipped", None: "out of time"}.get(exit_code, "failed")
+    return Outcome(
+        part.name,
+        state,
+        time.monotonic() - began,
+        exit_code,
+        told=next((line for line in reversed(text.splitlines()) if line.strip()), "")[:200],
+        output="" if state == "done" else text[-TAIL:],
+        found=json.loads(file.read_text()) if file.exists() else None,
+    )
+
+
+def session(todo: Sequence[Part], minutes: float, file: Path, dry_run: bool) -> list[Outcome]:
+    """Run the parts that there is time for. After each of them `file` holds all that is known."""
+    deadline = time.monotonic() + 60 * minutes
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="gpu-session-") as folder:
+        for part in todo:
+            left = deadline - time.monotonic()
+            enough = left > min(part.limit_s, 10)
+            outcome = (
+                run(part, min(part.limit_s, left), Path(folder)) if enough else Outcome(part.name, "no time")
+            )
+            outcomes.append(outcome)
+            print(row(outcome), flush=True)
+            file.write_text(json.dumps(report(outcomes, dry_run), indent=1) + "\n")
+    return outcomes
+
+
+def report(outcomes: Sequence[Outcome], dry_run: bool) -> dict[str, Any]:
+    """What failed stands first."""
+    return {
+        "what": "parts of scripts/bench/gpu, those that failed first",
+        "dry_run": dry_run,
+        "machine": machine(),
+        "parts": [asdict(outcome) for outcome in failures_first(outcomes)],
+    }
+
+
+def failures_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return sorted(outcomes, key=lambda outcome: ORDER.index(outcome.state))
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions, date. Asked of nvidia-smi: this process leaves the GPU alone."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        gpus = answer.stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        gpus = []
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "gpus": gpus,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def row(outcome: Outcome) -> str:
+    return f"{outcome.part:12} {outcome.state:12} {outcome.seconds:6.1f} s  {outcome.told}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its part ends with it
+    outcomes = session(parts(arguments), arguments.minutes, arguments.json, arguments.dry_run)
+    print(f"\n{arguments.json}\n" + "\n".join(map(row, failures_first(outcomes))))
+    bad = [outcome for outcome in failures_first(outcomes) if outcome.state in ("failed", "out of time")]
+    for outcome in bad:
+        print(f"\n{outcome.part}, {outcome.state}, exit code {outcome.exit_code}:\n{outcome.output}")
+    return 1 if bad else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without network")
+    parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10, for H10")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write what was found")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny sizes")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""How fast a GPU trains, against what others would write: one row of performance.md's table per call.
+
+    python scripts/bench/gpu_speed.py H1|H2|H3|H4|H5|H6|H8|H9|H10 [--json FILE] [--dry-run] [--cifar10 DIR]
+
+Both sides of a ratio live in one process and take turns, A B A B; reported are minimum and median. Times are
+those of several steps with one wait at their end, as a training loop has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from launcher.engine import SGD, AdamW, Policy, Stepper
+from launcher.recipe import registry_of
+from scripts.bench.baselines import AccelerateLoop, AutocastLoop, FabricLoop, FusedAlone, channels_last
+from scripts.bench.gpu_session import SKIPPED
+from scripts.bench.transformers_in_torch import bert_base, gpt_small, tiny_transformer
+from scripts.bench.update import Copy, Ours, bert_shapes, tiny_shapes
+
+Step = Callable[[], None]
+OPTIMIZERS = {"sgd": SGD(1e-3, 0.9, True, 5e-4), "adamw": AdamW(1e-4, weight_decay=0.01)}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how much: a dry run is tiny."""
+
+    device: torch.device
+    dry_run: bool
+    cifar10: Path | None = None
+
+    @property
+    def repeats(self) -> int:
+        return 2 if self.dry_run else 10
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def times(self, sides: Mapping[str, Step], steps: int = 10) -> dict[str, dict[str, float]]:
+        """Milliseconds of a step by side. The first rounds compile and choose algorithms and do not count."""
+        steps = 1 if self.dry_run else steps
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for repeat in range(-2, self.repeats):
+            for name, step in sides.items():
+                self.synchronize()
+                began = time.perf_counter()
+                for _ in range(steps):
+                    step()
+                self.synchronize()
+                if repeat >= 0:
+                    seconds[name].append((time.perf_counter() - began) / steps)
+        return {
+            name: {"min_ms": 1e3 * min(values), "median_ms": 1e3 * statistics.median(values)}
+            for name, values in seconds.items()
+        }
+
+    def resnet(self, name: str, pixels: int, batch: int) -> Task:
+        """Random images of ten classes, or of a thousand at 224 pixels."""
+        name, pixels, batch = ("resnet18", 8, 2) if self.dry_run else (name, pixels, batch)
+        classes = 1000 if pixels > 64 else 10
+        build = registry_of(None).models[name]
+
+        def model() -> nn.Module:
+            torch.manual_seed(0)
+            return build(num_classes=classes, in_channels=3, image_size=pixels)
+
+        return Task(model, torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,)))
+
+    def text(self, causal: bool) -> Task:
+        """BERT-base, 32 sequences of 128, two classes; or GPT, 8 of 1024, the next token as class."""
+        vocabulary, length, batch = (50257, 1024, 8) if causal else (30522, 128, 32)
+        build = gpt_small if causal else bert_base
+        if self.dry_run:
+            vocabulary, length, batch, build = 100, 8, 2, tiny_transformer(causal)
+        tokens = torch.randint(vocabulary, (batch, length))
+        labels = torch.randint(vocabulary, (batch * length,)) if causal else torch.randint(2, (batch,))
+        return Task(build, tokens, labels)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides train on."""
+
+    model: Callable[[], nn.Module]
+    inputs: Tensor
+    labels: Tensor
+
+    def stock(self, bench: Bench, optimizer: str = "sgd", half: bool = True) -> Step:
+        return AutocastLoop(self.model(), bench.device, self.inputs, self.labels, optimizer, half).step
+
+    def ours(self, bench: Bench, policy: str = "fp16", optimizer: str = "sgd") -> Step:
+        return self.ours_on_device(bench, policy, optimizer, report=True)
+
+    def ours_on_device(self, bench: Bench, policy: str, optimizer: str, report: bool) -> Step:
+        """A training step. The launcher reads the report of each one step late, and so does this."""
+        model = channels_last(self.model().to(bench.device))
+        compiled = bench.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        samples = len(self.labels)
+        stepper = Stepper(
+            model, OPTIMIZERS[optimizer], Policy.named(policy), reference_count=samples, compiled=compiled
+        )
+        inputs, labels = channels_last(self.inputs.to(bench.device)), self.labels.to(bench.device)
+        waiting: list[Any] = []
+
+        def step() -> None:
+            with stepper.forward():
+                loss = F.cross_entropy(model(inputs).float(), labels, reduction="sum")
+            stepper.backward(loss, samples)
+            if not report:
+                stepper.step_on_device()
+                return
+            waiting.append(stepper.step())
+            if len(waiting) > 1:
+                waiting.pop(0).read()
+
+        return step
+
+    def ours_in_a_graph(self, bench: Bench) -> Step:
+        """The whole step, loss scale included, captured once."""
+        step = self.ours_on_device(bench, "fp16", "sgd", report=False)
+        side = torch.cuda.Stream(bench.device)
+        side.wait_stream(torch.cuda.current_stream(bench.device))
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                step()
+        torch.cuda.current_stream(bench.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+
+def h1(bench: Bench) -> dict[str, Any]:
+    """ResNet-50: fp16 over the engine's own TF32 and strict fp32."""
+    task = bench.resnet("resnet50", 224, 256)
+    allow_tf32(True)
+    rows = bench.times({"fp16": task.ours(bench), "tf32": task.ours(bench, "fp32")}, steps=5)
+    allow_tf32(False)
+    rows |= bench.times({"fp32": task.ours(bench, "fp32")}, steps=2)
+    images = 1e3 * len(task.labels) / rows["fp16"]["median_ms"]
+    return rows | {
+        "images_per_s": images,
+        "tf32 / fp16 (goal 1.6)": ratio(rows, "tf32", "fp16"),
+        "fp32 / fp16 (goal 3.0)": ratio(rows, "fp32", "fp16"),
+    }
+
+
+def h2(bench: Bench) -> dict[str, Any]:
+    task = bench.resnet("resnet50", 224, 256)
+    rows = bench.times({"ours": task.ours(bench), "autocast": task.stock(bench)}, steps=5)
+    return rows | {"autocast / ours (goal 1.05)": ratio(rows, "autocast", "ours")}
+
+
+def h3(bench: Bench) -> dict[str, Any]:
+    task = bench.resnet("resnet18", 32, 128)
+    sides = {"ours": task.ours(bench), "autocast": task.stock(bench)}
+    if bench.device.type == "cuda":
+        sides["ours in a graph"] = task.ours_in_a_graph(bench)
+    rows: dict[str, Any] = dict(bench.times(sides, steps=50))
+    rows["autocast / ours (goal 1.0)"] = ratio(rows, "autocast", "ours")
+    if "ours in a graph" in rows:
+        rows["autocast / graph (goal 1.5)"] = ratio(rows, "autocast", "ours in a graph")
+    return rows
+
+
+def h4(bench: Bench) -> dict[str, Any]:
+    """BERT-base: over autocast with fused AdamW, and over its own TF32."""
+    task = bench.text(causal=False)
+    allow_tf32(True)
+    sides = {
+        "ours": task.ours(bench, "fp16", "adamw"),
+        "autocast": task.stock(bench, "adamw"),
+        "ours tf32": task.ours(bench, "fp32", "adamw"),
+    }
+    rows = bench.times(sides)
+    return rows | {
+        "autocast / ours (goal 1.1)": ratio(rows, "autocast", "ours"),
+        "tf32 / fp16 (goal 1.6)": ratio(rows, "ours tf32", "ours"),
+    }
+
+
+def h5(bench: Bench) -> dict[str, Any]:
+    """The update alone on BERT-large shapes, AdamW: of the copy's bandwidth, and over torch's fused one."""
+    shapes = tiny_shapes() if bench.dry_run else bert_shapes(24, 1024)
+    numel = sum(shape.numel() for shape in shapes.values())
+    compiled = bench.device.type == "cuda"
+    with torch.device(bench.device):  # the contenders make their tensors where they are told to
+        sides = {
+            "copy": Copy(numel).step,
+            "ours": Ours(shapes, OPTIMIZERS["adamw"], compiled).step,
+            "fused alone": FusedAlone(
+                list(shapes.values()), "adamw", {"lr": 1e-4, "weight_decay": 0.01}
+            ).step,
+        }
+        rows: dict[str, Any] = dict(bench.times(sides))
+    bandwidth = 8 * numel / rows["copy"]["min_ms"]
+    rows["share of copy bandwidth at 30 bytes (goal 0.8)"] = (
+        30 * numel / rows["ours"]["median_ms"] / bandwidth
+    )
+    rows["ours / fused alone (goal 1.1)"] = ratio(rows, "ours", "fused alone")
+    return rows
+
+
+def h6(bench: Bench) -> dict[str, Any]:
+    """Over Accelerate and Lightning Fabric, where they are installed: a small model and a large one."""
+    others = {"accelerate": AccelerateLoop, "lightning": FabricLoop}
+    others = {name: loop for name, loop in others.items() if importlib.util.find_spec(name)}
+    if not others:
+        raise Skipped("neither Accelerate nor Lightning is installed")
+    found: dict[str, Any] = {}
+    for model, pixels, batch, goal in (("resnet18", 32, 128, 1.25), ("resnet50", 224, 128, 1.0)):
+        task = bench.resnet(model, pixels, batch)
+        sides = {"ours": task.ours(bench)} | {
+            name: loop(task.model(), bench.device, task.inputs, task.labels).step
+            for name, loop in others.items()
+        }
+        rows = bench.times(sides)
+        found |= {f"{model}: {name} / ours (goal {goal})": ratio(rows, name, "ours") for name in others}
+        found[model] = rows
+    return found
+
+
+def h8(bench: Bench) -> dict[str, Any]:
+    """Largest memory in use, ResNet-50: one side after the other, each in an empty process's memory."""
+    task = bench.resnet("resnet50", 224, 64)
+    found: dict[str, Any] = {}
+    for name, build in (("autocast", task.stock), ("ours", task.ours)):
+        step = build(bench)
+        if bench.device.type == "cuda":
+            step()  # cuDNN tries algorithms with memory of their own in the first one
+            torch.cuda.reset_peak_memory_stats(bench.device)
+        for _ in range(3):
+            step()
+        bench.synchronize()
+        found[name] = torch.cuda.max_memory_allocated(bench.device) if bench.device.type == "cuda" else 1
+        del step
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found | {"ours / autocast (goal 1.0)": found["ours"] / found["autocast"]}
+
+
+def h9(bench: Bench) -> dict[str, Any]:
+    """Floating-point operations of the model per second, over what a large matrix product reaches."""
+    size = 64 if bench.dry_run else 8192
+    half = torch.randn(size, size, device=bench.device).half()
+    rate = 2 * size**3 / bench.times({"product": lambda: torch.mm(half, half)})["product"]["min_ms"]
+    found: dict[str, Any] = {"fp16_tflops": rate / 1e9}
+    tasks = {
+        "resnet50 (goal 0.2)": (bench.resnet("resnet50", 224, 256), "sgd"),
+        "gpt 124M (goal 0.4)": (bench.text(causal=True), "adamw"),
+    }
+    for name, (task, optimizer) in tasks.items():
+        rows = bench.times({"ours": task.ours(bench, "fp16", optimizer)}, steps=5)
+        found[name] = flops_of(task, bench) / rows["ours"]["median_ms"] / rate
+    return found
+
+
+def flops_of(task: Task, bench: Bench) -> float:
+    """Of a forward and a backward pass of one batch."""
+    model = task.model().to(bench.device)
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(model(task.inputs.to(bench.device)).float(), task.labels.to(bench.device)).backward()
+    return float(counter.get_total_flops())
+
+
+def h10(bench: Bench) -> dict[str, Any]:
+    """CIFAR-10 by the launcher, fp16 against fp32, the same seed: accuracy and time."""
+    if bench.cifar10 is None and not bench.dry_run:
+        raise Skipped("H10 needs --cifar10 DIR")
+    tiny = ["data=synthetic", "data.num_samples=64", "data.image_size=8"]
+    data = tiny if bench.dry_run else ["data=cifar10", f"data.path={bench.cifar10}"]
+    length = ["train.max_steps=2", "data.batch_size=8"] if bench.dry_run else ["train.epochs=15"]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for policy in ("fp16", "fp32"):
+            run_dir = Path(folder) / policy
+            words = [*data, *length, f"precision={policy}", f"run.dir={run_dir}", "tracker=none"]
+            command = [sys.executable, "-m", "launcher", "recipe=resnet18", *words]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            result = json.loads((run_dir / "result.json").read_text())
+            found[policy] = {"accuracy": result["metric"], "seconds": result["seconds"]}
+    found["difference (goal 0.003)"] = found["fp16"]["accuracy"] - found["fp32"]["accuracy"]
+    found["time (goal 0.5)"] = found["fp16"]["seconds"] / found["fp32"]["seconds"]
+    return found
+
+
+class Skipped(Exception):
+    """There is nothing to measure here; the text says why."""
+
+
+def ratio(rows: Mapping[str, Mapping[str, float]], above: str, below: str) -> float:
+    """Of the medians."""
+    return rows[above]["median_ms"] / rows[below]["median_ms"]
+
+
+def allow_tf32(allowed: bool) -> None:
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+ROWS = {row.__name__.upper(): row for row in (h1, h2, h3, h4, h5, h6, h8, h9, h10)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("row", choices=ROWS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cifar10", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.dry_run and not torch.cuda.is_available():
+        print("no CUDA device: --dry-run goes through all of it on a CPU")
+        return SKIPPED
+    torch.backends.cudnn.benchmark = True
+    device = torch.device("cpu") if arguments.dry_run else torch.device("cuda", 0)
+    try:
+        found = ROWS[arguments.row](Bench(device, arguments.dry_run, arguments.cifar10))
+    except Skipped as reason:
+        print(reason)
+        return SKIPPED
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found))
+    numbers = {key: value for key, value in found.items() if isinstance(value, float)}
+    print(", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

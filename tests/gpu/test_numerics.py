@@ -1,0 +1,208 @@
+"""On a GPU: the contract of a step, on the device's own kernels and the compiler's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
+from launcher.engine import SGD, Policy, Scaling, Stepper, Wire
+from launcher.engine.diagnosis import first_nonfinite_module
+from launcher.engine.statistics import ExponentCounter
+from launcher.environment import WorkerEnv
+from scripts.bench.baselines import AutocastLoop
+from scripts.bench.gpu_road import profiled, resnet_steps
+from tests.configs import composed
+from tests.engine.observe import weights_are_rounded_masters
+from tests.gpu.steps import BATCH, batch_of, forward_backward, state_on_host, stepper_of
+from tests.gpu.test_step import no_synchronisation
+from tests.models import conv_net
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # the compiler's own, at import
+]
+
+
+def trained(stepper: Stepper, device: torch.device, steps: int = 6) -> Stepper:
+    for step in range(steps):
+        forward_backward(stepper, *batch_of(device, step))
+        stepper.step()
+    return stepper
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_half_weights_are_the_rounded_masters(device, name, compiled) -> None:
+    stepper = stepper_of(device, Policy.named(name), compiled=compiled)
+    for step in range(6):
+        forward_backward(stepper, *batch_of(device, step))
+        stepper.step()
+        assert weights_are_rounded_masters(stepper), step
+
+
+@pytest.mark.usefixtures("same_bits")
+def test_the_compiled_update_gives_the_values_of_the_plain_one(device) -> None:
+    plain, compiled = (
+        trained(stepper_of(device, Policy.fp32(), compiled=compiled), device) for compiled in (False, True)
+    )
+    others = compiled.state().weights
+    for name, weight in plain.state().weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wire", [Wire(), Wire(sum="fp32"), Wire(shard=True), Wire(overlap=False)], ids=lambda wire: str(wire.sum)
+)
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.usefixtures("same_bits")
+def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, wire, k) -> None:
+    states = []
+    for group in (None, group_of_one):
+        stepper = stepper_of(device, Policy.fp16(), group=group, wire=wire, micro_batches=k)
+        for step in range(6):
+            for part in range(k):
+                forward_backward(stepper, *batch_of(device, 10 * step + part, BATCH // k))
+            stepper.step()
+        states.append(state_on_host(stepper))
+    assert states[0] == states[1]
+
+
+@pytest.mark.usefixtures("same_bits")
+def test_micro_batches_give_the_gradient_of_the_large_batch(device) -> None:
+    """Within fp32 rounding; without BatchNorm, whose statistics are those of a micro-batch."""
+    masters = []
+    for k in (1, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 3)).to(device)
+        stepper = Stepper(model, SGD(0.1), Policy.fp32(), micro_batches=k, reference_count=BATCH)
+        x, classes = batch_of(device, 0)
+        for part in range(k):
+            forward_backward(stepper, x.chunk(k)[part], classes.chunk(k)[part])
+        stepper.step()
+        masters.append(stepper.named_masters())
+    for name, master in masters[0].items():
+        torch.testing.assert_close(master, masters[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_calibrated_scale_neither_overflows_nor_wastes_range(device) -> None:
+    stepper = stepper_of(device, Policy.fp16(), scaling=Scaling(init=1))
+    x, classes = batch_of(device, 0)
+    exponent = stepper.calibrate(lambda: F.cross_entropy(stepper.model(x).float(), classes, reduction="sum"))
+    assert exponent is not None
+    assert exponent >= 4
+    forward_backward(stepper, x, classes)
+    assert not stepper.step().read().skipped
+
+
+def test_exponents_are_counted_as_on_a_cpu_and_nobody_waits(device) -> None:
+    gradients = {
+        dtype: torch.randn(1000).mul(2.0 ** torch.randint(-30, 10, (1000,))).to(dtype)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    }
+    there = {str(dtype): gradient.to(device) for dtype, gradient in gradients.items()}
+    here = {str(dtype): gradient for dtype, gradient in gradients.items()}
+    counter = ExponentCounter(device)
+    counter.count(there).read(1024.0)
+    with no_synchronisation(device):
+        counts = counter.count(there)
+    assert counts.read(1024.0) == ExponentCounter(torch.device("cpu")).count(here).read(1024.0)
+
+
+def test_the_culprit_of_a_step_and_of_a_pass_is_named(device) -> None:
+    stepper = stepper_of(device, Policy.fp16())
+    x, classes = batch_of(device, 0)
+    x[0] = 1e30  # finite, but not in half precision
+    forward_backward(stepper, x, classes)
+    report = stepper.step().read()
+    assert report.skipped
+    assert report.bad_losses == 1
+
+    def run() -> None:
+        with stepper.forward():
+            stepper.model(x)
+
+    finding = first_nonfinite_module(stepper.model, run)
+    assert finding is not None
+    assert (finding.name, finding.inputs_finite) == ("0", True)
+
+
+@pytest.mark.parametrize("name", ["amp_fp16", "fp16"])
+def test_channels_last_is_kept_in_weights_gradients_and_activations(device, name) -> None:
+    model = conv_net().to(device).to(memory_format=torch.channels_last)
+    before = {key: p.stride() for key, p in model.named_parameters()}
+    stepper = Stepper(model, SGD(0.1), Policy.named(name), reference_count=BATCH)
+    seen = []
+    model[3].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    x, classes = batch_of(device, 0)
+    forward_backward(stepper, x.contiguous(memory_format=torch.channels_last), classes)
+    stepper.step()
+    assert {key: p.stride() for key, p in model.named_parameters()} == before
+    gradients = stepper.layout.gradients()
+    assert gradients["3.weight"].stride() == before["3.weight"]
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
+    """The copies run beside the next steps, whose updates wait for them."""
+    env = WorkerEnv(0, 1, 0, 1, device, None)
+    stepper, memory = trained(stepper_of(device, Policy.fp16()), device), HostMemory()
+    identity = Identity.of(composed(), stepper.model, 100)
+    for start in (10, 20):
+        expected = state_on_host(stepper)
+        staged = stage(
+            stepper, env, identity, Origin(1, BATCH, "none"), Progress(0, 6, 6), None, None, memory
+        )
+        assert staged is not None
+        for step in range(start, start + 4):
+            forward_backward(stepper, *batch_of(device, step))
+            stepper.step()
+        engine = staged.finished().engine
+        tensors = [*engine.weights.values(), *engine.optimizer.values(), *engine.buffers.values()]
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
+        assert [tensor.double().flatten().tolist() for tensor in tensors] == expected
+
+
+def test_the_profiler_counts_no_synchronisation(device) -> None:
+    """The runtime's own calls: the debug mode of torch does not know them all."""
+    _, step = resnet_steps(device)
+    counts = profiled(step, device)
+    assert counts["synchronisations"] == 0
+    assert counts["operations"] > 100
+
+
+def test_the_peak_of_memory_is_not_above_that_of_autocast(gpu) -> None:
+    build = gpu_resnet()
+    x, classes = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+    theirs = AutocastLoop(build(), gpu, x, classes)
+    peaks = [peak(theirs.step, gpu)]
+    del theirs
+    torch.cuda.empty_cache()
+    model = build().to(gpu).to(memory_format=torch.channels_last)
+    stepper = Stepper(model, SGD(1e-3, 0.9, True, 5e-4), Policy.fp16(), reference_count=32)
+    x, classes = x.to(gpu).contiguous(memory_format=torch.channels_last), classes.to(gpu)
+
+    def step() -> None:
+        forward_backward(stepper, x, classes)
+        stepper.step()
+
+    peaks.append(peak(step, gpu))
+    assert peaks[1] <= peaks[0]
+
+
+def gpu_resnet():
+    from launcher.recipe import registry_of
+
+    build = registry_of(None).models["resnet18"]
+    return lambda: build(num_classes=10, in_channels=3, image_size=32)
+
+
+def peak(step, device: torch.device) -> int:
+    step()  # in the first one cuDNN tries algorithms, with memory of their own
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)

@@ -1,0 +1,60 @@
+"""On a GPU: what a run is made of beside its steps, from the command to its exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench import gpu_road
+from tests.gpu.conftest import on_cpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+GREEDY = """
+import torch
+from torch import nn
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+
+def loss(network, batch):
+    torch.empty(1 << 50, dtype=torch.uint8, device=batch["x"].device)
+    return cross_entropy(network, batch)
+
+@recipe("greedy")
+def greedy(config):
+    data = TensorData({"x": torch.zeros(8, 4), "label": torch.zeros(8, dtype=torch.int64)})
+    return Recipe(lambda: nn.Linear(4, 2), data, data, loss, classes=("a", "b"))
+"""
+
+
+def test_a_run_and_the_run_that_resumes_from_it(device) -> None:
+    found = gpu_road.launcher(device, dry_run=True)
+    assert found["applied_steps"] + found["skipped_steps"] == 4
+    where = "CPU" if on_cpu() else torch.cuda.get_device_name(device)
+    assert any(where in decision for decision in found["decisions"])
+
+
+def test_a_killed_worker_is_started_again_and_goes_on(device) -> None:
+    """The parent forks its workers, so it must not have touched CUDA."""
+    found = gpu_road.restart(device, dry_run=True)
+    assert found["restarts"] >= 1
+
+
+def test_a_lack_of_memory_ends_a_run_with_exit_code_4(device, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(GREEDY)
+    words = ["recipe=resnet18", "recipe.uses=greedy", "recipes.path=mine.py", "tracker=none"]
+    words += ["data.batch_size=8", "train.max_steps=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "data.micro_batch" in done.stderr
