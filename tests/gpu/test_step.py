@@ -179,7 +179,9 @@ def test_accuracy_is_that_of_torch_with_grad_scaler(gpu, theirs) -> None:
 def test_the_comparison_of_states_sees_a_difference(device) -> None:
     one, other = stepper_of(device, Policy.fp16()), stepper_of(device, Policy.fp16())
     assert state_on_host(one) == state_on_host(other)
-    other.shards.pieces[0].master[0] += 1e-3
+    state = other.state().clone()
+    state.weights["0.weight"][0] += 1e-3
+    other.load(state)
     assert state_on_host(one) != state_on_host(other)
 
 
