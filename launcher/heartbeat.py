@@ -30,6 +30,7 @@ PHASES = (
     "finishing",
     "done",
 )
+IN_A_STEP = frozenset({"data", "compute", "wire", "update"})
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _ROW = struct.Struct("=qqd")  # phase, step, seconds of the machine's monotonic clock
 
@@ -48,6 +49,11 @@ class Beat:
         return self.step, _NUMBERS[self.phase]
 
 
+def steps_done(phase: str, step: int) -> int:
+    """Steps behind a rank that is in `phase` of `step`."""
+    return max(0, step - (phase in IN_A_STEP))
+
+
 class Heartbeat:
     """One rank's own row. Without a table nobody is listening, and beating costs next to nothing."""
 
@@ -55,6 +61,12 @@ class Heartbeat:
         self._table = table
         self._offset = rank * _ROW.size
         self._step = 0
+        self._phase = PHASES[0]
+
+    @property
+    def steps_done(self) -> int:
+        """Steps behind this rank; a step that it is in does not count."""
+        return steps_done(self._phase, self._step)
 
     @property
     def watched(self) -> bool:
@@ -65,6 +77,7 @@ class Heartbeat:
         """This rank enters `phase`, one of PHASES, of `step` (the same as before where it is None)."""
         if step is not None:
             self._step = step
+        self._phase = phase
         if self._table is not None:
             # Not pack_into: it clears the row first, and a reader would see a rank that never started.
             row = _ROW.pack(_NUMBERS[phase], self._step, time.monotonic())
@@ -92,3 +105,7 @@ class Heartbeats:
         now = time.monotonic()
         rows = (_ROW.unpack_from(self._memory, rank * _ROW.size) for rank in range(self._num_ranks))
         return [Beat(PHASES[phase], step, now - seconds) for phase, step, seconds in rows]
+
+    def steps_done(self) -> int:
+        """Steps behind the rank that is ahead of the others."""
+        return max(steps_done(beat.phase, beat.step) for beat in self.read())

@@ -67,10 +67,11 @@ def run(
     """
     run_dir = Path(config.run.dir)
     alone = launch.world_size == 1
+    heartbeat = heartbeat or Heartbeat()
     with heeded(alone) as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
             with _engine_warnings_logged(telemetry, launch.rank):
-                _join_and_run(config, launch, store, job, telemetry, requests, heartbeat or Heartbeat())
+                _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
             failure = (
@@ -80,7 +81,8 @@ def run(
             )
             if failure is not None:
                 failure.__cause__ = error  # whose traceback the log gets
-            _tell_of_failure(telemetry, run_dir, launch, failure or error)
+            steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
+            _tell_of_failure(telemetry, steps, run_dir, launch, failure or error)
             _let_go(error)
             if failure is not None:
                 raise failure from error
@@ -137,7 +139,9 @@ def _engine_warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
         yield
 
 
-def _tell_of_failure(telemetry: Telemetry, run_dir: Path, launch: LaunchEnv, error: BaseException) -> None:
+def _tell_of_failure(
+    telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
+) -> None:
     code = error.exit_code if isinstance(error, LauncherError) else 1
     if isinstance(error, PreemptedError):
         state = "preempted"
@@ -145,7 +149,7 @@ def _tell_of_failure(telemetry: Telemetry, run_dir: Path, launch: LaunchEnv, err
     else:
         state = "failed"
         log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
-    telemetry.emit("end", telemetry.step, state=state, exit=code, error=str(error) or repr(error))
+    telemetry.emit("end", steps, state=state, exit=code, error=str(error) or repr(error))
     if launch.rank == 0:
         closing.write_failure(run_dir, state, code, error)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
 from launcher.heartbeat import PHASES, Heartbeat, Heartbeats
 
 
@@ -32,6 +34,18 @@ def test_a_new_table_and_a_restarted_one_say_starting() -> None:
     table.of(0).beat("wire", 3)
     table.restart()
     assert [(beat.phase, beat.step) for beat in table.read()] == [("starting", 0)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "done"),
+    [("data", 6), ("compute", 6), ("update", 6), ("report", 7), ("evaluation", 7), ("done", 7)],
+)
+def test_a_step_counts_once_it_is_done(phase, done) -> None:
+    table = Heartbeats(2)
+    heartbeat = table.of(1)
+    assert (heartbeat.steps_done, table.steps_done()) == (0, 0)
+    heartbeat.beat(phase, 7)
+    assert (heartbeat.steps_done, table.steps_done()) == (done, done)
 
 
 def test_without_a_table_beating_is_allowed() -> None:

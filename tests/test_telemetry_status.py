@@ -103,10 +103,17 @@ def test_a_leader_that_was_killed_leaves_its_way_and_gets_a_verdict(tmp_path, cl
     path, telemetry = opened(tmp_path, clock)
     telemetry.emit("start", 0, total_steps=40)
     telemetry.emit("eval", 10, epoch=0, accuracy=0.5)
-    mark_failed(path, 6)
+    mark_failed(path, 6, steps_done=9)
     status = read_json(path)
     assert (status["state"], status["exit"], status["eta_s"]) == ("failed", 6, None)
     assert (status["step"], status["last"]["eval"]["accuracy"]) == (10, 0.5)
+
+
+def test_a_verdict_knows_more_steps_than_the_file(tmp_path, clock):
+    path, telemetry = opened(tmp_path, clock)
+    telemetry.emit("start", 0, total_steps=40)
+    mark_failed(path, 6, steps_done=19)
+    assert read_json(path)["step"] == 19
 
 
 @pytest.mark.parametrize("torn", [None, "", "{", "[]"])

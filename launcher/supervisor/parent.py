@@ -32,16 +32,17 @@ def supervise(config: Config, num_workers: int) -> None:
     same. To be called from the main thread, whose end ends the workers.
     """
     assert threading.current_thread() is threading.main_thread()
+    heartbeats = Heartbeats(num_workers)
     try:
         with heeded() as signals, adopting():
-            _supervise(config, num_workers, signals)
+            _supervise(config, num_workers, signals, heartbeats)
     except Exception as error:
         if not isinstance(error, PreemptedError):  # then the leader has written it, with the checkpoint
-            _write_down(Path(config.run.dir), error)
+            _write_down(Path(config.run.dir), error, heartbeats.steps_done())
         raise
 
 
-def _supervise(config: Config, num_workers: int, signals: Signals) -> None:
+def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats) -> None:
     with held_back():  # in the threads of libraries for good: only this one shall be interrupted
         warm_up()
     from launcher.supervisor.agent import Agent
@@ -52,7 +53,7 @@ def _supervise(config: Config, num_workers: int, signals: Signals) -> None:
             Verdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
         )
     with tempfile.TemporaryDirectory(prefix="launcher-", ignore_cleanup_errors=True) as folder:
-        work = Work(config, Heartbeats(num_workers), Path(folder), os.getpid(), signals.obeyed)
+        work = Work(config, heartbeats, Path(folder), os.getpid(), signals.obeyed)
         Agent(work, num_workers, signals).run()
 
 
@@ -70,9 +71,9 @@ def warm_up() -> None:
         gc.enable()
 
 
-def _write_down(run_dir: Path, error: Exception) -> None:
+def _write_down(run_dir: Path, error: Exception, steps_done: int) -> None:
     """The verdict in the run's files: its leader may have been killed, or blame who was not to blame."""
     exit_code = error.exit_code if isinstance(error, LauncherError) else 1
     with contextlib.suppress(OSError):
         write_result(run_dir, {"state": "failed", "exit": exit_code, "error": str(error) or repr(error)})
-        mark_failed(run_dir / FILE_NAME, exit_code)
+        mark_failed(run_dir / FILE_NAME, exit_code, steps_done)

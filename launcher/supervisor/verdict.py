@@ -79,7 +79,7 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
         return _of_silent(blamed)
     if blamed.failed:
         assert blamed.departure is not None
-        return Verdict(blamed.departure.exit_code, f"rank {blamed.rank} failed: {blamed.departure.error}")
+        return Verdict(blamed.departure.exit_code, _said_by(blamed, fates))
     alive = [fate for fate in fates if fate.exit_code is None]
     if any(fate.failed for fate in fates):
         return hang([blamed])
@@ -155,6 +155,15 @@ def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
     gave_up = [other for other in fates if other.blames_another]
     long = fate.beat.age_s >= max(stall_s - 2, stall_s / 2)
     return long and bool(gave_up) and all(fate.beat.order < other.beat.order for other in gave_up)
+
+
+def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
+    """The error of a rank, which is not attributed to it where others have raised the same one."""
+    assert blamed.departure is not None
+    error, exit_code = blamed.departure.error, blamed.departure.exit_code
+    same = [fate for fate in fates if fate.departure is not None and fate.departure.error == error]
+    alike = exit_code != UNEXPECTED and (len(same) > 1 or len(fates) == 1)
+    return error if alike else f"rank {blamed.rank} failed: {error}"
 
 
 def _of_silent(fate: Fate) -> Verdict:

@@ -85,23 +85,24 @@ class StatusFile:
         write_json(self._path, asdict(replace(status, eta_s=eta_s, updated=round(time.time(), 3))))
 
 
-def mark_failed(path: Path, exit_code: int) -> None:
+def mark_failed(path: Path, exit_code: int, steps_done: int = 0) -> None:
     """Rewrite the file as that of a run that has failed, on behalf of a leader that no longer can."""
-    mark_ended(path, "failed", exit_code)
+    mark_ended(path, "failed", exit_code, steps_done)
 
 
-def mark_ended(path: Path, state: str, exit_code: int) -> None:
+def mark_ended(path: Path, state: str, exit_code: int, steps_done: int = 0) -> None:
     """Rewrite the file as that of a run that has ended, whether or not its sink was given up meanwhile.
 
-    The rest of it stays. Raises OSError.
+    The rest of it stays, but for the steps where more are known to be done: the file is written every few
+    seconds only. Raises OSError.
     """
     try:
         before = read_json(path)
     except (OSError, ValueError):
         before = asdict(Status())
-    write_json(
-        path, before | {"state": state, "exit": exit_code, "eta_s": None, "updated": round(time.time(), 3)}
-    )
+    step = max(steps_done, int(before.get("step") or 0))
+    end = {"state": state, "exit": exit_code, "step": step, "eta_s": None, "updated": round(time.time(), 3)}
+    write_json(path, before | end)
 
 
 class Pace:

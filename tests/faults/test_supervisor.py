@@ -8,6 +8,7 @@ import signal
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,34 @@ def test_a_crash_in_native_code_is_named(tmp_path: Path) -> None:
         assert parent.end() == 1
         assert "error: rank 1 was killed by SIGSEGV" in parent.stderr
         assert "Fatal Python error: Segmentation fault" in parent.stderr
+
+
+@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
+    write_recipe(tmp_path, "if step == 20: raise DataError('a fault on purpose')")
+    with Parent(tmp_path, LONG, "train.log_every_steps=15", nproc=nproc) as parent:
+        assert parent.end() == 7
+        assert "failed after 19 steps" in parent.stdout
+        assert parent.json("status.json")["step"] == 19
+        assert error_of(parent) == "error: a fault on purpose"
+
+
+def slow_end() -> None:
+    from launcher import closing
+
+    write = closing.write_files
+
+    def write_files(*arguments: Any) -> None:
+        time.sleep(3)
+        write(*arguments)
+
+    closing.write_files = write_files
+
+
+def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    with Parent(tmp_path, "train.epochs=1", "launch.stall_s=2", prepare=slow_end) as parent:
+        assert parent.end() == 0, parent.stderr
 
 
 # Restarts, and G3: crash loops stop
