@@ -240,17 +240,22 @@ def test_signals_are_noted_and_handlers_put_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "impatient"),
+    ("numbers", "pause_s", "impatient"),
     [
-        ([signal.SIGINT], False),
-        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], False),
-        ([signal.SIGINT, signal.SIGUSR1, signal.SIGINT], True),
+        ([signal.SIGINT], 2, False),
+        ([signal.SIGTERM, signal.SIGTERM], 2, False),
+        ([signal.SIGINT, signal.SIGUSR1, signal.SIGINT], 2, True),
+        ([signal.SIGTERM, signal.SIGINT], 2, True),
+        ([signal.SIGINT, signal.SIGINT], 0.1, False),  # one request, passed on by a terminal and a script
     ],
 )
-def test_a_second_interrupt_is_impatience(numbers, impatient) -> None:
-    signals = Signals()
+def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatient) -> None:
+    signals, now_s = Signals(), 100.0
     for number in numbers:
+        now_s += pause_s
+        monkeypatch.setattr("launcher.supervisor.signals.time.monotonic", lambda at=now_s: at)
         signals.receive(number)
+    monkeypatch.undo()
     assert signals.impatient == impatient
 
 
