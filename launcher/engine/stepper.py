@@ -69,6 +69,10 @@ class Stepper:
     load() raise UnusableError where they are no longer those that it was built on. requires_grad may be
     False in between, as for another network's pass through this one.
 
+    A trainable parameter that received no gradient on any rank has a zero one: decay and momentum act on it,
+    as in DDP's, Megatron's and DeepSpeed's flat buffers, and unlike a torch optimizer that finds p.grad None.
+    Parameters that were frozen before building are left alone.
+
     Weights may be changed in place between steps, on all ranks alike: `p.clamp_()` or `p.copy_()` under
     torch.no_grad(), model.load_state_dict(), Embedding(max_norm=...), which is made alike on all ranks.
     What differs from a master rounded is taken into it, also in a step that is skipped. A change through

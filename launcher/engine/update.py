@@ -68,7 +68,10 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
+    """Stochastic gradient descent with momentum; weight decay is added to the gradient.
+
+    A parameter without a gradient has a zero one (see Stepper): decay and momentum move it.
+    """
 
     lr: float
     momentum: float = 0.0
@@ -120,7 +123,10 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Adam with decoupled weight decay; bias correction follows the applied steps."""
+    """Adam with decoupled weight decay; bias correction follows the applied steps.
+
+    A parameter without a gradient has a zero one (see Stepper): decay and moments move it.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)

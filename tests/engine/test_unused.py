@@ -1,0 +1,52 @@
+"""A parameter without a gradient has a zero one: decay and momentum act on it; frozen ones are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
+
+ADAMW = {"lr": 0.1, "weight_decay": 0.1}
+CASES = {
+    "sgd": (
+        SGD(0.1, 0.9, weight_decay=0.1),
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    ),
+    "adamw": (AdamW(0.1, weight_decay=0.1), torch.optim.AdamW, ADAMW),
+    "torch": (TorchOptimizer(torch.optim.AdamW, 0.1, {"weight_decay": 0.1}), torch.optim.AdamW, ADAMW),
+}
+
+
+def model_of() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("always", "sometimes", "never", "frozen")})
+    model["frozen"].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decay_and_momentum_act_as_on_zero_gradients(name) -> None:
+    optimizer, kind, options = CASES[name]
+    stepper = Stepper(model_of(), optimizer, Policy.fp32(), reference_count=1)
+    reference = model_of()
+    trainable = [p for p in reference.parameters() if p.requires_grad]
+    other = kind(trainable, **options)
+    for step in range(4):
+        for model in (stepper.model, reference):
+            used = ["always"] if step % 2 else ["always", "sometimes"]
+            loss = sum(model[key](torch.ones(1, 2)).square().sum() for key in used)
+            if model is reference:
+                for p in trainable:
+                    p.grad = torch.zeros_like(p)
+                loss.backward()
+                other.step()
+            else:
+                stepper.backward(loss, 1)
+                stepper.step()
+    for (key, p), q in zip(stepper.model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6), key
+    assert torch.equal(stepper.model["frozen"].weight, model_of()["frozen"].weight)
+    assert not torch.equal(stepper.model["never"].weight, model_of()["never"].weight)
