@@ -21,6 +21,7 @@ from launcher.engine.state import counters_of
 from launcher.environment import WorkerEnv
 from launcher.errors import StorageError
 from launcher.evaluate import Evaluation, classification_report_text, confusion_matrix
+from launcher.recipe import Used
 from launcher.report.exponents import draw_exponents
 from launcher.report.figures import draw_confusion_matrix, draw_curves
 from launcher.report.page import write_report
@@ -45,21 +46,22 @@ def result(
     config: Config,
     env: WorkerEnv,
     stepper: Stepper,
+    used: Used,
     metric: str,
     evaluation: Evaluation | None,
     totals: Totals,
 ) -> dict[str, Any]:
     """The content of result.json, but for what only the caller knows (steps and seconds).
 
-    `metric` is the name of the one that runs are compared by.
+    `metric` is the name of the one that runs are compared by: the loss where the evaluation has not got it.
     """
     counters = counters_of(stepper.scale)
     content: dict[str, Any] = {
         "state": "done",
         "exit": 0,
         "recipe": config.recipe.name,
-        "model": config.model.name,
-        "data": config.data.name,
+        "model": used.model,
+        "data": used.data,
         "precision": config.precision.name,
         "world_size": env.world_size,
         "metric_name": metric,
@@ -76,7 +78,8 @@ def result(
     }
     if evaluation is not None:
         content["metrics"] = {"loss": evaluation.loss, **evaluation.metrics}
-        content["metric"] = content["metrics"].get(metric)
+        content["metric_name"] = metric if metric in content["metrics"] else "loss"
+        content["metric"] = content["metrics"][content["metric_name"]]
         if evaluation.classes is not None:
             content["classes"] = list(evaluation.classes)
             content["confusion_matrix"] = confusion_matrix(evaluation).tolist()

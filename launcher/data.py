@@ -23,9 +23,13 @@ NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as m
 
 @dataclass(frozen=True)
 class TensorData:
-    """A set of samples in memory: named columns with one row per sample, all of the same length."""
+    """A set of samples in memory: named columns with one row per sample, all of the same length.
+
+    `name` is that of a data set of the project (the config's `data.name`); None for any other.
+    """
 
     columns: dict[str, Tensor]
+    name: str | None = None
 
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
@@ -36,7 +40,7 @@ class TensorData:
         return len(next(iter(self.columns.values())))
 
     def to(self, device: torch.device) -> TensorData:
-        return TensorData({name: column.to(device) for name, column in self.columns.items()})
+        return TensorData({name: column.to(device) for name, column in self.columns.items()}, self.name)
 
     def select(self, indices: Tensor) -> Batch:
         """The rows at `indices` (int64, on the columns' device), as new tensors."""

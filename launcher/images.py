@@ -12,7 +12,7 @@ import gzip
 import importlib.util
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,9 @@ def load_images(config: DataConfig) -> ImageSet:
         raise ConfigError(
             f"data.name={config.name} is no set of images. {advice}Known: {', '.join(IMAGE_SETS)}."
         )
-    return IMAGE_SETS[config.name](config)
+    images = IMAGE_SETS[config.name](config)
+    train, validation = (replace(each, name=config.name) for each in (images.train, images.validation))
+    return replace(images, train=train, validation=validation)
 
 
 def digits(config: DataConfig) -> ImageSet:

@@ -83,6 +83,34 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class ModelBuilder:
+    """Builds the model that is registered under `name`, anew on each call."""
+
+    name: str
+    build: Callable[[], nn.Module]
+
+    def __call__(self) -> nn.Module:
+        return self.build()
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a recipe really uses, where the config's `model` and `data` may name what nobody looked up.
+
+    The names in the registries, or for what is a recipe's own the class of the model and the recipe's name.
+    """
+
+    model: str
+    data: str
+
+    @classmethod
+    def of(cls, config: Config, recipe: Recipe, network: nn.Module) -> Used:
+        builder = inspect.unwrap(recipe.build_model)
+        model = builder.name if isinstance(builder, ModelBuilder) else type(network).__name__
+        return cls(model, recipe.train.name or config.recipe.uses)
+
+
+@dataclass(frozen=True)
 class Registry:
     """The functions that recipe files offer, by name."""
 
@@ -157,7 +185,7 @@ def refuse_unusable_data(recipe: Recipe) -> None:
             )
 
 
-def model_builder(config: Config, **facts: Any) -> Callable[[], nn.Module]:
+def model_builder(config: Config, **facts: Any) -> ModelBuilder:
     """A function that builds the config's model from its options and the facts that the recipe knows.
 
     Facts are what the data dictates (num_classes, ...). ConfigError for an unknown model or option.
@@ -167,7 +195,7 @@ def model_builder(config: Config, **facts: Any) -> Callable[[], nn.Module]:
     for name in config.model.options:
         if name not in options:
             raise ConfigError(_unknown(f"model.{name} (an option of {config.model.name})", name, options))
-    return functools.partial(build, **facts, **config.model.options)
+    return ModelBuilder(config.model.name, functools.partial(build, **facts, **config.model.options))
 
 
 def registry_of(user_path: str | None) -> Registry:

@@ -36,7 +36,7 @@ from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
 from launcher.measuring import Measuring
 from launcher.meeting import compare_data, meet
-from launcher.recipe import Recipe, load_recipe
+from launcher.recipe import Recipe, Used, load_recipe
 from launcher.recipe_errors import guarded, guarding, place_of, recipe_failure
 from launcher.saving import Saving
 from launcher.shortage import shortage_of
@@ -162,6 +162,7 @@ class _Job:
     env: WorkerEnv
     telemetry: Telemetry
     recipe: Recipe
+    used: Used
     plan: BatchPlan
     course: Course
     model: nn.Module
@@ -229,7 +230,8 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: H
     stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
     equipment.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples)
-    return _Job(config, env, telemetry, recipe, plan, course, model, stepper, heartbeat, continuity)
+    used = Used.of(config, recipe, model)
+    return _Job(config, env, telemetry, recipe, used, plan, course, model, stepper, heartbeat, continuity)
 
 
 def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
@@ -246,6 +248,8 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
         total_steps=job.course.total_steps,
         world_size=job.env.world_size,
         parameters=sum(p.numel() for p in job.model.parameters()),
+        model=job.used.model,
+        data=job.used.data,
     )
 
 
@@ -307,7 +311,7 @@ def _train(job: _Job, requests: Requests, start: Start) -> None:
 def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: float) -> None:
     """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
     result: dict[str, Any] = closing.result(
-        job.config, job.env, job.stepper, job.recipe.metric, evaluation, watch.totals
+        job.config, job.env, job.stepper, job.used, job.recipe.metric, evaluation, watch.totals
     )
     steps = job.course.total_steps
     if result["applied_steps"] < steps / 2:

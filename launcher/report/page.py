@@ -79,7 +79,7 @@ def render(run: RunFiles) -> str:
         section("Warnings", listing(f"step {one['step']:,}: {one.get('text')}" for one in run.of("warning"))),
         section("Result", _result(run)),
         section("Environment", _environment(run)),
-        section("Config", preformatted(run.config)),
+        section("Config", preformatted(_config(run))),
     ]
     return page(run.name, "".join(parts))
 
@@ -102,6 +102,19 @@ def _headline(run: RunFiles) -> str:
 def _state(run: RunFiles) -> str:
     ends = run.of("end")
     return str(run.result.get("state") or (ends[-1].get("state", "done") if ends else "not finished"))
+
+
+def _config(run: RunFiles) -> str:
+    """config.yaml, with a comment at the model and the data that the recipe has not looked up."""
+    used = (run.of("start") or [{}])[-1]
+    group, lines = "", []
+    for line in run.config.splitlines():
+        group = group if line.startswith(" ") else line.rstrip(":")
+        name = used.get(group) if group in ("model", "data") else None
+        if name is not None and line.startswith("  name: ") and line != f"  name: {name}":
+            line += f"  # not used: the recipe has its own, {name}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _evaluations(run: RunFiles) -> str:

@@ -134,10 +134,8 @@ def _finished(config: Config, directory: Path) -> str:
         return ""  # not done, or damaged: the run resumes from its last checkpoint and writes it again
     if steps < _wanted_steps(config, steps_per_epoch) or _was_cut_short(directory, steps):
         return ""
-    return (
-        f"{directory}: the run is done, after {steps} steps: {result.get('metric_name')} "
-        f"{result.get('metric')}. To go on ask for more with train.epochs."
-    )
+    metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
+    return f"{directory}: the run is done, after {steps} steps{metric}. To train on, raise train.epochs."
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:

@@ -13,10 +13,11 @@ import secrets
 import string
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.config import DataConfig, ModelConfig
 from launcher.telemetry.stream import Record
 from launcher.telemetry.wandb_session import (
     Patience,
@@ -48,7 +49,7 @@ class WandbSink:
         self._run = run
         self._warn = warn
         self._patience = patience or Patience()
-        self._queue: queue.Queue[Mapping[str, Any] | _End] = queue.Queue(QUEUE_ROWS)
+        self._queue: queue.Queue[Mapping[str, Any] | _Used | _End] = queue.Queue(QUEUE_ROWS)
         self._failure: Exception | None = None
         self._given_up = False
         self._exit_code = 1  # until an `end` event says otherwise: a run that dies has failed
@@ -60,7 +61,7 @@ class WandbSink:
         self._raise_failure()
         if record["event"] == "end":
             self._exit_code = 0 if record.get("state", "done") == "done" else 1
-        row = history_row(record)
+        row = _Used(record) if record["event"] == "start" else history_row(record)
         if not row:
             return
         try:
@@ -124,7 +125,10 @@ class WandbSink:
         for group in METRIC_GROUPS:
             run.define_metric(f"{group}/*", step_metric="step")
         while not isinstance(row := self._queue.get(), _End):
-            run.log(dict(row))
+            if isinstance(row, _Used):
+                run.config.update(used_config(self._run.config, row.start), allow_val_change=True)  # type: ignore[no-untyped-call]
+            else:
+                run.log(dict(row))
         log = Path(run.dir).parent / "logs" / "debug-internal.log"
         run.finish(exit_code=row.exit_code)
         if run.offline and (loss := unwritten(log)):
@@ -134,6 +138,28 @@ class WandbSink:
 @dataclass(frozen=True)
 class _End:
     exit_code: int
+
+
+@dataclass(frozen=True)
+class _Used:
+    start: Record
+
+
+def used_config(config: Mapping[str, Any], start: Record) -> dict[str, Any]:
+    """The groups of the config whose choice the recipe has not looked up, with what it uses instead.
+
+    The own options of such a choice are left out: nobody has read them.
+    """
+    kept = {
+        group: {field.name for field in fields(kind)}
+        for group, kind in (("model", ModelConfig), ("data", DataConfig))
+    }
+    return {
+        group: {key: value for key, value in config[group].items() if key in kept[group]}
+        | {"name": start[group]}
+        for group in kept
+        if start.get(group) and group in config and start[group] != config[group].get("name")
+    }
 
 
 def new_run_id() -> str:
