@@ -19,7 +19,7 @@ from launcher import overview
 from launcher.arguments import Arguments, parse
 from launcher.environment import LaunchEnv
 from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledError, StorageError
-from launcher.rendezvous import Leader, follow
+from launcher.rendezvous import JobFailed, Leader, follow
 from launcher.resources import conf_dir
 from launcher.shortage import shortage_of
 from launcher.supervisor.workers import num_workers, refuse_small_batch
@@ -125,7 +125,7 @@ def train(arguments: Arguments, leader: Leader) -> int:
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """In parent mode on workers of its own, else on the ranks that have been started with this process."""
-    from launcher.supervisor.parent import supervise
+    from launcher.supervisor.parent import supervise, write_down
     from launcher.telemetry.claim import claimed
 
     workers = num_workers(config.launch, leader.launch)
@@ -134,7 +134,14 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
             print(wrapped(claim.finished, columns_of(sys.stdout)), flush=True)
         elif workers is None:
             leader.remember(claim.config)
-            leader.run(claim.config)
+            try:
+                leader.run(claim.config)
+            except JobFailed as error:
+                if (
+                    error.exit_code != PreemptedError.exit_code
+                ):  # what rank 0 wrote is about a lost connection
+                    write_down(Path(claim.config.run.dir), error)
+                raise
         else:
             supervise(claim.config, workers)
 

@@ -38,7 +38,7 @@ def supervise(config: Config, num_workers: int) -> None:
             _supervise(config, num_workers, signals, heartbeats)
     except Exception as error:
         if not isinstance(error, PreemptedError):  # then the leader has written it, with the checkpoint
-            _write_down(Path(config.run.dir), error, heartbeats.steps_done())
+            write_down(Path(config.run.dir), error, heartbeats.steps_done())
         raise
 
 
@@ -71,7 +71,7 @@ def warm_up() -> None:
         gc.enable()
 
 
-def _write_down(run_dir: Path, error: Exception, steps_done: int) -> None:
+def write_down(run_dir: Path, error: Exception, steps_done: int = 0) -> None:
     """The verdict in the run's files: its leader may have been killed, or blame who was not to blame."""
     exit_code = error.exit_code if isinstance(error, LauncherError) else 1
     with contextlib.suppress(OSError):

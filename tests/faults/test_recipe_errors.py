@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.errors import DataError
 from launcher.telemetry.files import read_json
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
+from tests.faults.usercode import is_here, own_rank
 from tests.test_end_to_end import launch, only_run
 
 pytestmark = pytest.mark.timeout(90)
@@ -155,6 +159,23 @@ def test_two_ranks_say_it_once(tmp_path: Path) -> None:
     file, number = written(tmp_path, "LOSS", "return cross_entropy(network, batch)")
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
     assert_told_once(ended, f"failed at {file}:{number}, in loss: KeyError: 'image'.", 7)
+
+
+def fail_alone(network: Any, batch: Any, passes: int, training: bool) -> None:
+    if own_rank() == 1 and is_here(network, passes, training):
+        raise DataError("a shard is missing")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
+def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Path, training) -> None:
+    """Rank 0 itself sees no more than a lost connection."""
+    code = partial(fail_alone, passes=4 if training else 6, training=training)
+    ended = run(tmp_path / "run", "train.max_steps=6", ranks=2, user_code=code)
+    assert ended.codes == [7, 7], ended
+    assert ended.outputs[0].count("error: ") == 1
+    assert "error: rank 1 failed: a shard is missing" in ended.outputs[0]
+    assert (ended.result["exit"], ended.status["exit"]) == (7, 7)
+    assert ended.result["error"] == "rank 1 failed: a shard is missing"
 
 
 def test_a_loss_of_the_projects_own_is_named_where_no_line_is_the_users(tmp_path: Path) -> None:
