@@ -120,3 +120,10 @@ def test_what_a_step_refuses_is_refused_here_too() -> None:
         stepper.calibrate(lambda: embedding(torch.tensor([1, 2])).sum())
     with pytest.raises(UnusableError, match="does not depend on any trainable parameter"):
         stepper.calibrate(lambda: torch.zeros(()))
+
+
+def test_a_loss_that_no_parameter_shares_in_says_nothing() -> None:
+    stepper = Stepper(Planted(), SGD(0.1), Policy.fp16(), reference_count=4)
+    x = torch.ones(3, requires_grad=True)
+    assert stepper.calibrate(lambda: x.sum()) is None
+    assert stepper.scale.value().item() == 65536

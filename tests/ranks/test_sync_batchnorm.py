@@ -78,6 +78,25 @@ def test_outputs_gradients_and_statistics_are_those_of_the_large_batch(
         )
 
 
+def in_a_subgroup(env: WorkerEnv) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Ranks 0 and 2 together, rank 1 alone; and what one process makes of the same samples."""
+    groups = {members: dist.new_group(list(members)) for members in ((0, 2), (1,))}
+    (members,) = (members for members in groups if env.rank in members)
+    x, weight = data(2, 6)
+    share = slice(3 * members.index(env.rank), 3 * members.index(env.rank) + 6 // len(members))
+    found = passes(synchronised(norm(2, 0.1), groups[members]), x[share], weight[share])
+    return found, passes(norm(2, 0.1).double(), x.double(), weight.double())
+
+
+def test_only_the_ranks_of_its_group_take_part() -> None:
+    ranks = run_ranks(3, in_a_subgroup)
+    for name in ("output", "input"):
+        together, exact = torch.cat([ranks[0][0][name], ranks[2][0][name]]), ranks[0][1][name]
+        for found in (together, ranks[1][0][name]):
+            torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
+    assert torch.equal(ranks[0][0]["running_var"], ranks[2][0]["running_var"])
+
+
 def trained(env: WorkerEnv, policy: Policy, synchronise: bool) -> dict[str, Tensor]:
     """Masters and buffers after some steps on this rank's part of one data set."""
     model = conv_net()
