@@ -126,6 +126,10 @@ def test_rows_are_those_of_the_output_and_a_single_number_is_one_row() -> None:
     alone = first_nonfinite_module(total, on(total, torch.ones(3, 2)))
     assert alone is not None
     assert (alone.rows, alone.num_rows) == ((0,), 1)
+    line = nn.Sequential(nn.Identity())
+    finding = diagnose(line, on(line, torch.tensor([1.0, float("nan"), 2.0]))).first
+    assert finding is not None
+    assert (finding.rows, finding.num_rows) == ((1,), 3)
     many = nn.Sequential(InPlace())
     finding = first_nonfinite_module(many, on(many, torch.ones(MAX_ROWS + 9, 2)))
     assert finding is not None
