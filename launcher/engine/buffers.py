@@ -62,6 +62,14 @@ class Buffers:
         for before, flat in zip(self._before, self._flat, strict=True):
             flat.copy_(torch.where(skipped, before, flat))
 
+    def restore(self) -> None:
+        """Return to the snapshot, whatever a forward pass has put in a buffer's place."""
+        for _, module, key, buffer, place in self._homes:
+            buffer.data = place
+            module._buffers[key] = buffer
+        for before, flat in zip(self._before, self._flat, strict=True):
+            flat.copy_(before)
+
     def average(self) -> None:
         """Replace floating-point buffers by their mean over the ranks. A collective: all ranks call it.
 

@@ -21,14 +21,24 @@ from launcher.engine.refusal import UnusableError
 from launcher.engine.sums import SumOfSquares
 from launcher.engine.wires import Bucket, ShardedSum, Transport
 
+# What a rank's slot in the tail of the last bucket holds, if not 0.
+CULPRIT, ABANDONED = 1, 2
+
 
 @dataclass
 class Reduced:
     """What a step needs to know about the reduced gradient; all tensors on the device."""
 
-    sums: Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index
-    culprits: Tensor  # [world_size] non-zero where a rank's own gradient was not finite
+    sums: (
+        Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index; 0 where the step is abandoned
+    )
+    marks: Tensor  # [world_size] fp64 CULPRIT where a rank's own gradient was not finite, ABANDONED, or 0
     bytes: int  # handed to collectives by this rank
+
+    @property
+    def abandoned(self) -> Tensor:
+        """Whether any rank has abandoned the step: bool, 0-dim."""
+        return (self.marks == ABANDONED).any()
 
 
 @dataclass
@@ -43,7 +53,7 @@ class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
 
     `transports` says by the name of the segment how its buckets travel; `compiled` is for the sums that
-    decide on overflow.
+    decide on overflow. `before_first` is called before the first bucket of a step is sent.
     """
 
     def __init__(
@@ -54,8 +64,11 @@ class Reducer:
         micro_batches: int = 1,
         overlap: bool = True,
         compiled: bool = False,
+        before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = layout
+        self._before_first = before_first
+        self._abandoned = False
         self._group = group
         self._world_size = dist.get_world_size(group) if group else 1
         self._rank = dist.get_rank(group) if group else 0
@@ -175,11 +188,13 @@ class Reducer:
             self.take(segment, slot, parameter.grad)
             parameter.grad = None
 
-    def flush(self) -> None:
-        """Send all that is left: the buckets of parameters that received no gradient, with zeros.
+    def flush(self, abandoned: bool = False) -> None:
+        """Send all that is left: the last bucket, and those of parameters without a gradient, with zeros.
 
-        Every rank calls this once per step, so all ranks launch all buckets, in the same order.
+        Every rank calls this once per step, so all ranks launch all buckets, in the same order. `abandoned`
+        where this rank takes its gradients back: that is known until now, so the last bucket waits for it.
         """
+        self._abandoned = abandoned
         for bucket in self.buckets[self._next :]:
             self._complete(bucket)
             self._launch(bucket)
@@ -193,12 +208,18 @@ class Reducer:
         """
         for bucket in self.buckets:
             self._transports[bucket.segment.name].settle(bucket)
-        culprits = self.buckets[-1].tail
-        reduced = Reduced(torch.cat([look() for look in self._reduced_looks]), culprits, self._sent_bytes)
-        if self._group is None:
-            culprits.copy_(~reduced.sums.sum().isfinite())
+        sums = torch.cat([look() for look in self._reduced_looks])
         if self._sharded:
-            self._share_looks(reduced)
+            sums, marks = self._share_looks(sums)
+        elif self._group is None:
+            marks = self._mark(~sums.sum().isfinite())[None]
+        else:
+            last = self.buckets[-1]
+            marks = last.tail.double() / self._transports[last.segment.name].after
+        reduced = Reduced(sums, marks, self._sent_bytes)
+        abandoned = reduced.abandoned  # then no gradient is anyone's fault
+        reduced.sums = sums.masked_fill(abandoned, 0.0)
+        reduced.marks = marks.masked_fill(abandoned & (marks == CULPRIT), 0.0)
         self._backward, self._summed = _Backward(), set()
         self._next, self._sent_bytes = 0, 0
         return reduced
@@ -225,18 +246,23 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def _share_looks(self, reduced: Reduced) -> None:
+    def _share_looks(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Each rank has seen its piece only: add the sums. A SUM, because a MAX may drop a NaN."""
         own = torch.zeros(self._world_size, dtype=torch.float64, device=self._layout.device)
-        own[self._rank] = self._own_gradient_is_bad()
-        sums = reduced.sums.masked_fill(self._replicated, 0.0) if self._rank else reduced.sums
-        looks = torch.cat([sums, own])  # those that all hold are counted by rank 0
+        own[self._rank] = self._mark(self._own_gradient_is_bad())
+        if self._rank:
+            sums = sums.masked_fill(self._replicated, 0.0)  # those that all hold are counted by rank 0
+        looks = torch.cat([sums, own])
         dist.all_reduce(looks, group=self._group)
-        reduced.sums, reduced.culprits = looks[: -self._world_size], looks[-self._world_size :]
+        return looks[: -self._world_size], looks[-self._world_size :]
 
     def _own_gradient_is_bad(self) -> Tensor:
         looks = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
         return ~torch.cat(looks).sum().isfinite()
+
+    def _mark(self, bad: Tensor) -> Tensor:
+        """This rank's slot, fp64, 0-dim."""
+        return torch.full_like(bad, ABANDONED, dtype=torch.float64) if self._abandoned else bad.double()
 
     def _write(self, segment: Segment, wire: Tensor, gradient: Tensor) -> None:
         """Into the wire buffer, computed in fp32 and rounded once; a pre-divisor costs no pass."""
@@ -265,7 +291,8 @@ class Reducer:
 
     def _ready(self, slot: Slot) -> None:
         self._home[slot.index].pending -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+        # The last one is whole at the end of the pass only, and waits for flush(): it carries the marks.
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
             self._complete(bucket)
             self._launch(bucket)
@@ -273,11 +300,13 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
+        if bucket.index == 0:
+            self._before_first()
         if self._group is not None:
             bucket.local_sums = self._own_looks[bucket.index]()
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
-            bucket.tail[self._rank] = self._own_gradient_is_bad()
+            bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
         self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)
 
 

@@ -19,7 +19,7 @@ class EngineWarning(UserWarning):
     """A loop that can be run, but that most likely does not train what its author means."""
 
 
-def refuse_loss(loss_sum: Tensor, count: int | Tensor = 0) -> None:
+def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
     """Raise UnusableError for what cannot be back-propagated as the sum of the losses of `count` samples."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
         raise UnusableError(
@@ -32,12 +32,14 @@ def refuse_loss(loss_sum: Tensor, count: int | Tensor = 0) -> None:
     refuse_count(count)
 
 
-def refuse_count(count: int | Tensor) -> None:
-    """Raise UnusableError for what is no number of samples or tokens. Does not read a tensor."""
+def refuse_count(count: float | Tensor) -> None:
+    """Raise UnusableError for what is no number of samples or tokens. Reads a tensor on a CPU only."""
     if isinstance(count, Tensor) and count.numel() != 1:
         raise UnusableError(
             f"backward() was given a count of shape {tuple(count.shape)}; it must be one number."
         )
+    if isinstance(count, Tensor) and count.device.type == "cpu":
+        count = count.item()  # that of another device would have to be waited for
     if not isinstance(count, Tensor) and not (isinstance(count, Real) and 0 <= count < math.inf):
         raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from launcher.engine.clock import Spans
 from launcher.engine.notices import NO_SAMPLES, Notices
-from launcher.engine.reducer import Reduced
+from launcher.engine.reducer import ABANDONED, CULPRIT, Reduced
 from launcher.engine.tally import VOTES
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks."""
+    """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks.
+
+    A step that some rank has abandoned has no samples: `loss` and `grad_norm` are NaN, `votes` are 0.
+    """
 
     loss: float
     grad_norm: float  # of the mean gradient, before clipping
@@ -36,6 +39,7 @@ class StepReport:
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
     votes: tuple[int, ...]  # ranks that voted for each question of the caller's
     spans_ms: dict[str, float]  # compute, wire (exposed waiting), update; and what the caller has marked
+    abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
 
 class StepResult:
@@ -69,14 +73,14 @@ class StepResult:
         spans: Spans,
         notices: Notices,
     ) -> StepResult:
-        """Pack [values (7), votes, automaton state (7), culprit ranks, sums per parameter], all as fp64."""
-        packed = torch.cat([values, state.double(), reduced.culprits.double(), reduced.sums])
+        """Pack [values (7), votes, automaton state (7), marks of ranks, sums per parameter], all as fp64."""
+        packed = torch.cat([values, state.double(), reduced.marks, reduced.sums])
         # A meta tensor has nothing to copy: there a step is only traced for what it asks the host.
         host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
         if packed.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return cls(host, ready, names, reduced.culprits.numel(), reduced.bytes, spans, notices)
+        return cls(host, ready, names, reduced.marks.numel(), reduced.bytes, spans, notices)
 
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.
@@ -85,11 +89,11 @@ class StepResult:
         """
         if self._ready is not None:
             self._ready.synchronize()
-        values, votes, automaton, ranks, sums = torch.split(
+        values, votes, automaton, marks, sums = torch.split(
             self._packed, [7, VOTES, 7, self._num_ranks, len(self._names)]
         )
         loss, grad_norm, scale, lr, count, skipped, bad_losses = values.tolist()
-        if count == 0:
+        if count == 0 and not (marks == ABANDONED).any():
             self._notices.warn(NO_SAMPLES, stacklevel=2)
         _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, automaton.tolist())
         return StepReport(
@@ -105,10 +109,11 @@ class StepResult:
             floor_skips=floor_skips,
             bad_loss_steps=bad_loss_steps,
             wire_bytes=self._wire_bytes,
-            culprit_ranks=tuple(ranks.nonzero().flatten().tolist()),
+            culprit_ranks=tuple((marks == CULPRIT).nonzero().flatten().tolist()),
             culprit_parameters=tuple(
                 self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()
             ),
             votes=tuple(map(int, votes.tolist())),
             spans_ms=self._spans.read_ms(),
+            abandoned_ranks=tuple((marks == ABANDONED).nonzero().flatten().tolist()),
         )

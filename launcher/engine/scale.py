@@ -139,11 +139,12 @@ class LossScale:
         """S as fp32, 0-dim: built from its bits, so it is exact."""
         return power_of_two(self.exponent)
 
-    def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor) -> None:
+    def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor) -> None:
         """Move by one step. All flags are bool, 0-dim, equal on all ranks.
 
         `overflow` is a step whose gradient is not finite although every loss was; only that lowers the
-        scale. A non-finite loss (`bad_loss`) cannot be the scale's fault.
+        scale. A non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes
+        nothing, and is not counted.
         """
         s, t, h, applied, skips, floor, bad = self.state.unbind()
         clean = ~skipped
@@ -159,9 +160,8 @@ class LossScale:
         else:
             floor_next = torch.where(overflow, floor + 1, floor * ~clean)
         bad = torch.where(bad_loss, bad + 1, bad * ~clean)
-        self.state.copy_(
-            torch.stack([s, t, h, applied + clean.long(), skips + skipped.long(), floor_next, bad])
-        )
+        after = torch.stack([s, t, h, applied + clean.long(), skips + skipped.long(), floor_next, bad])
+        self.state.copy_(torch.where(abandoned, self.state, after))
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

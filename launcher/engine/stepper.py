@@ -2,7 +2,8 @@
 
 Owns the order of events within a step: scale, backward, reduce, agree, unscale, clip, update or skip. It
 knows no files, no config and no recipes. Every rank calls backward() as often as it has micro-batches (not
-at all is allowed) and then step(); all ranks come out of step() with the same verdict and the same weights.
+at all is allowed) and then step() or abandon(); all ranks come out of it with the same verdict and the same
+weights.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ class Stepper:
         self._device = self.layout.device
         self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
         transports, self._divisor = choose_transports(wire, self.layout, group)
-        self.reducer = Reducer(self.layout, group, transports, micro_batches, wire.overlap, compiled)
+        self._tally = Tally(self._device, group)
+        self.reducer = Reducer(
+            self.layout, group, transports, micro_batches, wire.overlap, compiled, self._tally.send
+        )
         self._attachment = Attachment(model, self.layout, self.reducer)
         self.shards = Shards(self.layout, transports, group)
         self.updater: Updater | AdaptedUpdater = (
@@ -128,7 +132,6 @@ class Stepper:
         self._micro_batches = micro_batches
         self._reference = reference_count
         self._names = [slot.name for slot in self.layout.slots]
-        self._tally = Tally(self._device, group)
         self.clock = StepClock(self._device)
         self._notices = Notices()
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
@@ -179,12 +182,13 @@ class Stepper:
         pass. None on a rank without a micro-batch. Returns the exponent of the new scale, None if there was
         nothing to see or there is no loss scale. A collective. Waits for the device.
         """
+        self._refuse_within_step("calibrate()")
         if self.scale.scaling.mode == "none":
             return None
         growth = max(1.0, self.layout.world_size / self._divisor) * self._micro_batches
         with self.reducer.grad_put_aside():
             dry = dry_pass(self.model, loss, self._aside, growth, self.group)
-        self.buffers.restore_if(torch.ones((), dtype=torch.bool, device=self._device))
+        self.buffers.restore()
         if self._reference is None:
             if dry.count is None:
                 raise UnusableError(
@@ -203,6 +207,7 @@ class Stepper:
         ranks in favour, the same on all ranks. `question` is 0 to 3.
         """
         limits.question.require("vote question", question)
+        self._refuse_within_step("vote()")
         self._tally.vote(question)
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
@@ -212,27 +217,28 @@ class Stepper:
         the count of all micro-batches of all ranks, so micro-batches and ranks may differ in size.
 
         Any other backward pass is torch's: its gradients stay in `p.grad`, which no step reads or changes.
+
+        Raises UnusableError for a loss or a count that cannot be trained on: that leaves no trace, and
+        another backward() may follow. After any other error, of the model's or for want of memory, what this
+        rank holds of the step is incomplete: only abandon() or step() may follow, and both abandon the step.
         """
         self._attachment.check()
         refuse_loss(loss_sum, count)
         if is_mean(loss_sum, count):
             self._notices.warn(WARNING, stacklevel=2)
-        if self._done == self._micro_batches:
-            raise RuntimeError(
-                f"backward() was called more than {self._micro_batches} times before step(). "
-                f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
-            )
+        self._refuse_backward()
         if self._reference is None:
             self._reference = self._agree_on_reference(count)
-        self._done += 1
-        last = self._done == self._micro_batches
         self._tally.add(loss_sum, count)
-        if last:
-            self._tally.send()
-        with self._during_backward(), self.reducer.receiving(last):
+        self._failed = True  # until the pass is through
+        with self._during_backward(), self.reducer.receiving(self._done + 1 == self._micro_batches):
             self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
+                self._failed = False
+                self._tally.take_back()
                 raise UnusableError(NO_GRADIENT)
+        self._failed = False
+        self._done += 1
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
         """The gradients of one micro-batch at the loss scale of now, by name, as autograd gives them.
@@ -246,13 +252,28 @@ class Stepper:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
 
         Raises UnusableError after `loss.backward()` instead of `backward(loss_sum, count)`; on several ranks,
-        of which some may have no samples, it warns of that once.
+        of which some may have no samples, it warns of that once. After a backward() that raised it does what
+        `abandon` does.
         """
-        self._refuse_missed_backward()
+        if not self._failed:
+            self._refuse_missed_backward()
         values, reduced = self.step_on_device()
         return StepResult.capture(
             values, self.scale.state, reduced, self._names, self.clock.take(), self._notices
         )
+
+    def abandon(self) -> StepResult:
+        """Instead of step(): drop this step on all ranks, as if its backward() calls had never been.
+
+        Gradients, counts and votes are dropped, buffers (BatchNorm statistics) are restored; weights,
+        optimizer, loss scale, counters and learning rate stay. The same collectives as step(): other ranks
+        may call either, and theirs is dropped too. `StepReport.abandoned_ranks` says who abandoned it.
+
+        Where a module has collectives of its own (SyncBatchNorm), a pass that fails on one rank only leaves
+        the others waiting there: end the job then.
+        """
+        self._failed = True
+        return self.step()
 
     def step_on_device(self) -> tuple[Tensor, Reduced]:
         """`step()` without the report to the host: what a CUDA graph can capture."""
@@ -260,19 +281,19 @@ class Stepper:
         if self._reference is None:
             self._reference = self._agree_on_reference(0)
         reference = max(1, self._reference)
-        if not self._tally.sent:
-            self._tally.send()
         self.clock.mark("compute")
-        self.reducer.flush()
+        self.reducer.flush(abandoned=self._failed)
         reduced = self.reducer.finish()
-        count, loss_sum, bad_losses, votes = self._tally.totals()
+        abandoned = reduced.abandoned
+        count, loss_sum, bad_losses, votes = self._tally.totals(abandoned)
         self._in_place.take()
         self.clock.mark("wire")
 
         squares = reduced.sums.sum()
         bad_loss = bad_losses > 0
         overflow = ~squares.isfinite() & ~bad_loss
-        skip = overflow | bad_loss | (count == 0)
+        # Without samples too, where the step is abandoned; a count from a device may be anything.
+        skip = overflow | bad_loss | ~((count > 0) & count.isfinite())
 
         scale = self.scale.value().double()
         unscale = self._divisor * reference / (scale * count)
@@ -282,8 +303,11 @@ class Stepper:
         self._wait_for_readers()
         self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
         self.shards.gather_weights()
-        self.buffers.restore_if(skip)
-        self.scale.advance(skip, bad_loss, overflow)
+        if self._failed:
+            self.buffers.restore()
+        else:
+            self.buffers.restore_if(skip)
+        self.scale.advance(skip, bad_loss, overflow, abandoned)
         if self._done:
             self._trained |= ~skip
         self.clock.mark("update")
@@ -308,7 +332,7 @@ class Stepper:
 
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """
-        assert self._done == 0, "a step is under way"
+        self._refuse_within_step("state()")
         self._attachment.check()
         self._in_place.take()
         self._in_place.refuse_unseen()
@@ -327,9 +351,10 @@ class Stepper:
 
         The result says whether the loss scale is that of the state: only a dynamic one is, where this run's
         mode and limits allow it. Applied and skipped steps are taken in any case. Raises ValueError, before
-        anything is changed, for the state of another model or optimizer. A collective where the optimizer is
-        sharded.
+        anything is changed, for the state of another model or optimizer. Between steps only. A collective
+        where the optimizer is sharded.
         """
+        self._refuse_within_step("load()")
         self._attachment.check()
         refuse_other_model(self.model, state)
         refuse_numbers(state)
@@ -419,9 +444,29 @@ class Stepper:
 
     def _start_of_step(self) -> None:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
-        self._done = 0
+        self._done = 0  # backward() calls of this step
+        self._failed = False  # whether one of them raised: then only abandoning the step is left
         self._reference = self._reference or None  # 0: that step was empty
         self._tally.restart()
+
+    def _refuse_backward(self) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "a backward() of this step raised an error, so its gradients are incomplete. Call abandon() "
+                "(or step(), which skips then, on all ranks), and then repeat the step."
+            )
+        if self._done == self._micro_batches:
+            raise RuntimeError(
+                f"backward() was called more than {self._micro_batches} times before step(). "
+                f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
+            )
+
+    def _refuse_within_step(self, call: str) -> None:
+        if self._done or self._failed:
+            raise UnusableError(
+                f"{call} was called within a step, after {self._done + self._failed} backward() calls. Call "
+                "it between steps: after step() or abandon(), before the next backward()."
+            )
 
     def _aside(self, loss: Tensor) -> dict[str, Tensor]:
         """Gradients by name from a backward pass that is no part of a step.

@@ -1,7 +1,7 @@
 """What travels with each step beside the gradients: samples, the sum of their losses, bad losses, votes.
 
-Owns the one small collective of a step. It is launched before the first bucket, on every rank, so the order
-of collectives is the same everywhere.
+Owns the one small collective of a step. It is launched right before the first bucket, on every rank, so the
+order of collectives is the same everywhere, and what was added until then can be taken back.
 """
 
 from __future__ import annotations
@@ -19,35 +19,52 @@ class Tally:
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._sums = torch.zeros(3 + VOTES, dtype=torch.float64, device=device)
+        self._newest: Tensor | None = None  # [3] of the micro-batch that may still be taken back
         self._work: dist.Work | None = None
-        self.sent = False
+        self._sent = False
 
     def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
         loss = loss_sum.detach().double()
         n = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, float(count))
-        self._sums[:3] += torch.stack([n, loss, (~loss.isfinite()).double()])
+        self._include_newest()
+        self._newest = torch.stack([n.reshape(()), loss, (~loss.isfinite()).double()])
+
+    def take_back(self) -> None:
+        """Forget the micro-batch that was added last."""
+        assert not self._sent, "the counts of this step are on their way"
+        self._newest = None
 
     def vote(self, question: int) -> None:
         """Count this rank among those in favour."""
-        assert not self.sent, "the votes of this step are on their way"
+        assert not self._sent, "the votes of this step are on their way"
         self._sums[3 + question] = 1
 
     def send(self) -> None:
         """Start summing over the ranks. Once per step."""
-        self.sent = True
+        self._include_newest()
+        self._sent = True
         if self._group is not None:
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
 
-    def totals(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, all 0-dim; votes [VOTES]."""
+    def totals(self, abandoned: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, all 0-dim; votes [VOTES].
+
+        All are 0 where `abandoned` (bool, 0-dim, on the device) is true.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
-        sums = self._sums.clone()
+        sums = self._sums.masked_fill(abandoned, 0.0)
         return sums[0], sums[1], sums[2], sums[3:]
 
     def restart(self) -> None:
         """Begin the next step."""
         self._sums.zero_()
-        self.sent = False
+        self._newest = None
+        self._sent = False
+
+    def _include_newest(self) -> None:
+        if self._newest is not None:
+            self._sums[:3] += self._newest
+            self._newest = None

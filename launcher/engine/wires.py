@@ -64,7 +64,7 @@ class Bucket:
     """One run of a segment's gradients and its message on the wire.
 
     `tail` is behind the run's elements and belongs to no parameter: the last bucket carries one slot per
-    rank there, in which a rank says that its own gradient was not finite.
+    rank there, in which a rank says that its own gradient was not finite, or that it abandons the step.
     """
 
     index: int  # position in the order of launching
@@ -87,9 +87,13 @@ class Bucket:
 
 
 class Transport(Protocol):
-    """Sends buckets of one segment. `before` multiplies what is written into a message (a power of two)."""
+    """Sends buckets of one segment.
+
+    `before` multiplies what is written into a message, `after` the sum over the ranks: powers of two.
+    """
 
     before: float
+    after: float
 
     def launch(self, bucket: Bucket) -> int:
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
@@ -106,6 +110,8 @@ class Transport(Protocol):
 
 class NativeSum:
     """All-reduce SUM in the dtype of the wire."""
+
+    after = 1.0
 
     def __init__(self, group: dist.ProcessGroup | None, divisor: int = 1) -> None:
         self._group = group
@@ -137,14 +143,14 @@ class WideSum:
 
     def __init__(self, group: dist.ProcessGroup, divisor: int) -> None:
         self._group = group
-        self._factor = 1.0 / divisor
+        self.after = 1.0 / divisor
 
     def launch(self, bucket: Bucket) -> int:
         exchange(bucket, self._group)
         return bucket.size_bytes
 
     def settle(self, bucket: Bucket) -> None:
-        mean = sum_of_received(bucket, self._group).mul_(self._factor).to(bucket.message.dtype)
+        mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
         all_gather(bucket.message, mean, self._group)
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
@@ -157,7 +163,7 @@ class ShardedSum:
     The sum lies in the memory of the gradients that were sent: half the elements' size, W times fewer.
     """
 
-    before = 1.0
+    before = after = 1.0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -55,14 +55,6 @@ def test_a_probe_anywhere_in_a_step_changes_nothing_and_keeps_its_gradient(
         assert (p.grad is None) if clear else torch.equal(p.grad, torch.full_like(p, 200.0 * probes))
 
 
-def test_a_probe_counts_as_no_gradient_of_a_step_without_micro_batches() -> None:
-    stepper = Stepper(Planted(), SGD(1.0), **FP16)
-    probe(stepper.model, 200.0)
-    assert stepper.step().read().skipped
-    assert not stepper.named_masters()["matrix"].any()
-    assert torch.equal(stepper.model.matrix.grad.float(), torch.full((2, 3), 200.0))
-
-
 def test_the_tensors_in_grad_stay_the_same_objects() -> None:
     stepper = Stepper(Planted(), SGD(1.0), **FP16)
     probe(stepper.model, 3.0)

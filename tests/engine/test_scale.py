@@ -46,7 +46,7 @@ class Reference:
 
 
 def advance(scale: LossScale, event: str) -> None:
-    flags = (event != CLEAN, event == BAD_LOSS, event == OVERFLOW)
+    flags = (event != CLEAN, event == BAD_LOSS, event == OVERFLOW, False)
     scale.advance(*(torch.tensor(flag) for flag in flags))
 
 
@@ -93,5 +93,15 @@ def test_a_run_that_goes_on_with_a_shorter_interval_grows() -> None:
     scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
     scale.state[1] = 9  # clean steps counted under a longer one
     no = torch.zeros((), dtype=torch.bool)
-    scale.advance(no, no, no)
+    scale.advance(no, no, no, no)
     assert scale.value().item() == 16
+
+
+@pytest.mark.parametrize("event", [OVERFLOW, BAD_LOSS, NO_SAMPLES])
+def test_an_abandoned_step_changes_nothing(event) -> None:
+    scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
+    advance(scale, CLEAN)
+    before = scale.state.clone()
+    flags = (True, event == BAD_LOSS, event == OVERFLOW, True)
+    scale.advance(*(torch.tensor(flag) for flag in flags))
+    assert torch.equal(scale.state, before)

@@ -148,6 +148,10 @@ def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
     train(stepper, x, classes)
     calls.clear()
     train(stepper, x, classes)
+    of_step = calls.copy()
+    calls.clear()
+    stepper.abandon()
+    assert calls == of_step
     return calls
 
 

@@ -1,0 +1,128 @@
+"""Where one rank abandons a step, all ranks skip it alike, whichever of the two each of them calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
+from launcher.environment import WorkerEnv
+from tests.engine.observe import state_digest
+from tests.engine.test_abandon import Failing
+from tests.models import Planted
+from tests.ranks.harness import run_ranks
+
+WIRES: dict[str, dict[str, Any]] = {
+    "native": {},
+    "predivided": {"predivide": 4},
+    "fp32": {"sum": "fp32"},
+    "sharded": {"shard": True},
+}
+
+
+class Matrices(nn.Module):
+    """Two matrices and nothing else: the marks of the ranks travel in half precision, or not in a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(5, 7))
+        self.vector = nn.Parameter(torch.zeros(3, 11))  # so named for the sake of Planted's forward
+
+    forward = Planted.forward
+
+
+def build(env: WorkerEnv, model: nn.Module, wire: str, micro_batches: int, overlap: bool) -> Stepper:
+    return Stepper(
+        model,
+        SGD(1.0),
+        Policy.fp16(),
+        env.group,
+        scaling=Scaling(init=1, growth_interval=100),
+        wire=Wire(bucket_bytes=1, overlap=overlap, **WIRES[wire]),
+        micro_batches=micro_batches,
+    )
+
+
+def fail_halfway(stepper: Stepper) -> None:
+    """The way back ends before the matrix, when the bucket of the vector may have been sent."""
+    model = stepper.model
+    loss = (Failing.apply(model.matrix.float()) * 50.0).sum() + (model.vector * torch.inf).sum()
+    with pytest.raises(torch.OutOfMemoryError):
+        stepper.backward(loss, 8)
+
+
+def abandon_some(env: WorkerEnv, model: type[nn.Module], wire: str, micro_batches: int, overlap: bool) -> Any:
+    """Reports of steps that ranks abandon in turn, of a clean one at the end, and the masters then."""
+    stepper = build(env, model(), wire, micro_batches, overlap)
+
+    def train(calls: int, gradient: float = 1.0) -> StepReport:
+        for _ in range(calls):
+            stepper.backward(stepper.model(gradient, gradient), 1)
+        return stepper.step().read()
+
+    train(micro_batches)
+    before = state_digest(stepper, counters=True)
+    reports = []
+    for abandoning in ((1,), (0,), (0, env.world_size - 1)):
+        for call in ("step", "abandon", "abandon without backward"):
+            stepper.vote(0)
+            if env.rank not in abandoning:
+                reports.append(train(micro_batches, torch.inf if call == "abandon" else 1.0))
+            elif call == "step":
+                fail_halfway(stepper)
+                reports.append(stepper.step().read())
+            else:
+                if call == "abandon":
+                    stepper.backward(stepper.model(50.0, 50.0), 1)
+                reports.append(stepper.abandon().read())
+    unchanged = state_digest(stepper, counters=True) == before
+    reports.append(train(micro_batches))
+    return reports, unchanged, [master.clone() for master in stepper.named_masters().values()]
+
+
+CASES = [(Planted, wire, micro_batches, True) for wire in WIRES for micro_batches in (1, 2)]
+CASES += [(Matrices, wire, 1, True) for wire in WIRES]
+CASES += [(Planted, "native", 1, False), (Matrices, "fp32", 2, False)]
+
+
+def some_cases(env: WorkerEnv, cases: list[Any]) -> list[Any]:
+    return [abandon_some(env, *case) for case in cases]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, CASES[-6:])], ids=["2 ranks", "3 ranks"])
+def test_all_ranks_skip_what_one_abandons(world_size, cases) -> None:
+    expected = [(1,)] * 3 + [(0,)] * 3 + [(0, world_size - 1)] * 3 + [()]
+    for results in run_ranks(world_size, some_cases, cases):
+        for case, (reports, unchanged, masters) in zip(cases, results, strict=True):
+            assert [report.abandoned_ranks for report in reports] == expected, case
+            assert [report.skipped for report in reports] == [True] * 9 + [False], case
+            assert {report.culprit_ranks for report in reports} == {()}, case
+            assert {report.votes for report in reports} == {(0, 0, 0, 0)}, case
+            assert [report.count for report in reports[:-1]] == [0] * 9, case
+            assert (reports[-1].applied_steps, reports[-1].skipped_steps) == (2, 0), case
+            assert unchanged, case
+            assert all(torch.equal(master, torch.full_like(master, -2.0)) for master in masters), case
+
+
+def refuse_on_one_rank(env: WorkerEnv, wire: str, micro_batches: int) -> list[Tensor]:
+    """A loss of something else than the model in the last micro-batch of rank 1, then the right one."""
+    stepper = build(env, Planted(), wire, micro_batches, overlap=True)
+    for _ in range(2):
+        for number in range(micro_batches):
+            if env.rank == 1 and number == micro_batches - 1:
+                with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
+                    stepper.backward(torch.ones((), requires_grad=True) * 50, 100)
+            stepper.backward(stepper.model(1.0, 1.0), 1)
+        report = stepper.step().read()
+        assert (report.skipped, report.count) == (False, micro_batches * env.world_size)
+    return [master.clone() for master in stepper.named_masters().values()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_refused_loss_of_one_rank_leaves_no_trace_on_the_others(wire, micro_batches) -> None:
+    for masters in run_ranks(2, refuse_on_one_rank, wire, micro_batches):
+        assert all(torch.equal(master, torch.full_like(master, -2.0)) for master in masters)
