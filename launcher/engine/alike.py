@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.engine import works
 from launcher.engine.buffers import Buffers
 from launcher.engine.layout import Layout
 from launcher.engine.names import named_buffers, named_parameters
@@ -33,7 +34,7 @@ def refuse_different_models(
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
     device = tensors[0][1].device if tensors else None
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    works.run(dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True), both)
     if both[0] != -both[1]:
         raise UnusableError(
             "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
@@ -61,11 +62,11 @@ def take_values_of_rank_0(
         return
     for segment in layout.segments:
         exact = segment.weight if segment.master is None else segment.master
-        dist.broadcast(exact, group=group, group_src=0)
+        works.run(dist.broadcast(exact, group=group, group_src=0, async_op=True), exact)
     layout.round_weights()
     for p in model.parameters():
         if not p.requires_grad:
             values = p.detach().contiguous()
-            dist.broadcast(values, group=group, group_src=0)
+            works.run(dist.broadcast(values, group=group, group_src=0, async_op=True), values)
             p.detach().copy_(values)
     buffers.broadcast()

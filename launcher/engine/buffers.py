@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine import works
 from launcher.engine.names import named_modules
 from launcher.engine.refusal import UnusableError
 
@@ -81,7 +82,7 @@ class Buffers:
         for flat in self._flat:
             if flat.is_floating_point():
                 total = flat.double()  # exact for equal values: averaging twice changes nothing
-                dist.all_reduce(total, group=self._group)
+                works.run(dist.all_reduce(total, group=self._group, async_op=True), total)
                 flat.copy_(total / dist.get_world_size(self._group))
         self.snapshot()
 
@@ -89,7 +90,8 @@ class Buffers:
         """Take rank 0's values. A collective: all ranks call it."""
         if self._group is not None:
             for flat in self._flat:
-                dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0)  # of any dtype
+                values = flat.view(torch.uint8)  # of any dtype
+                works.run(dist.broadcast(values, group=self._group, group_src=0, async_op=True), values)
 
     def _collect(self) -> None:
         """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine import works
 from launcher.engine.refusal import refuse_count
 
 FP16_MAX = 65504.0
@@ -56,7 +57,7 @@ def dry_pass(
     agreed = torch.tensor(_octave(largest), dtype=torch.int64)
     if group is not None:
         agreed = agreed.to(next(model.parameters()).device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
     octave = int(agreed)
     return DryPass(None if octave in (UNKNOWN, -UNKNOWN) else octave, count)
 

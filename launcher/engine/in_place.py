@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine import works
 from launcher.engine.layout import Layout
 from launcher.engine.refusal import UnusableError
 from launcher.engine.shards import Shards
@@ -72,7 +73,7 @@ class InPlaceChanges:
             return
         unseen = torch.stack([self._shards.differs(*place) for place in self._watched]).int()
         if self._shards.sharded:
-            dist.all_reduce(unseen, op=dist.ReduceOp.MAX, group=self._group)
+            works.run(dist.all_reduce(unseen, op=dist.ReduceOp.MAX, group=self._group, async_op=True), unseen)
         names = [self._watched[index][1].name for index in unseen.nonzero().flatten().tolist()]
         if names:
             raise UnusableError(
@@ -96,7 +97,7 @@ def _agree_on_scaled_rows(weight: Tensor, group: dist.ProcessGroup) -> None:
     """Of each element take the one that was scaled down most: rows are only ever made smaller."""
     with torch.no_grad():
         smallest = weight.abs()
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        works.run(dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group, async_op=True), smallest)
         weight.copy_(torch.copysign(smallest, weight))
 
 

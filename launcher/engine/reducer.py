@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from launcher.engine import works
 from launcher.engine.layout import Layout, Segment, Slot
 from launcher.engine.refusal import UnusableError
 from launcher.engine.sums import SumOfSquares
@@ -253,7 +254,7 @@ class Reducer:
         if self._rank:
             sums = sums.masked_fill(self._replicated, 0.0)  # those that all hold are counted by rank 0
         looks = torch.cat([sums, own])
-        dist.all_reduce(looks, group=self._group)
+        works.run(dist.all_reduce(looks, group=self._group, async_op=True), looks)
         return looks[: -self._world_size], looks[-self._world_size :]
 
     def _own_gradient_is_bad(self) -> Tensor:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.engine import works
+
 FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; what lies outside is counted in the outermost
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
 NEAR_MAX_FROM = 14  # two octaves: 2^14 = 16384 to fp16's end at 65504
@@ -66,7 +68,7 @@ class ExponentCounter:
         rows = [self._row(gradient) for gradient in gradients.values()]
         counts, ready = torch.stack(rows), None
         if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
+            works.run(dist.all_reduce(counts, group=self._group, async_op=True), counts)
         host = counts.to("cpu", non_blocking=True)
         if counts.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

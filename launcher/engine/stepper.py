@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine import limits
+from launcher.engine import limits, works
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
 from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
 from launcher.engine.attachment import Attachment
@@ -528,6 +528,6 @@ class Stepper:
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device) + count * self._micro_batches
         if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+            works.run(dist.all_reduce(total, group=self.group, async_op=True), total)
         mean = float(total) / self.layout.world_size
         return nearest_power_of_two(mean) if mean else 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from launcher.engine import works
 from launcher.engine.names import named_modules
 from launcher.engine.refusal import UnusableError
 
@@ -81,11 +82,11 @@ class _Normalise(torch.autograd.Function):
         others = [dimension for dimension in range(x.ndim) if dimension != 1]
         count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
         sums = torch.cat([wide.sum(others), count])
-        dist.all_reduce(sums, group=group)
+        works.run(dist.all_reduce(sums, group=group, async_op=True), sums)
         mean, count = sums[:-1] / sums[-1], sums[-1]
         centred = wide - _by_channel(mean, x)
         squares = (centred * centred).sum(others)
-        dist.all_reduce(squares, group=group)
+        works.run(dist.all_reduce(squares, group=group, async_op=True), squares)
         variance = squares / count
         inverse = torch.rsqrt(variance + eps)
         normalised = centred * _by_channel(inverse, x)
@@ -100,7 +101,7 @@ class _Normalise(torch.autograd.Function):
         normalised, inverse, count = ctx.saved_tensors
         others = [dimension for dimension in range(gradient.ndim) if dimension != 1]
         sums = torch.stack([gradient.sum(others), (gradient * normalised).sum(others)])
-        dist.all_reduce(sums, group=ctx.group)
+        works.run(dist.all_reduce(sums, group=ctx.group, async_op=True), sums)
         mean, slope = sums / count
         deviation = gradient - _by_channel(mean, gradient) - normalised * _by_channel(slope, gradient)
         return deviation * _by_channel(inverse, gradient), None, None

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.engine import works
+
 VOTES = 4  # questions on which the ranks may vote in a step; what they mean is the caller's business
 
 
@@ -45,7 +47,7 @@ class Tally:
         self._include_newest()
         self._sent = True
         if self._group is not None:
-            self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
+            self._work = works.started(dist.all_reduce(self._sums, group=self._group, async_op=True))
 
     def totals(self, abandoned: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of all ranks: samples, sum of losses, micro-batches with a bad loss, all 0-dim; votes [VOTES].
@@ -53,7 +55,7 @@ class Tally:
         All are 0 where `abandoned` (bool, 0-dim, on the device) is true.
         """
         if self._work is not None:
-            self._work.wait()
+            works.wait_for(self._work, self._sums)
             self._work = None
         sums = self._sums.masked_fill(abandoned, 0.0)
         return sums[0], sums[1], sums[2], sums[3:]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine import limits
+from launcher.engine import limits, works
 from launcher.engine.layout import Layout, Run, Segment, Slot
 from launcher.engine.refusal import UnusableError
 
@@ -120,12 +120,12 @@ class NativeSum:
     def launch(self, bucket: Bucket) -> int:
         if self._group is None:
             return 0
-        bucket.work = dist.all_reduce(bucket.message, group=self._group, async_op=True)
+        bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
         return bucket.size_bytes
 
     def settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:
-            bucket.work.wait()
+            works.wait_for(bucket.work, bucket.message)
             bucket.work = None
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
@@ -234,14 +234,16 @@ def default_predivide(world_size: int) -> int:
 def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
     """Start the all-to-all in which each rank receives all ranks' values of the elements that it owns."""
     bucket.received = torch.empty_like(bucket.message)
-    bucket.work = dist.all_to_all_single(bucket.received, bucket.message, group=group, async_op=True)
+    bucket.work = works.started(
+        dist.all_to_all_single(bucket.received, bucket.message, group=group, async_op=True)
+    )
 
 
 def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
     """fp32 [message / W]: the sum over the ranks, in rank order, of what `exchange` brought."""
     assert bucket.work is not None
     assert bucket.received is not None
-    bucket.work.wait()
+    works.wait_for(bucket.work, bucket.message)
     rows = bucket.received.view(dist.get_world_size(group), -1)  # [rank, element]
     bucket.work = bucket.received = None
     if rows.is_cuda:
@@ -256,4 +258,4 @@ def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """`whole` [W * n] from each rank's `own` [n]."""
     # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, own, group=group)
+    works.run(gather(whole, own, group=group, async_op=True), whole)
