@@ -83,8 +83,8 @@ class Elsewhere(TorchDispatchMode):
         """What the host gets as the values of this tensor."""
         values, where = torch.zeros(tensor.numel(), dtype=tensor.dtype), _where()
         for prefix, answer in self._answers.items():
-            if where.startswith(prefix):
-                first = answer if isinstance(answer, list) else [answer] * tensor.numel()
+            first = answer if isinstance(answer, list) else [answer] * tensor.numel()
+            if where.startswith(prefix) and len(first) <= tensor.numel():
                 values[: len(first)] = torch.tensor(first)
         return values.reshape(tensor.shape)
 

@@ -115,6 +115,7 @@ REPORT = [0.5, 1.0, 65536.0, 0.1, 64.0, 0.0, 0.0]
 ANSWERS: dict[str, float | list[float]] = {
     "engine/result.py": REPORT,
     "evaluate.py _conclude": [1.0],
+    "engine/stepper.py _agree_on_reference": 32.0,  # once, in the first step
     "engine/calibration.py": 0.25,
     "engine/diagnosis.py": 1.0,
     "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
@@ -152,7 +153,9 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
             worker.run(config, LaunchEnv(), None, "job")
         (path,) = (Path(config.run.dir) / "checkpoints").iterdir()
         assert load(path).progress.step == steps
-        seen.append((Counter(device.reads), Counter(device.uploads)))
+        # A report is read one step late; on a GPU the host holds it by then.
+        reads = [read for read in device.reads if not read.startswith("engine/result.py read")]
+        seen.append((Counter(reads), Counter(device.uploads)))
     assert seen[0] == seen[1]
     assert seen[0][0].total() > 10
 
@@ -160,8 +163,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(environment, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    bad_losses = [0.0] * 4 + [16.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]  # votes, then the automaton
-    answers = ANSWERS | {"engine/result.py": [*REPORT[:5], 1.0, 1.0, *bad_losses]}
+    answers = ANSWERS | {"engine/result.py": [*REPORT[:5], 1.0, 1.0]}
     with (
         Elsewhere(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,
