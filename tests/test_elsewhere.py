@@ -97,7 +97,7 @@ def test_nothing_of_a_snapshot_stays_on_the_device(policy, wire) -> None:
         stepper = stepper_of(policy, group, wire, 1)
         env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
         identity = Identity.of(composed(), stepper.model, 100)
-        snapshot = take(stepper, env, identity, Origin(1, 8, "none"), Progress(0, 1, 8))
+        snapshot = take(stepper, env, identity, Origin(1, "none"), Progress(0, 1, 8))
     assert isinstance(snapshot, Snapshot)
     found = tensors_in(snapshot)
     assert len(found) > 20

@@ -94,7 +94,7 @@ def test_a_snapshot_holds_the_bits_of_the_state_and_later_steps_leave_it_alone(t
         state = stepper.state().clone()
         with Copies() as copies:
             staged = stage(
-                stepper, ALONE, identity, Origin(1, 4, "none"), Progress(0, step, step), None, None, memory
+                stepper, ALONE, identity, Origin(1, "none"), Progress(0, step, step), None, None, memory
             )
         assert staged is not None
         if kind != "torch's Adam":  # whose states are as many tensors
@@ -114,7 +114,7 @@ def test_frozen_tied_and_mixed_parameters_are_kept() -> None:
         stepper,
         ALONE,
         Identity.of(composed(), stepper.model, 100),
-        Origin(1, 4, "none"),
+        Origin(1, "none"),
         Progress(0, 0, 0),
         None,
         None,

@@ -61,7 +61,7 @@ class Job:
         return time.perf_counter() - began
 
     def take(self) -> Snapshot | None:
-        origin, progress = Origin(1, len(self.labels), "fp16"), Progress(0, self.steps, self.steps)
+        origin, progress = Origin(1, "fp16"), Progress(0, self.steps, self.steps)
         return checkpoint.take(self.stepper, self.env, self.identity, origin, progress)
 
 

@@ -152,9 +152,7 @@ def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
     identity = Identity.of(composed(), stepper.model, 100)
     for start in (10, 20):
         expected = state_on_host(stepper)
-        staged = stage(
-            stepper, env, identity, Origin(1, BATCH, "none"), Progress(0, 6, 6), None, None, memory
-        )
+        staged = stage(stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, None, memory)
         assert staged is not None
         for step in range(start, start + 4):
             forward_backward(stepper, *batch_of(device, step))
