@@ -573,6 +573,15 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     assert "it lists ../../secret" in verify(path)[0]
 
 
+def test_only_a_directory_is_a_checkpoint(tmp_path: Path) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    link, file = tmp_path / "step-00000002", tmp_path / "step-00000003"
+    link.symlink_to(path)
+    file.touch()
+    assert verify(link) == ["step-00000002 is a symbolic link"]
+    assert verify(file) == ["step-00000003 is not a directory"]
+
+
 @pytest.mark.parametrize("what", ["checkpoint", "folder"])
 @pytest.mark.parametrize("wish", ["auto", "path"])
 def test_a_link_out_of_the_run_is_refused(tmp_path: Path, what, wish) -> None:
