@@ -1,7 +1,7 @@
 """Is the model still the one whose parameters lie in the Stepper's flat memory?
 
-Owns the look at that before each backward pass and each step, and the text that says what has come between.
-The look costs 0.3 ms at 1,000 parameters; names are only looked up where something differs.
+Owns the look at that once in each step, and the text that says what has come between. The look costs 0.3 ms
+at 1,000 parameters; names are only looked up where something differs.
 """
 
 from __future__ import annotations
