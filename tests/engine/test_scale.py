@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launcher.engine.refusal import UnusableError
 from launcher.engine.scale import LossScale, Scaling, nearest_power_of_two, power_of_two
 
 CLEAN, OVERFLOW, BAD_LOSS, NO_SAMPLES = "clean", "overflow", "bad loss", "no samples"
@@ -77,6 +78,26 @@ def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
         assert scale.value().item() == expected
     fields = dict(zip(LossScale.FIELDS, scale.state.tolist(), strict=True))
     assert (fields["applied"], fields["skipped"]) == (3, 4)
+
+
+@pytest.mark.parametrize("mode", ["static", "none"])
+def test_overflows_in_a_row_are_counted_where_the_scale_cannot_fall(mode) -> None:
+    scale, counts = LossScale(Scaling(mode=mode), torch.device("cpu")), []
+    for event in (OVERFLOW, BAD_LOSS, OVERFLOW, NO_SAMPLES, CLEAN, OVERFLOW):
+        advance(scale, event)
+        counts.append(int(scale.state[LossScale.FIELDS.index("floor_skips")]))
+    assert counts == [1, 1, 2, 2, 0, 1], "only a clean step ends the row"
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    assert Scaling() == Scaling("dynamic", 2**16, growth_interval=2000, hysteresis=1, min=1, max=2**24)
+
+
+@pytest.mark.parametrize("field", ["init", "min", "max"])
+@pytest.mark.parametrize("value", [0, 3, 2**128, 65536.0])
+def test_each_of_the_three_scales_is_a_power_of_two(field, value) -> None:
+    with pytest.raises(UnusableError, match=f"loss scale {field}="):
+        Scaling(**{field: value})
 
 
 def test_powers_of_two_are_exact_over_the_whole_range_of_fp32() -> None:
