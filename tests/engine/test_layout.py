@@ -46,6 +46,22 @@ def test_slots_are_aligned_disjoint_and_the_parameters_are_views_of_them() -> No
         assert segment.numel >= end
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 64, 100])
+def test_runs_are_divided_among_the_ranks_and_hold_little_beside_the_parameters(world_size) -> None:
+    layout = Layout(Odd(), Policy.fp16(), world_size=world_size, run_bytes=256)
+    for segment in layout.segments:
+        assert [run.start for run in segment.runs] == [0, *(run.end for run in segment.runs[:-1])]
+        for run in segment.runs:
+            pieces = [run.piece(rank, world_size) for rank in range(world_size)]
+            assert [i for piece in pieces for i in range(piece.start, piece.stop)] == [
+                *range(run.start, run.end)
+            ]
+            owned = {i for slot in run.slots for i in range(slot.offset, slot.offset + slot.numel)}
+            gaps = [i for gap in run.gaps() for i in range(gap.start, gap.stop)]
+            assert sorted([*owned, *gaps]) == [*range(run.start, run.end)]
+            assert len(gaps) < ALIGNMENT * (len(run.slots) + world_size)
+
+
 @pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda p: p.name)
 def test_pieces_begin_at_multiples_of_64_bytes_on_up_to_64_ranks(policy) -> None:
     """Weights, masters and the fp32 sums that lie in the memory of the gradients."""
