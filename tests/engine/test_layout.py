@@ -130,3 +130,11 @@ def test_the_parameters_of_an_rnn_have_one_dtype(policy, frozen) -> None:
     Layout(model, policy)
     assert {p.dtype for p in model["rnn"].parameters()} == {policy.weights}
     assert model["head"].bias.dtype == torch.float32
+
+
+def test_frozen_integers_stay_integers() -> None:
+    model = mlp()
+    model.codes = nn.Parameter(torch.tensor([3, 70_001]), requires_grad=False)
+    Layout(model, Policy.fp16())
+    assert model.codes.tolist() == [3, 70_001]
+    assert model.codes.dtype == torch.int64
