@@ -41,6 +41,12 @@ def cut(model: nn.Module) -> None:
     model[0].weight.data = model[0].weight.data[:4]
 
 
+def stretch(model: nn.Module) -> None:
+    """The same address, more rows: into the memory of its neighbour."""
+    weight = model[8].weight.data
+    model[8].weight.data = weight.as_strided((4, 8), weight.stride())
+
+
 def replace(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
 
@@ -83,6 +89,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     ),
     "data": (set_data, r"on: 0\.weight was given other memory \(p.data = \.\.\."),
     "cut": (cut, r"0\.weight was given the shape \(4, 3, 3, 3\) in place of \(8, 3, 3, 3\)"),
+    "stretched": (stretch, r"8\.weight was given the shape \(4, 8\) in place of \(3, 8\)"),
     "replaced": (replace, r"on: 0\.weight was replaced by another nn.Parameter\. Its"),
     "replaced layer": (replace_layer, r"8\.weight was cast from torch.float16"),
     "dropped layer": (drop_layer, r"8\.weight is no longer part of it"),

@@ -90,3 +90,15 @@ def test_a_buffer_put_in_place_by_its_data_is_refused_in_another_shape() -> None
     stepper.model[1].running_mean.data = torch.zeros(1)
     with pytest.raises(UnusableError, match=r"buffer 1\.running_mean .* was replaced by .*\(1,\)"):
         stepper.step()
+
+
+def test_each_buffer_that_was_replaced_is_taken_in_whichever_others_were_not() -> None:
+    model = conv_net()
+    stepper = Stepper(model, SGD(0.1), Policy.fp32())
+    kept, *_, replaced, _ = model.named_buffers()
+    module, _, key = replaced[0].rpartition(".")
+    model.get_submodule(module)._buffers[key] = torch.full_like(replaced[1], 5.0)
+    stepper.buffers.restore_if(torch.zeros((), dtype=torch.bool))
+    assert torch.equal(replaced[1], torch.full_like(replaced[1], 5.0))
+    assert model.get_submodule(module)._buffers[key] is replaced[1]
+    assert not torch.equal(kept[1], torch.full_like(kept[1], 5.0))
