@@ -28,7 +28,7 @@ from launcher.config import Config
 from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
-from launcher.engine import EngineWarning, Stepper, UnusableError
+from launcher.engine import EngineWarning, Stepper, UnusableError, works
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
 from launcher.errors import ConfigError, LauncherError, PreemptedError
 from launcher.evaluate import Evaluation
@@ -108,6 +108,7 @@ def _let_go(error: BaseException) -> None:
     that wait in a collective for this one notice.
     """
     traceback.clear_frames(error.__traceback__)
+    works.release()
     gc.collect()
 
 

@@ -41,6 +41,15 @@ def run(work: dist.Work | None, tensor: Tensor) -> None:
     wait_for(started(work), tensor)
 
 
+def release() -> None:
+    """Drop all works. Gloo closes a group's connections only when nothing holds one of its works.
+
+    For a rank that has failed and lives on: the others wait in a collective until its connections close.
+    """
+    _under_way.clear()
+    _finished.clear()
+
+
 @atexit.register
 def _keep_all() -> None:
     """Nothing frees them while the interpreter shuts down, whether their threads are done or not."""
