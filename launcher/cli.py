@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 from launcher import overview
 from launcher.arguments import Arguments, parse
 from launcher.environment import LaunchEnv
-from launcher.errors import ConfigError, LauncherError, PreemptedError, StalledError, StorageError
+from launcher.errors import (
+    CollectiveError,
+    ConfigError,
+    LauncherError,
+    PreemptedError,
+    StalledError,
+    StorageError,
+)
 from launcher.rendezvous import JobFailed, Leader, follow
 from launcher.resources import conf_dir
 from launcher.shortage import shortage_of
@@ -170,7 +177,9 @@ class SweepProgress:
             print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
             self.exit_codes.append(report_failure(error))
             stopped = self.exit_codes[-1] in STOPPED
-            self.broken = stopped or isinstance(error, StalledError)  # in parent mode that is a RunFailed
+            self.broken = stopped or isinstance(
+                error, StalledError | CollectiveError
+            )  # in parent mode that is a RunFailed
 
 
 def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:

@@ -19,7 +19,7 @@ from launcher.engine import Stepper
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.state import counters_of
 from launcher.environment import WorkerEnv
-from launcher.errors import StorageError
+from launcher.errors import StorageError, in_words
 from launcher.evaluate import Evaluation, classification_report_text, confusion_matrix
 from launcher.recipe import Used
 from launcher.report.exponents import draw_exponents
@@ -108,7 +108,7 @@ def write_files(
 def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:
     """result.json of a run that did not get to its end; what cannot be written then is only in the log."""
     with contextlib.suppress(OSError):
-        write_result(run_dir, {"state": state, "exit": exit_code, "error": str(error) or repr(error)})
+        write_result(run_dir, {"state": state, "exit": exit_code, "error": in_words(error)})
     mark_end(run_dir, state, exit_code)
 
 

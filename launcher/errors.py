@@ -15,6 +15,10 @@ class RecipeError(LauncherError):
     """Code of a recipe raised an exception. Like any unexpected error it may be gone after a restart."""
 
 
+class CollectiveError(LauncherError):
+    """The ranks called collectives that do not fit together. The text names whom it concerns."""
+
+
 class ConfigError(LauncherError):
     """The command line or the config asks for something that cannot be run."""
 
@@ -73,3 +77,8 @@ class PreemptedError(LauncherError):
     """The run was asked to stop and is saved: the same command goes on with it."""
 
     exit_code = 75
+
+
+def in_words(error: BaseException) -> str:
+    """The text of an error and the notes that were added to it."""
+    return "\n".join([str(error) or repr(error), *getattr(error, "__notes__", ())])

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from launcher.collectives import is_loss, last_call, latest_calls
 from launcher.config import Config, from_dict, to_dict
 from launcher.environment import ASSEMBLE_S, LaunchEnv, first_failure, limit_silence, memory, open_store
-from launcher.errors import LauncherError, StalledError
+from launcher.errors import CollectiveError, LauncherError, StalledError
 from launcher.problems import first_line
 from launcher.shortage import shortage_of
 
@@ -36,6 +37,7 @@ class Patience:
     first_job_s: float = 300.0  # followers: until rank 0 has composed the config
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw pictures and upload
     leave_s: float = 60.0  # all ranks, once one has left a job
+    abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once, unless it was lost
     goodbye_s: float = 10.0  # rank 0: until everyone has heard that this is the end
 
 
@@ -47,13 +49,16 @@ class Departure:
     time_s: float
     error: str = ""
     exit_code: int = 0
+    shared: bool = False  # the error concerns other ranks, which its text names
+    last_call: str = ""  # the collective in which it lost another rank
 
 
 class JobFailed(LauncherError):
     """The job failed on a rank other than this one, which knows its reason."""
 
     def __init__(self, departure: Departure) -> None:
-        super().__init__(f"rank {departure.rank} failed: {departure.error}")
+        own = "" if departure.shared else f"rank {departure.rank} failed: "
+        super().__init__(f"{own}{departure.error}")
         self.exit_code = departure.exit_code
 
 
@@ -82,8 +87,9 @@ class Leader:
         limit_silence(config.launch.stall_s)
         try:
             self._run_job(config, self.launch, store, job)
-        except StalledError:
-            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)  # the rank that hangs will never hear it
+        except (StalledError, CollectiveError):
+            # The rank that hangs or was aborted will never hear it.
+            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
             raise
         except Exception as error:
             own = departure_of(self.launch.rank, error)
@@ -170,6 +176,8 @@ def follow(launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None)
             break
         failure = run_as_follower(store, message, launch, run_job)
         wait_s = patience.leave_s if failure else patience.next_job_s
+        if isinstance(failure, CollectiveError):
+            wait_s = min(wait_s, patience.abandoned_s)  # rank 0 knows it too, or was aborted
     return message["exit_code"], message["reason"]
 
 
@@ -238,5 +246,9 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
         return Departure(rank, time.time())
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
-        return Departure(rank, time.time(), str(error), error.exit_code)
-    return Departure(rank, time.time(), "".join(traceback.format_exception(error)), 1)
+        shared = isinstance(error, CollectiveError)
+        return Departure(rank, time.time(), str(error), error.exit_code, shared)
+    text = "".join(traceback.format_exception(error))
+    return Departure(
+        rank, time.time(), text, 1, last_call=last_call(latest_calls()) if is_loss(error) else ""
+    )

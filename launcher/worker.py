@@ -24,13 +24,14 @@ from torch import nn
 
 from launcher import closing, equipment
 from launcher.checkpoint import Due, Writer
+from launcher.collectives import disagreement, exchange_calls, is_loss, loss
 from launcher.config import Config
 from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import EngineWarning, Stepper, UnusableError, works
 from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
-from launcher.errors import ConfigError, LauncherError, PreemptedError
+from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
 from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
 from launcher.loop import Course, Start, train
@@ -76,6 +77,7 @@ def run(
             claim_first_failure(store, job, launch.rank)
             failure = (
                 _users_to_mend(error, launch)
+                or _disagreement(error, store, job, launch)
                 or stall_of(error, store, job, launch)
                 or _of_the_recipe(error, log_path(run_dir, launch.rank))
             )
@@ -94,6 +96,24 @@ def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | N
     if isinstance(error, UnusableError):
         return ConfigError(str(error))
     return shortage_of(error, f"rank {launch.rank}")
+
+
+def _disagreement(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> LauncherError | None:
+    """Which ranks called another collective, where one was lost for that reason.
+
+    None for all else. Then a note on the error says who was lost.
+    """
+    if store is None or not is_loss(error):
+        return None
+    _let_go(error)  # or a rank that waits for this one would not notice in time to say what it called
+    said = exchange_calls(store, job, launch)
+    if text := disagreement(said, launch.world_size):
+        return CollectiveError(text)
+    if note := loss(said, launch.world_size):
+        error.add_note(note)
+    return None
 
 
 def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:
@@ -150,7 +170,7 @@ def _tell_of_failure(
     else:
         state = "failed"
         log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
-    telemetry.emit("end", steps, state=state, exit=code, error=str(error) or repr(error))
+    telemetry.emit("end", steps, state=state, exit=code, error=in_words(error))
     if launch.rank == 0:
         closing.write_failure(run_dir, state, code, error)
 

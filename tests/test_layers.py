@@ -25,7 +25,7 @@ LAYERS = (
         "terminal",
         "validation",
     },
-    {"environment", "heartbeat", "signals", "telemetry", "arguments", "overview"},
+    {"environment", "collectives", "heartbeat", "signals", "telemetry", "arguments", "overview"},
     {"data", "parquet_images", "images", "recipe", "recipe_errors", "engine", "schedule"},
     {"checkpoint", "consistency"},
     {"loop", "saving", "watch", "evaluate", "culprit", "gradients", "report", "export"},

@@ -26,6 +26,7 @@ from launcher.supervisor.verdict import PREEMPTED, Fate, Verdict, hang, judge
 from launcher.ties import Orphans
 
 SETTLE_S = 0.5  # for the last words of the others, once one has failed
+ABORTED_S = 3.0  # where these decide who is to blame: they compare what they called
 STACKS_S = 0.5
 PAUSE_S = 1.0  # a parent that was not there for longer than this was stopped itself, with its workers
 STEP_PHASES = frozenset({"compute", "wire", "update"})
@@ -114,7 +115,7 @@ class Generation:
         elif exit_code < 0 and exit_code != -signal.SIGABRT:
             self.end_within(0)  # there is no doubt about who was first
         else:
-            self.end_within(SETTLE_S)
+            self.end_within(ABORTED_S if exit_code < 0 else SETTLE_S)
 
     def _judge(self) -> Verdict:
         fates = self._fates()

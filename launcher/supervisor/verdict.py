@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.collectives import called, of_sizes
 from launcher.environment import OF_ANOTHER
 from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
 from launcher.heartbeat import Beat
@@ -76,7 +77,7 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
     """
     blamed = min(fates, key=lambda fate: _innocence(fate, fates, first_failure, stall_s))
     if blamed.silent:
-        return _of_silent(blamed)
+        return _of_silent(blamed, fates)
     if blamed.failed:
         assert blamed.departure is not None
         return Verdict(blamed.departure.exit_code, _said_by(blamed, fates))
@@ -119,6 +120,8 @@ def is_of_another(departure: Departure) -> bool:
     """Whether the error is what a rank says that lost its connection to another, or waited for it in vain."""
     if departure.exit_code == STALLED:
         return True
+    if departure.shared:
+        return False
     return departure.exit_code == UNEXPECTED and bool(OF_ANOTHER.search(own_words(departure.error)))
 
 
@@ -138,16 +141,17 @@ def _innocence(
     """
     aborted = fate.exit_code == -signal.SIGABRT
     if fate.silent:
-        return (3 if aborted else 0), 0.0, fate.rank
+        return (4 if aborted else 0), 0.0, fate.rank
     if fate.failed and not fate.blames_another:
         assert fate.departure is not None
-        return (1 if fate.rank == first_failure else 2), fate.departure.time_s, fate.rank
+        own = 1 if fate.rank == first_failure else 2
+        return (3 if fate.departure.shared else own), fate.departure.time_s, fate.rank
     if fate.exit_code is None and _is_waited_for(fate, fates, stall_s):
-        return 4, -fate.beat.age_s, fate.rank
+        return 5, -fate.beat.age_s, fate.rank
     if fate.failed:
         assert fate.departure is not None
-        return (5 if fate.rank == first_failure else 6), fate.departure.time_s, fate.rank
-    return 7, 0.0, fate.rank
+        return (6 if fate.rank == first_failure else 7), fate.departure.time_s, fate.rank
+    return 8, 0.0, fate.rank
 
 
 def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
@@ -163,10 +167,10 @@ def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
     error, exit_code = blamed.departure.error, blamed.departure.exit_code
     same = [fate for fate in fates if fate.departure is not None and fate.departure.error == error]
     alike = exit_code != UNEXPECTED and (len(same) > 1 or len(fates) == 1)
-    return error if alike else f"rank {blamed.rank} failed: {error}"
+    return error if alike or blamed.departure.shared else f"rank {blamed.rank} failed: {error}"
 
 
-def _of_silent(fate: Fate) -> Verdict:
+def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:
     assert fate.exit_code is not None
     place = where(fate.beat)
     if fate.exit_code >= 0:
@@ -174,13 +178,18 @@ def _of_silent(fate: Fate) -> Verdict:
             UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and without a word, {place}"
         )
     number = -fate.exit_code
+    departures = (each.departure for each in fates if each.departure is not None)
+    last = {each.rank: each.last_call for each in departures if each.last_call}
     hint = {
         signal.SIGKILL: "Where nobody sent it, the kernel did because memory ran out: dmesg says so.",
         signal.SIGSEGV: "Its stack is on stderr above.",
-        signal.SIGABRT: "What it said is on stderr above.",
+        signal.SIGABRT: f"What it said is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
+    meanwhile = f", while {called(last)}" if last and number == signal.SIGABRT else ""
     return Verdict(
-        UNEXPECTED, f"rank {fate.rank} was killed by {_signal_name(number)} (pid {fate.pid}) {place}", hint
+        UNEXPECTED,
+        f"rank {fate.rank} was killed by {_signal_name(number)} (pid {fate.pid}) {place}{meanwhile}",
+        hint,
     )
 
 
