@@ -45,20 +45,24 @@ class Attachment:
 
     def check(self) -> None:
         """Raise UnusableError where the model has been taken out of the flat memory, in whole or in part."""
+        self.refuse_taken_over()
         if self._look() == self._expected:
             return
-        if self._reducer.closed:
-            raise UnusableError(TAKEN_OVER)
         if found := list(self._differences()):
             more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise UnusableError(DETACHED.format(found="; ".join(found[:SHOWN]) + more))
         self._accept()  # torch.compile around a layer, memory that is shared now: nothing that matters
 
+    def refuse_taken_over(self) -> None:
+        """Raise UnusableError where a newer Stepper trains this model."""
+        if self._reducer.closed:
+            raise UnusableError(TAKEN_OVER)
+
     def _accept(self) -> None:
         """The model as it is now is the one to compare with."""
         modules = list(self._model.modules())
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
-        self._members = [d for m in modules for d in (m._parameters, m._modules) if d]
+        self._members = [d for m in modules for d in (m._parameters, m._modules)]
         self._kept = [list(members.values()) for members in self._members]  # no id is used twice meanwhile
         self._expected = self._look()
 

@@ -53,11 +53,7 @@ class Buffers:
             before.copy_(flat)
 
     def restore_if(self, skipped: Tensor) -> None:
-        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true.
-
-        Raises UnusableError where a forward pass has put another shape or dtype in a buffer's place.
-        """
-        self._collect()
+        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true; after `collect`."""
         if skipped.device.type == "cpu" and not skipped:
             return
         for before, flat in zip(self._before, self._flat, strict=True):
@@ -93,10 +89,11 @@ class Buffers:
                 values = flat.view(torch.uint8)  # of any dtype
                 works.run(dist.broadcast(values, group=self._group, group_src=0, async_op=True), values)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.
 
-        Also what `buffer.data = ...` put there, and another Stepper that shares the buffer.
+        Also what `buffer.data = ...` put there, and another Stepper that shares the buffer. Raises
+        UnusableError for another shape or dtype.
         """
         for name, module, key, buffer, place in self._homes:
             new = module._buffers.get(key)

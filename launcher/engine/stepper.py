@@ -228,7 +228,7 @@ class Stepper:
             self._notices.warn(WARNING, stacklevel=2)
         self._refuse_backward()
         if self._reference is None:
-            self._reference = self._agree_on_reference(count)
+            self._reference, self._settles_reference = self._agree_on_reference(count), True
         self._tally.add(loss_sum, count)
         self._failed = True  # until the pass is through
         with self._during_backward(), self.reducer.receiving(self._done + 1 == self._micro_batches):
@@ -278,8 +278,10 @@ class Stepper:
     def step_on_device(self) -> tuple[Tensor, Reduced]:
         """`step()` without the report to the host: what a CUDA graph can capture."""
         self._refuse_detached()
+        if not self._failed:
+            self.buffers.collect()  # may refuse: before anything is sent or written
         if self._reference is None:
-            self._reference = self._agree_on_reference(0)
+            self._reference, self._settles_reference = self._agree_on_reference(0), True
         reference = max(1, self._reference)
         self.clock.mark("compute")
         self.reducer.flush(abandoned=self._failed)
@@ -311,6 +313,8 @@ class Stepper:
         if self._done:
             self._trained |= ~skip
         self.clock.mark("update")
+        if self._settles_reference and bool(abandoned):  # agreeing on it has waited for the device too
+            self._reference = None
         self._start_of_step()
         values = torch.stack([loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses])
         return torch.cat([values, votes]), reduced
@@ -324,6 +328,7 @@ class Stepper:
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
+        self._attachment.refuse_taken_over()
         self._in_place.take()
         return self.shards.collect(self.shards.masters())
 
@@ -446,11 +451,13 @@ class Stepper:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
         self._done = 0  # backward() calls of this step
         self._failed = False  # whether one of them raised: then only abandoning the step is left
+        self._settles_reference = False  # whether n0 was agreed on in this step
         self._reference = self._reference or None  # 0: that step was empty
         self._tally.restart()
 
     def _refuse_detached(self) -> None:
-        """Once per step, at its first call: the look costs about 0.3 us per parameter."""
+        """The whole look once per step, at its first call: it costs about 0.3 us per parameter."""
+        self._attachment.refuse_taken_over()
         if not (self._done or self._failed):
             self._attachment.check()
 

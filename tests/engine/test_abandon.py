@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, StepReport, UnusableError, Wire
-from tests.engine.observe import state_digest
-from tests.models import Planted, conv_net, features, loss_sum
+from tests.engine.observe import state_digest, train
+from tests.models import Planted, conv_net, features, loss_sum, mlp
 
 
 def stepper_of(model: nn.Module, micro_batches: int, overlap: bool = True, **options: Any) -> Stepper:
@@ -225,3 +225,25 @@ def test_a_count_on_the_device_that_is_no_number_skips_the_step() -> None:
         assert stepper.step().read().skipped
     clean_step(stepper, 2)
     assert_moved_by(stepper, 1.0)
+
+
+def test_an_abandoned_first_step_settles_no_reference_count() -> None:
+    """Its batch may have been too large for the memory: the retry is with a smaller one."""
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp16())
+    for count in (4096, 8):
+        x, classes = features(count, 0)
+        with stepper.forward():
+            loss = loss_sum(stepper.model(x), classes)
+        stepper.backward(loss, count)
+        (stepper.abandon if count == 4096 else stepper.step)()
+    assert stepper.state().reference_count == 8
+
+
+def test_the_older_of_two_steppers_cannot_abandon_what_the_newer_one_did() -> None:
+    model = conv_net()
+    older, newer = Stepper(model, SGD(0.1), Policy.fp32()), Stepper(model, SGD(0.1), Policy.fp32())
+    train(newer, *features(4, 0, (3, 8, 8)))
+    for call in (older.abandon, older.step, older.named_masters):
+        with pytest.raises(UnusableError, match="newer Stepper"):
+            call()
+    assert int(model[1].num_batches_tracked) == 1

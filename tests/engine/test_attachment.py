@@ -63,6 +63,15 @@ def add(model: nn.Module) -> None:
     model.add_module("extra", nn.Linear(2, 2))
 
 
+def fill(model: nn.Module) -> None:
+    """A layer within one that had neither parameters nor layers."""
+    model[2].add_module("extra", nn.Linear(2, 2))
+
+
+def register(model: nn.Module) -> None:
+    model[2].register_parameter("slope", nn.Parameter(torch.ones(1)))
+
+
 def assign(model: nn.Module) -> None:
     model.load_state_dict(conv_net(1).state_dict(), assign=True)
 
@@ -94,6 +103,8 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "replaced layer": (replace_layer, r"8\.weight was cast from torch.float16"),
     "dropped layer": (drop_layer, r"8\.weight is no longer part of it"),
     "added layer": (add, r"on: extra\.weight was thawed or added; extra\.bias was"),
+    "filled layer": (fill, r"on: 2\.extra\.weight was thawed or added; 2\.extra\.bias was"),
+    "registered": (register, r"on: 2\.slope was thawed or added"),
     "assigned": (assign, r"bias was replaced by another nn.Parameter|8\.weight was cast from"),
     "swapped": (swap, r"0\.weight was (replaced by another|cast from)"),
     "frozen": (freeze, r"on: 0\.weight was frozen\. Its"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError
 from tests.engine.observe import state_digest, train
-from tests.models import Planted, conv_net, features
+from tests.models import Planted, conv_net, features, loss_sum
 
 POLICIES = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
 
@@ -98,7 +98,24 @@ def test_each_buffer_that_was_replaced_is_taken_in_whichever_others_were_not() -
     kept, *_, replaced, _ = model.named_buffers()
     module, _, key = replaced[0].rpartition(".")
     model.get_submodule(module)._buffers[key] = torch.full_like(replaced[1], 5.0)
-    stepper.buffers.restore_if(torch.zeros((), dtype=torch.bool))
+    stepper.buffers.collect()
     assert torch.equal(replaced[1], torch.full_like(replaced[1], 5.0))
     assert model.get_submodule(module)._buffers[key] is replaced[1]
     assert not torch.equal(kept[1], torch.full_like(kept[1], 5.0))
+
+
+def test_a_buffer_of_another_shape_is_refused_before_the_update() -> None:
+    """What is left can be abandoned: nothing was written."""
+    model = conv_net()
+    stepper = Stepper(model, AdamW(0.1), Policy.fp16(), scaling=Scaling("static", 64))
+    before = state_digest(stepper)
+    x, classes = features(4, 0, (3, 8, 8))
+    with stepper.forward():
+        loss = loss_sum(model(x), classes)
+    stepper.backward(loss, 4)
+    model[1].running_mean = torch.zeros(9)
+    with pytest.raises(UnusableError, match=r"buffer 1\.running_mean"):
+        stepper.step()
+    stepper.abandon()
+    assert state_digest(stepper) == before
+    assert train(stepper, x, classes).applied_steps == 1
