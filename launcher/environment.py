@@ -6,6 +6,7 @@ Importing it imports no torch, so that a bad config is refused before torch is l
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launcher.errors import PreflightError, StalledError
+from launcher.errors import LauncherError, PreemptedError, PreflightError, StalledError
 
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
 # How a rank fails because another one did: in Gloo, NCCL or the store. Matched in the error's own words only.
@@ -175,6 +176,27 @@ def first_failure(store: dist.Store, job: str) -> int | None:
     """The rank that failed before all others, if any said so."""
     key = f"job/{job}/first_failure"
     return int(store.get(key)) if store.check([key]) else None
+
+
+def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError | None:
+    """The failure that ended the others, with its rank and exit code, where another rank than `rank` had it.
+
+    Waits a moment for the departure of the rank that was the first to fail. None where none was written.
+    """
+    from torch.distributed import DistError
+
+    with suppress(DistError, ValueError):
+        first = first_failure(store, job)
+        if first in (None, rank):
+            return None
+        store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
+        said = json.loads(store.get(key))
+        if said["error"] and said["exit_code"] != PreemptedError.exit_code:
+            own = "" if said["shared"] else f"rank {first} failed: "
+            failure = LauncherError(f"{own}{said['error']}")
+            failure.exit_code = said["exit_code"]
+            return failure
+    return None
 
 
 def stall_of(

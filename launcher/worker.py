@@ -30,7 +30,15 @@ from launcher.continuity import Continuity
 from launcher.culprit import Culprit
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.engine import EngineWarning, Stepper, UnusableError, works
-from launcher.environment import LaunchEnv, WorkerEnv, claim_first_failure, join, stall_of, tighten
+from launcher.environment import (
+    LaunchEnv,
+    WorkerEnv,
+    claim_first_failure,
+    failure_of_another,
+    join,
+    stall_of,
+    tighten,
+)
 from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
 from launcher.evaluate import Evaluation
 from launcher.heartbeat import Heartbeat
@@ -84,7 +92,8 @@ def run(
             if failure is not None:
                 failure.__cause__ = error  # whose traceback the log gets
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            _tell_of_failure(telemetry, steps, run_dir, launch, failure or error)
+            cause = _of_another_rank(failure or error, store, job, launch)
+            _tell_of_failure(telemetry, steps, run_dir, launch, cause)
             _let_go(error)
             if failure is not None:
                 raise failure from error
@@ -114,6 +123,20 @@ def _disagreement(
     if note := loss(said, launch.world_size):
         error.add_note(note)
     return None
+
+
+def _of_another_rank(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> BaseException:
+    """For rank 0's files: why the rank left whose connection was lost, where that one has said it."""
+    if launch.rank != 0 or store is None or not is_loss(error):
+        return error
+    _let_go(error)  # or the others that wait for this rank would not notice
+    cause = failure_of_another(store, job, launch.rank)
+    if cause is None or is_loss(RuntimeError(str(cause))):
+        return error
+    cause.__cause__ = error  # whose traceback the log gets
+    return cause
 
 
 def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:

@@ -176,6 +176,8 @@ def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Pa
     assert "error: rank 1 failed: a shard is missing" in ended.outputs[0]
     assert (ended.result["exit"], ended.status["exit"]) == (7, 7)
     assert ended.result["error"] == "rank 1 failed: a shard is missing"
+    (end,) = ended.events("end")
+    assert (end["error"], end["exit"]) == ("rank 1 failed: a shard is missing", 7)
 
 
 def test_a_loss_of_the_projects_own_is_named_where_no_line_is_the_users(tmp_path: Path) -> None:
