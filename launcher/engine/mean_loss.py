@@ -6,13 +6,15 @@ know it takes for a sum.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 MEAN = 1  # as torch's loss functions save their reduction
-LOOKED_AT = 32  # nodes; a sum of more parts than that is taken for a sum
+LOOKED_AT = 1024  # nodes, about a microsecond each; a sum of more parts than that is taken for a sum
 WARNING = (
     "the loss is a mean, or has a mean among its parts, but stepper.backward(loss_sum, count) divides by the "
     "count itself: this one is divided twice. Give the sum (reduction='sum'), or multiply the mean by the "
@@ -38,30 +40,51 @@ _TRANSPARENT = {
 def is_mean(loss: Tensor, count: int | Tensor) -> bool:
     """Whether `loss`, or a part that is added to it, is a mean over its elements. False for a count of 1.
 
-    A mean times anything above 1 passes for a sum: it may be the count. A sum over the count is a mean.
+    Beside parts that are sums only the mean of a loss function, or a sum over the count, is reported: a plain
+    `.mean()` there is a regularizer. As many means of a kind as samples are the means of one sample each.
+    A mean times anything above 1 is taken for a sum: it may be the count.
     """
     number = _on_host(count)
     if number is not None and number <= 1:
         return False
-    nodes: list[Any] = [loss.grad_fn]
+    parts = _parts(loss.grad_fn, number)
+    if parts is None:
+        return False
+    plain = [name for name in parts.means if name.startswith("MeanBackward")]
+    means = parts.means if not parts.sums else parts.means - Counter(dict.fromkeys(plain, LOOKED_AT))
+    return any(number is None or amount % number for amount in means.values())
+
+
+@dataclass
+class _Parts:
+    """What a loss is the sum of: means by the name of their node, and the number of all other parts."""
+
+    means: Counter[str] = field(default_factory=Counter)
+    sums: int = 0
+
+
+def _parts(root: Any, number: float | None) -> _Parts | None:
+    """The parts of the sum that ends in `root`; None where there are too many of them."""
+    parts = _Parts()
+    nodes: list[Any] = [root]
     for _ in range(LOOKED_AT):
         if not nodes:
-            return False
+            return parts
         node = nodes.pop()
-        if node is None:
+        if node is None:  # a constant
             continue
         name = node.name()
+        scales = name.startswith(("MulBackward", "DivBackward"))
+        factor = _factor(node, name) if scales else None
         if name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == MEAN:
-            return True
-        if name in _TRANSPARENT:
+            parts.means[name] += 1
+        elif factor is not None and number is not None and factor * number == 1.0:
+            parts.means["over the count"] += 1
+        elif name in _TRANSPARENT or (factor is not None and 0 < abs(factor) <= 1):  # a weight
             nodes += [parent for parent, _ in node.next_functions]
-        elif name.startswith(("MulBackward", "DivBackward")):
-            factor = _factor(node, name)
-            if factor is not None and number is not None and factor * number == 1.0:
-                return True
-            if factor is not None and abs(factor) <= 1:  # a weight
-                nodes += [parent for parent, _ in node.next_functions]
-    return False
+        elif factor != 0:
+            parts.sums += 1
+    return None
 
 
 def _factor(node: Any, name: str) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,11 @@ def causal_lm_loss(logits: Tensor, classes: Tensor) -> Tensor:
     return SimpleNamespace(loss=loss.to(logits.device)).loss
 
 
+def per_sample(mean: Make, logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over the samples of each one's mean."""
+    return sum(mean(logits[i : i + 1], targets[i : i + 1]) for i in range(len(logits)))  # type: ignore
+
+
 def onehot(classes: Tensor) -> Tensor:
     return F.one_hot(classes, 3).float()
 
@@ -66,6 +72,14 @@ MEANS: dict[str, Make] = {
     "weighted": lambda x, y: 0.5 * F.cross_entropy(x, y) + 0.1 * F.mse_loss(x, onehot(y)),
     "sum()": lambda x, y: sum([F.cross_entropy(x, y), x.square().sum()]),  # type: ignore[return-value]
     "negated": lambda x, y: -x.log_softmax(1).mean(),
+    "two means": lambda x, y: F.cross_entropy(x, y) + x.square().mean(),
+    "two plain means": lambda x, y: x.square().mean() + 0.1 * x.abs().mean(),
+    "beside a sum": lambda x, y: F.cross_entropy(x, y) + 0.1 * x.square().sum(),
+    "beside many sums": lambda x, y: F.cross_entropy(x, y) + sum(x.square().sum() for _ in range(100)),
+    "plain, for accumulation": lambda x, y: x.square().mean() / 8,
+    "for accumulation by a tensor": lambda x, y: F.cross_entropy(x, y) / torch.tensor(8.0),
+    "two for accumulation": lambda x, y: (F.cross_entropy(x, y) + F.mse_loss(x, onehot(y))) / 8,
+    "means of samples over the count": lambda x, y: per_sample(F.cross_entropy, x, y) / len(x),
     "cast": lambda x, y: F.cross_entropy(x.double(), y).float(),
     "hugging face": causal_lm_loss,
 }
@@ -81,6 +95,24 @@ SUMS: dict[str, Make] = {
     "weighted": lambda x, y: F.cross_entropy(x, y, reduction="sum") + 0.1 * x.square().sum(),
     "halved": lambda x, y: F.mse_loss(x, onehot(y), reduction="sum") / 2,
     "weighted mean times count": lambda x, y: 0.3 * (F.mse_loss(x, onehot(y)) * len(x)),
+    "means of one sample each": lambda x, y: per_sample(F.cross_entropy, x, y),
+    "plain means of one sample each": lambda x, y: per_sample(lambda a, _: a.square().mean(), x, y),
+    "two means of each sample": lambda x, y: (
+        per_sample(F.cross_entropy, x, y) + 0.5 * per_sample(F.cross_entropy, -x, y)
+    ),
+    "two kinds of means of each sample": lambda x, y: (
+        per_sample(F.cross_entropy, x, y) + 0.5 * per_sample(F.mse_loss, x, onehot(y))
+    ),
+    "smoothed means of one sample each": lambda x, y: per_sample(
+        partial(F.cross_entropy, label_smoothing=0.1), x, y
+    ),
+    "a weighted mean as regularizer": lambda x, y: (
+        F.cross_entropy(x, y, reduction="sum") + 0.1 * len(y) * x.square().mean()
+    ),
+    "an unused output": lambda x, y: F.cross_entropy(x, y, reduction="sum") - 0 * x.mean(),
+    "an unused loss": lambda x, y: (
+        F.cross_entropy(x, y, reduction="sum") + 0 * F.mse_loss(x, onehot(y)) + 0.0 * F.cross_entropy(x, y)
+    ),
     "centred within": lambda x, y: (x - x.mean()).square().sum(),
     "own function": lambda x, y: Squared.apply(x),
 }
@@ -102,6 +134,19 @@ def test_means_are_told_from_sums(make: Make, mean: bool, emulated: bool) -> Non
     assert not is_mean(loss, 1)
     loss.backward()
     assert logits.grad is not None
+
+
+def test_as_many_kinds_of_means_as_samples_are_no_means_of_samples() -> None:
+    logits, classes = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
+    assert is_mean(F.cross_entropy(logits, classes) + F.mse_loss(logits, onehot(classes)), 2)
+    assert is_mean(F.cross_entropy(logits, classes, label_smoothing=0.1), 2)
+    assert is_mean(per_sample(F.cross_entropy, logits, classes), 3)  # of 3 tokens, for instance
+
+
+def test_means_of_many_samples_are_no_mean() -> None:
+    logits, classes = torch.randn(100, 3, requires_grad=True), torch.arange(100) % 3
+    assert not is_mean(per_sample(F.cross_entropy, logits, classes), 100)
+    assert is_mean(per_sample(F.cross_entropy, logits, classes), 64)
 
 
 def test_nothing_is_read_from_a_device() -> None:
