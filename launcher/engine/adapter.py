@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import limits
-from launcher.engine.layout import Layout, Piece
+from launcher.engine.layout import Layout, Piece, half_in
+from launcher.engine.names import named_parameters
+from launcher.engine.policy import Policy
 from launcher.engine.refusal import UnusableError
 from launcher.engine.shards import Shards
 from launcher.engine.state import refuse_other_names
@@ -83,26 +85,55 @@ def _refuse_options(kind: type[torch.optim.Optimizer], lr: float, options: Mappi
         raise UnusableError(
             f"{kind.__name__} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}."
         )
+    errors = [_objection(kind, lr, options, [torch.zeros(shape)]) for shape in ((1, 1), (1,))]
+    if all(errors):  # one of the shapes alone may be at fault: Muon takes matrices only
+        raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {errors[0]}")
+
+
+def _objection(
+    kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any], tensors: Iterable[Tensor]
+) -> str:
+    """The error of `kind` for parameters like `tensors`; empty if it takes them."""
     try:
-        kind([nn.Parameter(torch.zeros(1))], lr=lr, **options)  # type: ignore[call-arg]
+        kind([nn.Parameter(tensor) for tensor in tensors], lr=lr, **options)  # type: ignore[call-arg]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {error}") from error
+        return str(error)
+    return ""
+
+
+def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, sharded: bool) -> None:
+    """Raise UnusableError for a TorchOptimizer that cannot train `model`, which is left as it is."""
+    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if not isinstance(optimizer, TorchOptimizer) or not trainable:
+        return
+    kind = optimizer.kind.__name__
+    matrices = half_in(model, policy).intersection(trainable.values())
+    if matrices and sharded:
+        raise UnusableError(
+            f"{kind} cannot be sharded: it needs whole parameters. "
+            "Use SGD or AdamW, or a wire that is not sharded."
+        )
+    if matrices and not policy.masters and policy.weights != torch.float32:
+        raise UnusableError(
+            f"{kind} needs fp32 masters, and policy {policy.name} has none. "
+            "Use SGD or AdamW, or a policy with masters."
+        )
+    lr, options = optimizer.lr, optimizer.options
+    for name, p in trainable.items():
+        if error := _objection(optimizer.kind, lr, options, [p.detach().float()]):
+            raise UnusableError(
+                f"{kind} refuses parameter {name}, {tuple(p.shape)}: {error}. Freeze it with "
+                "requires_grad_(False) before building the Stepper, or use another optimizer."
+            )
 
 
 class AdaptedUpdater:
-    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`."""
+    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`.
+
+    For what `refuse_unadaptable` has let through.
+    """
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], optimizer: TorchOptimizer) -> None:
-        if [piece.weight.numel() for piece in pieces] != [segment.numel for segment in layout.segments]:
-            raise UnusableError(
-                f"{optimizer.kind.__name__} cannot be sharded: it needs whole parameters. "
-                "Use SGD or AdamW, or a wire that is not sharded."
-            )
-        if any(piece.master is None for piece in pieces):
-            raise UnusableError(
-                f"{optimizer.kind.__name__} needs fp32 masters, and this policy has none. "
-                "Use SGD or AdamW, or a policy with masters."
-            )
         self._layout = layout
         self._pieces = list(pieces)
         self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's own are per parameter, not flat

@@ -139,7 +139,7 @@ class Layout:
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
         self.device = trainable[0][1].device
         self.world_size = world_size
-        halves = _half_in(model, policy)
+        halves = half_in(model, policy)
         matrices = [n for n, p in self.parameters.items() if p in halves]
         vectors = [n for n, p in self.parameters.items() if p not in halves]
         wire = wire or policy.wire
@@ -258,7 +258,7 @@ def _dense_stride(p: Tensor) -> tuple[int, ...]:
     return torch.empty_like(p, device="meta").stride()
 
 
-def _half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
+def half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
     """The parameters that are half where a policy has half weights: matrices, and all of an RNN's.
 
     cuDNN wants the parameters of one RNN in one dtype, and autocast refuses to mix them.
@@ -273,7 +273,7 @@ def _half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
 
 def _round_frozen(model: nn.Module, policy: Policy) -> None:
     """Frozen parameters take part in half arithmetic like trainable ones."""
-    halves = _half_in(model, policy)
+    halves = half_in(model, policy)
     for p in model.parameters():
         if not p.requires_grad and p.dtype in _FLOATS:
             p.data = p.data.to(policy.weights if p in halves else torch.float32)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import limits, works
-from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer
+from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer, refuse_unadaptable
 from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
 from launcher.engine.attachment import Attachment
 from launcher.engine.buffers import Buffers, bits_of
@@ -108,6 +108,7 @@ class Stepper:
         warn_of_others(group)
         # First: what comes next then raises on all ranks or on none.
         refuse_different_models(model, reference_count, group)
+        refuse_unadaptable(optimizer, model, self.policy, wire.shard and world_size > 1)
         self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
         self.buffers = Buffers(model, group)
         take_values_of_rank_0(self.layout, model, self.buffers, group)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from launcher.engine import Policy, Scaling, Stepper, TorchOptimizer
+from launcher.engine import Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Planted, mlp
 
@@ -85,6 +86,50 @@ def test_optimizers_that_cannot_work_on_reduced_gradients_are_refused(kind) -> N
         TorchOptimizer(kind, 0.1)
 
 
-def test_a_policy_without_masters_is_refused() -> None:
-    with pytest.raises(ValueError, match="Adam needs fp32 masters"):
-        Stepper(mlp(), TorchOptimizer(torch.optim.Adam, LR), Policy.pure_fp16())
+def untouched(model: nn.Module, optimizer: TorchOptimizer, policy: Policy, match: str) -> None:
+    """A Stepper of these is refused, and its model is what it was."""
+    before = {name: (p.data_ptr(), p.dtype, p.stride()) for name, p in model.named_parameters()}
+    with pytest.raises(UnusableError, match=match):
+        Stepper(model, optimizer, policy)
+    assert {name: (p.data_ptr(), p.dtype, p.stride()) for name, p in model.named_parameters()} == before
+
+
+def test_a_policy_without_masters_is_refused_before_the_model_is_moved() -> None:
+    adam = TorchOptimizer(torch.optim.Adam, LR)
+    untouched(mlp(), adam, Policy.pure_fp16(), "Adam needs fp32 masters, and policy pure_fp16 has none")
+
+
+def test_a_parameter_that_the_optimizer_refuses_is_named_before_the_model_is_moved() -> None:
+    muon = TorchOptimizer(torch.optim.Muon, LR)
+    untouched(mlp(), muon, Policy.fp16(), r"Muon refuses parameter 0.bias, \(16,\): Muon only supports 2D")
+
+
+def test_muon_trains_a_model_of_matrices_as_torch_itself() -> None:
+    def matrices() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 3, bias=False))
+
+    model, twin = matrices(), matrices()
+    stepper = Stepper(model, TorchOptimizer(torch.optim.Muon, LR), Policy.fp32(), reference_count=16)
+    theirs = torch.optim.Muon(twin.parameters(), lr=LR)
+    for step in range(5):
+        x, classes = batch(step)
+        train(stepper, x, classes)
+        theirs.zero_grad()
+        torch.nn.functional.cross_entropy(twin(x), classes).backward()
+        theirs.step()
+    for ours, reference in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, reference, atol=1e-3)  # its iteration runs in bf16
+
+
+class OnlyVectors(torch.optim.SGD):
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, lr)
+        if any(p.ndim != 1 for group in self.param_groups for p in group["params"]):
+            raise ValueError("vectors only")
+
+
+def test_the_shape_of_a_probe_is_no_reason_to_refuse_an_optimizer() -> None:
+    assert TorchOptimizer(OnlyVectors, LR).kind is OnlyVectors
+    with pytest.raises(UnusableError, match=r"Muon refuses lr=0.01, .*: momentum should be"):
+        TorchOptimizer(torch.optim.Muon, LR, momentum=-1.0)

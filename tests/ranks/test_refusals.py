@@ -1,0 +1,28 @@
+"""What cannot be trained on several ranks is refused on each of them, before the model is touched."""
+
+from __future__ import annotations
+
+import torch
+
+from launcher.engine import Policy, Stepper, TorchOptimizer, UnusableError, Wire
+from launcher.environment import WorkerEnv
+from tests.models import mlp
+from tests.ranks.harness import run_ranks
+
+
+def refused(env: WorkerEnv) -> tuple[str, bool]:
+    """The error of a sharded build with an optimizer of torch, and whether the model is what it was."""
+    model = mlp()
+    before = [(p.data_ptr(), p.dtype) for p in model.parameters()]
+    try:
+        adam = TorchOptimizer(torch.optim.Adam, 0.1)
+        Stepper(model, adam, Policy.fp16(), env.group, wire=Wire(shard=True))
+    except UnusableError as error:
+        return str(error), [(p.data_ptr(), p.dtype) for p in model.parameters()] == before
+    return "", False
+
+
+def test_a_sharded_optimizer_of_torch_is_refused_before_the_model_is_moved() -> None:
+    for text, untouched in run_ranks(2, refused):
+        assert text.startswith("Adam cannot be sharded")
+        assert untouched
