@@ -7,6 +7,7 @@ overrides get here is settled in `launcher.jobs`. Never imports torch and create
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,8 +208,15 @@ class FileConfigSource(HydraFiles):
             checked_text(file)
         try:
             return super().load_config(config_path)
-        except ValueError as error:  # a number of thousands of digits
-            raise ConfigError(f"{file}: {first_line(error)}") from error
+        except ValueError as error:
+            raise ConfigError(f"{file}: {number_text(error)}") from error
+
+
+def number_text(error: ValueError) -> str:
+    """What is wrong with a file on which Python's own reader of numbers failed."""
+    if "integer string conversion" not in str(error):
+        return first_line(error)
+    return f"has a whole number of more than {sys.get_int_max_str_digits():,} digits; no key takes one."
 
 
 def check_files() -> None:

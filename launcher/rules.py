@@ -5,8 +5,8 @@ Owns the table and the kinds of rules it is made of. Pure; what must hold betwee
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,10 @@ class Rule:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number, and as such within the range of a float."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max  # compares any int; isfinite converts it first
 
 
 def is_whole(value: Any) -> bool:
@@ -37,7 +40,11 @@ def is_power_of_two(value: Any) -> bool:
 
 
 def whole(low: int, high: int = 2**53) -> Rule:
-    return Rule(f"a whole number of at least {low}", lambda value: is_whole(value) and low <= value <= high)
+    return Rule(
+        f"a whole number of at least {low}",
+        lambda value: is_whole(value) and low <= value <= high,
+        lambda value: (high,) if is_whole(value) and value > high else (),
+    )
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Rule:
@@ -48,7 +55,7 @@ def one_of(*choices: str) -> Rule:
     return Rule(
         f"one of {', '.join(choices)}",
         lambda value: isinstance(value, str) and value in choices,
-        lambda value: nearest(str(value), choices),
+        lambda value: nearest(show(value), choices),
     )
 
 
@@ -69,10 +76,19 @@ def power_of_two(high: int) -> Rule:
 
 
 def surrounding_powers(value: Any) -> Sequence[int]:
-    if not is_number(value) or value < 1:
+    if not (is_whole(value) or is_number(value)) or value < 1:
         return (1,)
     below = 1 << int(value).bit_length() - 1
     return (below, 2 * below)
+
+
+def _has_giant(value: Any) -> bool:
+    """Whether a whole number in it, at any depth, needs more than 64 bits."""
+    if isinstance(value, Mapping):
+        return any(map(_has_giant, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_giant, value))
+    return is_whole(value) and value.bit_length() > 64
 
 
 flag = Rule("true or false", lambda value: isinstance(value, bool))
@@ -95,12 +111,15 @@ wandb_name = Rule(
     ),
 )
 options = Rule(
-    "a section",
-    lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value),
+    "a section with whole numbers of at most 64 bits",  # of thousands of digits, no record can be written
+    lambda value: (
+        isinstance(value, dict) and all(isinstance(key, str) for key in value) and not _has_giant(value)
+    ),
 )
 predivide = power_of_two(2**16)  # more would flush even the largest fp16 gradients
 loss_scale = power_of_two(2**127)  # the largest of fp32
 positive = number("above 0", lambda value: value > 0)
+seconds = number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)  # no timer can wait for longer
 not_negative = number("of at least 0", lambda value: value >= 0)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
 betas = Rule(
@@ -168,7 +187,7 @@ RULES: Mapping[str, Rule] = {
     "wire.overlap": flag,
     "wire.predivide": auto_or(predivide),
     "checkpoint.every_steps": optional(whole(1)),
-    "checkpoint.every_s": optional(positive),
+    "checkpoint.every_s": optional(seconds),
     "checkpoint.keep": whole(1),
     "checkpoint.resume": text,
     "checkpoint.on_error": one_of("warn", "stop"),
@@ -184,9 +203,9 @@ RULES: Mapping[str, Rule] = {
     "telemetry.gradients_every_steps": optional(whole(0)),
     "launch.nproc": auto_or(whole(1)),
     "launch.max_restarts": whole(0),
-    "launch.init_timeout_s": positive,
-    "launch.stall_s": positive,
-    "launch.grace_s": positive,
+    "launch.init_timeout_s": seconds,
+    "launch.stall_s": seconds,
+    "launch.grace_s": seconds,
     "recipes.path": optional(text),
 }
 

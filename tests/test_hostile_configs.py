@@ -13,6 +13,7 @@ from launcher.compose import Request
 from launcher.config_files import MAX_BYTES, MAX_NODES
 from launcher.jobs import compose_jobs
 from launcher.resources import conf_dir, group_choices
+from launcher.rules import RULES, value_problem
 
 BASE = b"# @package _global_\nrecipe: {name: mine, uses: mine}\n"
 BOMB = b"a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(
@@ -50,8 +51,10 @@ def refused(capfd, *argv: str) -> str:
         (BASE.decode().encode("utf-16"), "is not UTF-8 (byte 0)."),
         (b"defaults: [mine, _self_]\n" + BASE, "a `defaults:` list includes its own file"),
         (b"# @package _global_\ndefaults: [/recipe: mine]\n", "a `defaults:` list includes its own file"),
-        (BASE + b"seed: " + DIGITS, "(4300 digits)"),
-        (BASE + b"data: {num_samples: " + DIGITS + b"}\n", "(4300 digits)"),
+        (BASE + b"seed: " + DIGITS, "has a whole number of more than 4,300 digits; no key takes one."),
+        (BASE + b"data: {num_samples: " + DIGITS + b"}\n", "a whole number of more than 4,300 digits"),
+        (BASE + b"data: {num_samples: 0x" + b"f" * 5000 + b"}\n", "whole numbers of at most 64 bits."),
+        (BASE + b"data: {batch_size: " + b"9" * 3001 + b"}\n", "Nearest: 9007199254740992."),
         (BASE + b"# " + LONG, "has 10,000,055 bytes. A config file is UTF-8 text of at most 64,000 bytes."),
         (BASE + b"tracker: {tags: [" + b"abcdefg, " * 1_300_000 + b"]}", "bytes. A config file is"),
         (BASE + BOMB, "has 1,234,567,915 values once its aliases (*name) are expanded."),
@@ -82,6 +85,14 @@ def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason) -> Non
     error = refused(capfd, "recipe=mine", "--config-dir", str(tree_with(tmp_path / "own", text)))
     assert reason in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", sorted(RULES))
+@pytest.mark.parametrize("value", [10**400, -(10**400), 16**5000], ids=["above", "below", "unprintable"])
+def test_a_whole_number_beyond_every_float_is_no_value_of_any_key(key, value) -> None:
+    assert not RULES[key].holds(value)
+    assert not RULES["model.options"].holds({"widths": [{"last": value}]})
+    assert len(value_problem(key, value, RULES[key])) < 400
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "dangling link"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,23 @@ def test_the_engine_and_the_config_accept_and_refuse_the_same_numbers(name: str,
         build(value)
     assert str(value) in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS.keys() - {"alpha"}))  # torch's own class takes any there
+def test_an_int_beyond_every_float_is_refused_like_any_other(name: str) -> None:
+    build = NUMBERS[name][0]
+    for value in (10**400, -(10**5000)):
+        with pytest.raises(UnusableError, match="an int of"):
+            build(value)
+
+
+@pytest.mark.parametrize(
+    "key", ["launch.stall_s", "launch.grace_s", "launch.init_timeout_s", "checkpoint.every_s"]
+)
+def test_a_time_is_one_that_a_timer_can_wait_for(key: str) -> None:
+    assert RULES[key].holds(1e9)
+    assert not RULES[key].holds(1e10)
+    assert threading.TIMEOUT_MAX > 1e9
 
 
 def test_a_rate_of_zero_is_for_own_loops_only() -> None:

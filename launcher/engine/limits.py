@@ -30,12 +30,24 @@ class Rule:
     def require(self, name: str, value: object) -> None:
         """Raise UnusableError unless `value`, given as `name`, keeps this rule."""
         if not self.holds(value):
-            raise UnusableError(f"{name}={value!r}: it must be {self.text}.")
+            raise UnusableError(f"{name}={_shown(value)}: it must be {self.text}.")
+
+
+def _shown(value: object) -> str:
+    """The value as Python writes it; it writes no int of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)
 
 
 def is_number(value: object) -> bool:
-    """A finite number that is no bool and no tensor."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """A number in the range of a float that is no bool and no tensor."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def is_whole(value: object) -> bool:
