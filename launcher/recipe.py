@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from launcher.config import Config
 from launcher.data import Batch, TensorData
 from launcher.errors import ConfigError, DataError, LauncherError
+from launcher.problems import nearest, suggestion
 from launcher.resources import recipes_dir
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 IGNORED = -100  # the label that torch's cross-entropy leaves out
+METRICS = ("accuracy", "macro_precision", "macro_recall", "macro_f1")  # of an evaluation with classes
 REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a function
 
 
@@ -78,7 +80,7 @@ class Recipe:
     train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
     eval_transform: Callable[[Batch], Batch] | None = None
     classes: tuple[str, ...] | None = None  # None: nothing is classified, only the loss is measured
-    metric: str = "accuracy"  # the one that results are compared by
+    metric: str = "accuracy"  # results are compared by it: one of METRICS, or "loss"; no classes: the loss
     label: str = "label"  # the column with the true class
 
 
@@ -152,8 +154,22 @@ def load_recipe(config: Config) -> Recipe:
             f'the function under @recipe("{config.recipe.uses}") returned {type(built).__name__}. '
             f"It has to return a launcher.recipe.Recipe."
         )
+    refuse_unknown_metric(built)
     refuse_unusable_data(built)
     return built
+
+
+def refuse_unknown_metric(recipe: Recipe) -> None:
+    """Raise ConfigError for a metric that no evaluation of the recipe has."""
+    known = ("loss",) if recipe.classes is None else ("loss", *METRICS)
+    if recipe.metric in known or (recipe.classes is None and recipe.metric == Recipe.metric):
+        return
+    without = " without classes" if recipe.classes is None else ""
+    close = [name for name in known if name.endswith(f"_{recipe.metric}")]  # f1 for macro_f1
+    raise ConfigError(
+        f"the recipe's metric={recipe.metric!r}: an evaluation{without} has no such metric."
+        f"{suggestion(close or nearest(str(recipe.metric), known))} It has {', '.join(known)}."
+    )
 
 
 def refuse_unusable_data(recipe: Recipe) -> None:
@@ -295,6 +311,6 @@ def _look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     choices = sorted(known)
-    nearest = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
-    advice = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    advice = f"Did you mean {' or '.join(close)}? " if close else ""
     return f"{what} is not known. {advice}Known: {', '.join(choices) or 'none'}."

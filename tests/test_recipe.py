@@ -3,6 +3,7 @@ import dataclasses
 import textwrap
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,8 @@ from torch import nn
 from launcher.config import RecipeConfig, RecipesConfig
 from launcher.data import BatchPlan, DeviceBatches
 from launcher.errors import ConfigError, DataError
-from launcher.recipe import Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
+from launcher.evaluate import macro_metrics
+from launcher.recipe import METRICS, Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
 from tests.configs import composed
 
 OWN_RECIPE = """
@@ -178,6 +180,31 @@ def test_a_recipe_that_returns_something_else_is_refused(tmp_path):
     file = written(tmp_path, "from launcher.recipe import recipe\n@recipe('mine')\ndef f(config): return 3")
     with pytest.raises(ConfigError, match=r'under @recipe\("mine"\) returned int'):
         load_recipe(config_of("mine", path=file))
+
+
+@pytest.mark.parametrize(
+    ("replacement", "message"),
+    [
+        ('metric="f1"', "metric='f1'.* Nearest: macro_f1. It has loss, accuracy, .*, macro_f1."),
+        ('metric="Accuracy"', "metric='Accuracy'.* Nearest: accuracy"),
+        ("metric=None", "metric=None"),
+        ('metric="macro_f1", classes=None', "an evaluation without classes has no such metric. It has loss."),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_refused_before_training(tmp_path, replacement, message):
+    own = OWN_RECIPE
+    if "classes=None" in replacement:
+        own = own.replace("        classes=images.classes,\n", "")
+    text = own.replace("loss=cross_entropy,", f"loss=cross_entropy, {replacement},")
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(config_of("pixels", "perceptron", written(tmp_path, text)))
+
+
+@pytest.mark.parametrize("metric", ["loss", *METRICS])
+def test_a_metric_that_an_evaluation_has_is_taken(tmp_path, metric):
+    text = OWN_RECIPE.replace("loss=cross_entropy,", f'loss=cross_entropy, metric="{metric}",')
+    assert load_recipe(config_of("pixels", "perceptron", written(tmp_path, text))).metric == metric
+    assert set(macro_metrics(np.eye(2, dtype=np.int64))) == set(METRICS)
 
 
 def test_a_file_that_is_no_python_file_is_refused(tmp_path):
