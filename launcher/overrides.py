@@ -6,10 +6,13 @@ and the texts of what is wrong. Nothing that names code, reads the environment o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 
 from launcher.environment_values import CALL, resolver_problem
 from launcher.problems import nearest, shortened, show, suggestion
@@ -133,10 +136,24 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
         return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
     if reason := NOT_OFFERED.get(f"{group}={choice}"):
         return f"{group}={choice}: is not offered: {reason}. Choose from {', '.join(choices)}."
+    if name := read_as(choice, choices):
+        return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
     return (
         f"{group}={show(choice)}: there is no such {group}.{suggestion(nearest(show(choice), choices))} "
         f"All: {', '.join(choices)}."
     )
+
+
+def read_as(value: Any, choices: Sequence[str]) -> str | None:
+    """The choice whose unquoted name Hydra reads as this value, which is no text: nan, 1e3, true."""
+    if isinstance(value, str):
+        return None
+    parser = OverridesParser.create()
+    for name in choices:
+        with contextlib.suppress(HydraException):
+            if repr(parser.parse_override(f"group={name}").value()) == repr(value):
+                return name
+    return None
 
 
 def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
