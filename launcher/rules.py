@@ -83,12 +83,12 @@ def surrounding_powers(value: Any) -> Sequence[int]:
 
 
 def _has_giant(value: Any) -> bool:
-    """Whether a whole number in it, at any depth, needs more than 64 bits."""
+    """Whether a whole number in it, at any depth, is beyond the range of a float."""
     if isinstance(value, Mapping):
         return any(map(_has_giant, value.values()))
     if isinstance(value, list | tuple):
         return any(map(_has_giant, value))
-    return is_whole(value) and value.bit_length() > 64
+    return is_whole(value) and not is_number(value)
 
 
 flag = Rule("true or false", lambda value: isinstance(value, bool))
@@ -111,7 +111,7 @@ wandb_name = Rule(
     ),
 )
 options = Rule(
-    "a section with whole numbers of at most 64 bits",  # of thousands of digits, no record can be written
+    "a section with whole numbers below 2**1024",  # of thousands of digits, no record can be written
     lambda value: (
         isinstance(value, dict) and all(isinstance(key, str) for key in value) and not _has_giant(value)
     ),

@@ -53,7 +53,7 @@ def refused(capfd, *argv: str) -> str:
         (b"# @package _global_\ndefaults: [/recipe: mine]\n", "a `defaults:` list includes its own file"),
         (BASE + b"seed: " + DIGITS, "has a whole number of more than 4,300 digits; no key takes one."),
         (BASE + b"data: {num_samples: " + DIGITS + b"}\n", "a whole number of more than 4,300 digits"),
-        (BASE + b"data: {num_samples: 0x" + b"f" * 5000 + b"}\n", "whole numbers of at most 64 bits."),
+        (BASE + b"data: {num_samples: 0x" + b"f" * 5000 + b"}\n", "whole numbers below 2**1024."),
         (BASE + b"data: {batch_size: " + b"9" * 3001 + b"}\n", "Nearest: 9007199254740992."),
         (BASE + b"# " + LONG, "has 10,000,055 bytes. A config file is UTF-8 text of at most 64,000 bytes."),
         (BASE + b"tracker: {tags: [" + b"abcdefg, " * 1_300_000 + b"]}", "bytes. A config file is"),
