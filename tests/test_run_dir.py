@@ -1,8 +1,11 @@
 """The files that describe a run: complete, and free of what is nobody's business."""
 
+import contextlib
 import dataclasses
 import logging
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -141,3 +144,34 @@ def test_a_log_is_not_written_through_a_link(tmp_path):
     with pytest.raises(OSError, match="logs is a symbolic link"), run_dir.rank_log(tmp_path, 0):
         pass
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_log_that_cannot_be_written_is_one_line_and_hides_no_error(tmp_path, capfd):
+    """A limit on the size of files stands for a full disk: write() fails in the middle of a record."""
+    with pytest.raises(ValueError, match="the error in hand"):
+        fail_without_room(tmp_path)
+    assert capfd.readouterr().err == "warning: logs/rank1.log is incomplete: File too large\n"
+    assert "fits" in (tmp_path / "logs" / "rank1.log").read_text()
+
+
+def fail_without_room(directory):
+    log = logging.getLogger("launcher")
+    with run_dir.rank_log(directory, 1):
+        log.info("fits")
+        with small_files(100):
+            log.error("x" * 200)
+            log.error("y" * 200)
+            raise ValueError("the error in hand")
+
+
+@contextlib.contextmanager
+def small_files(limit_bytes):
+    """write() beyond so many bytes of a file fails with EFBIG in this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,18 +135,51 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
     """While the context lasts, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
     make_folder(run_dir / LOGS)
     descriptor = open_plain(run_dir / LOGS / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    with open(descriptor, "a", encoding="utf-8") as stream:
-        handler = logging.StreamHandler(stream)
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
-        logger = logging.getLogger("launcher")
-        level = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+    handler = _LogFile(descriptor, rank)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger = logging.getLogger("launcher")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
+
+
+class _LogFile(logging.Handler):
+    """Appends records to a file, and drops what cannot be written: the error in hand says more.
+
+    Without a buffer, whose flush on closing would replace that error.
+    """
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._rank = rank
+        self._complete = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rest = f"{self.format(record)}\n".encode(errors="backslashreplace")
         try:
-            yield
-        finally:
-            logger.setLevel(level)
-            logger.removeHandler(handler)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            self._warn_once(error)
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):  # NFS reports here what it could not write
+            os.close(self._descriptor)
+
+    def _warn_once(self, error: OSError) -> None:
+        if self._complete and sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                text = f"warning: logs/rank{self._rank}.log is incomplete: {error.strerror}"
+                print(text, file=sys.stderr, flush=True)
+        self._complete = False
 
 
 def _versions() -> dict[str, str | None]:
