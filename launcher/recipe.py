@@ -283,13 +283,13 @@ def _load(file: Path) -> ModuleType:
     except LauncherError:
         del sys.modules[name]
         raise
-    except Exception as error:  # a user's file may fail in any way
+    except (Exception, SystemExit) as error:  # a user's file may fail in any way
         del sys.modules[name]
         raise ConfigError(f"recipe file {file} cannot be loaded: {_where(error, file)}.") from error
     return module
 
 
-def _where(error: Exception, file: Path) -> str:
+def _where(error: BaseException, file: Path) -> str:
     """`line 3: NameError: ...`, the innermost line of `file` that the error passed through."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     traceback = error.__traceback__

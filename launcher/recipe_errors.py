@@ -49,7 +49,7 @@ def guarding(what: str, log: Path, batch: Mapping[str, Any] | None = None) -> It
     """Raise what `recipe_failure` makes of an exception in the context."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure = recipe_failure(error, what, log, batch)
         if failure is None:
             raise
@@ -60,18 +60,27 @@ def recipe_failure(
     error: BaseException, what: str, log: Path, batch: Mapping[str, Any] | None = None
 ) -> LauncherError | None:
     """The one message for an exception that `what` of a recipe raised; None for what passes unchanged."""
+    if isinstance(error, SystemExit):
+        return RecipeError(
+            f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){_at(error)}. Only the "
+            f"launcher ends a run: raise an exception instead. The full traceback is in {log}."
+        )
     if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
         return None
     if shortage_of(error, "") is not None or OF_ANOTHER.search(str(error)):
         return None
     rule = _rule(error, batch or {})
     kind = DataError if rule else RecipeError
-    place = place_of(error)
     return kind(
-        f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
+        f"{what} failed{_at(error)}: {type(error).__name__}: "
         f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
         f"{f' {rule}' if rule else ''} The full traceback is in {log}."
     )
+
+
+def _at(error: BaseException) -> str:
+    place = place_of(error)
+    return f" at {place}" if place else ""
 
 
 def place_of(error: BaseException) -> str:

@@ -152,6 +152,7 @@ def test_unknown_names_get_the_nearest_ones(config, message):
     ("text", "message"),
     [
         ("x = 1\nraise RuntimeError('boom')", r"mine\.py cannot be loaded: line 2: RuntimeError: boom"),
+        ("x = 1\nraise SystemExit(3)", r"mine\.py cannot be loaded: line 2: SystemExit: 3"),
         ("x = 1\n\ndef f(:\n", r"mine\.py cannot be loaded: line 3: SyntaxError"),
         ("import no_such_package", r"line 1: ModuleNotFoundError: No module named 'no_such_package'"),
         (

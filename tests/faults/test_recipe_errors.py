@@ -113,6 +113,13 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         1,
         "in mistaken: FileNotFoundError: ",
     ),
+    "sys.exit in the recipe": (
+        "RECIPE",
+        "raise SystemExit('no data today')",
+        1,
+        "in mistaken. Only the launcher ends a run: raise an exception instead.",
+    ),
+    "sys.exit in the loss": ("LOSS", "raise SystemExit(0)", 1, "in loss. Only the launcher ends a run"),
     "an exception in a backward pass": (
         "FORWARD",
         "return Identity.apply(self.inner(x))",
@@ -145,7 +152,7 @@ def assert_told_once(ended: Ended, text: str, code: int) -> None:
 def test_a_mistake_is_one_message_with_its_line(tmp_path: Path, mark, line, code, text) -> None:
     file, number = written(tmp_path, mark, line)
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
-    where = f" failed at {file}:"
+    where = f" called sys.exit({line[17:-1]}) at {file}:" if "SystemExit" in line else f" failed at {file}:"
     assert_told_once(ended, where, code)
     assert text in ended.result["error"]
     if "Linear" not in line and "Identity" not in line:  # those fail elsewhere
