@@ -8,8 +8,6 @@ weights.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from launcher.engine import limits, works
 from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer, refuse_unadaptable
 from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
+from launcher.engine.arguments import rates_of, refuse_attribute, refuse_group, refuse_kinds, refuse_lazy
 from launcher.engine.attachment import Attachment
 from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import dry_pass, safe_exponent
@@ -97,13 +96,17 @@ class Stepper:
         emulate: bool | None = None,
         compiled: bool = False,
     ) -> None:
+        before = set(vars(self))  # what a subclass has set already
         refuse_optimizer(optimizer)
+        refuse_kinds(model, policy, scaling, wire, emulate, compiled)
+        refuse_group(group)
+        refuse_lazy(model)
         wire = wire or Wire()
         self.model = model
         self.policy = policy or Policy.fp16()
         self.group = group
         world_size = dist.get_world_size(group) if group else 1
-        rates = [optimizer.lr] if learning_rates is None else list(learning_rates)
+        rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
         warn_of_others(group)
         # First: what comes next then raises on all ranks or on none.
@@ -138,23 +141,18 @@ class Stepper:
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self._start_of_run()
         self._start_of_step()
+        self._parts = frozenset(vars(self).keys() - before)
         self._built = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Only `lr` can be set: a misspelt name, or a part that others hold too, would change nothing."""
+        """Only `lr` can be set: a misspelt name, or a part that others hold too, would change nothing.
+
+        A subclass may set attributes of its own.
+        """
         own = name.startswith("_") and hasattr(self, name)
-        if not getattr(self, "_built", False) or own or name == "lr":
-            super().__setattr__(name, value)
-            return
-        arguments = inspect.signature(Stepper).parameters
-        where = (
-            f"Build another one with {name}=..."
-            if name in arguments
-            else f"Nearest: {nearest[0]}."
-            if (nearest := difflib.get_close_matches(name, ["lr", *arguments], n=1))
-            else f"A Stepper is built with {', '.join(arguments)}."
-        )
-        raise AttributeError(f"stepper.{name} cannot be set; only lr can, once it is built. {where}")
+        if getattr(self, "_built", False) and not own and name != "lr":
+            refuse_attribute(self, Stepper, self._parts, name)
+        super().__setattr__(name, value)
 
     @property
     def lr(self) -> float:
@@ -162,7 +160,8 @@ class Stepper:
 
         Setting it fixes the rate from the next applied step on, in place of `learning_rates`, for a schedule
         in the training loop: `stepper.lr = scheduler.get_last_lr()[0]`. That waits for nothing, and a step
-        captured in a CUDA graph follows it.
+        captured in a CUDA graph follows it. It is not part of state_dict(): set it again after
+        load_state_dict(), as the schedule does.
         """
         return float(self._next_rate())
 
@@ -244,17 +243,24 @@ class Stepper:
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
         """The gradients of one micro-batch at the loss scale of now, by name, as autograd gives them.
 
-        It takes no part in a step and leaves no trace.
+        It takes no part in a step and leaves no trace. Raises UnusableError before the first step, unless
+        there is a `reference_count` or calibrate() was called.
         """
+        if self._reference is None:
+            raise UnusableError(
+                "dry_backward() was called before the reference count is known, which the loss scale needs. "
+                "Build the Stepper with reference_count, the usual number of samples per rank and step, or "
+                "call it after the first backward()."
+            )
         with self._during_backward():
             return self._aside(self._objective(loss_sum))
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
 
-        Raises UnusableError after `loss.backward()` instead of `backward(loss_sum, count)`; on several ranks,
-        of which some may have no samples, it warns of that once. After a backward() that raised it does what
-        `abandon` does.
+        Raises UnusableError where it follows no backward(loss_sum, count) and p.grad holds gradients, of
+        `loss.backward()` for instance; on several ranks, of which some may have no samples, it warns of that
+        once. After a backward() that raised it does what `abandon` does.
         """
         if not self._failed:
             self._refuse_missed_backward()
@@ -521,7 +527,9 @@ class Stepper:
             return
         text = (
             "step() was called without backward(), and parameters hold gradients in p.grad, which no step "
-            "reads. Call stepper.backward(loss_sum, count) in place of loss.backward()."
+            "reads. If they are of this network's loss: call stepper.backward(loss_sum, count) in place of "
+            "loss.backward(). If they are of another network's pass, as a generator's through its "
+            "discriminator: call model.zero_grad() before step(), or leave out step() on all ranks."
         )
         if self.layout.world_size == 1:
             raise UnusableError(text)

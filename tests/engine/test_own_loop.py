@@ -23,13 +23,32 @@ def test_a_step_after_torchs_own_backward_is_refused_with_the_right_call() -> No
     x, classes = features(4, 0)
     before = state_digest(stepper)
     loss_sum(stepper.model(x), classes).backward()
-    with pytest.raises(UnusableError, match=r"Call stepper.backward\(loss_sum, count\) in place"):
+    with pytest.raises(UnusableError, match=r"call stepper.backward\(loss_sum, count\) in place"):
         stepper.step()
     assert state_digest(stepper) == before
     assert train(stepper, x, classes).applied_steps == 1  # gradients of a probe do not matter beside ours
     stepper.model.zero_grad()
     with pytest.warns(EngineWarning, match="no samples"):
         assert stepper.step().read().skipped
+
+
+def test_a_step_beside_another_networks_pass_names_both_cases() -> None:
+    """A discriminator through which a generator was trained, on a rank without samples of its own."""
+    stepper = stepper_of()
+    stepper.model(features(4, 0)[0]).sum().backward()
+    with pytest.raises(UnusableError) as caught:
+        stepper.step()
+    assert "of this network's loss: call stepper.backward(loss_sum, count)" in str(caught.value)
+    assert "another network's pass, as a generator's" in str(caught.value)
+    assert "call model.zero_grad() before step(), or leave out step() on all ranks" in str(caught.value)
+
+
+def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
+    stepper, other = stepper_of(), stepper_of()
+    stepper.lr = 0.05
+    other.load_state_dict(stepper.state_dict())
+    assert other.lr == pytest.approx(0.1)
+    assert "not part of state_dict()" in (type(stepper).lr.__doc__ or "")
 
 
 def test_a_step_without_samples_is_skipped_and_said_once() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from launcher.engine import Policy, Stepper, TorchOptimizer, UnusableError, Wire
+from launcher.engine import SGD, Policy, Stepper, TorchOptimizer, UnusableError, Wire
 from launcher.environment import WorkerEnv
 from tests.models import mlp
 from tests.ranks.harness import run_ranks
@@ -26,3 +27,18 @@ def test_a_sharded_optimizer_of_torch_is_refused_before_the_model_is_moved() -> 
     for text, untouched in run_ranks(2, refused):
         assert text.startswith("Adam cannot be sharded")
         assert untouched
+
+
+def built_with_a_group_of_rank_1(env: WorkerEnv) -> str:
+    group = dist.new_group([1])
+    try:
+        Stepper(mlp(), SGD(0.1), Policy.fp32(), group)
+    except UnusableError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_of_other_ranks_is_refused() -> None:
+    outside, member = run_ranks(2, built_with_a_group_of_rank_1)
+    assert outside.startswith("rank 0 is no member of the group")
+    assert member == ""

@@ -1,0 +1,106 @@
+"""The kinds of what a Stepper is built with, and the names that may be set on it afterwards.
+
+Owns the errors for an argument of another type, before anything reads it. The rules of numbers are those of
+`limits`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from launcher.engine import limits
+from launcher.engine.policy import Policy
+from launcher.engine.refusal import UnusableError
+from launcher.engine.scale import Scaling
+from launcher.engine.wires import Wire
+
+NEAR = 0.75  # likeness from which a subclass's new name is taken for a misspelt argument; model_name has 0.67
+
+
+def refuse_kinds(
+    model: object, policy: object, scaling: object, wire: object, emulate: object, compiled: object
+) -> None:
+    """Raise UnusableError for arguments of a Stepper that are of another type. None is none of these."""
+    if not isinstance(model, nn.Module):
+        raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
+    for name, value, kind, example in (
+        ("policy", policy, Policy, "Policy.fp16()"),
+        ("scaling", scaling, Scaling, "Scaling(init=1024)"),
+        ("wire", wire, Wire, 'Wire(sum="fp32")'),
+    ):
+        if not (value is None or isinstance(value, kind)):
+            raise UnusableError(
+                f"{name}={value!r}: it must be a {kind.__name__}, for example {example}, or None for the "
+                "default."
+            )
+    if emulate is not None:
+        limits.flag.require("emulate", emulate)
+    limits.flag.require("compiled", compiled)
+
+
+def refuse_group(group: object) -> None:
+    """Raise UnusableError for what is no process group, and for one that this rank is no member of."""
+    if group is None:
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise UnusableError(
+            f"rank {dist.get_rank()} is no member of the group. Only the ranks that "
+            "torch.distributed.new_group() was given may build a Stepper with it."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnusableError(
+            f"group={group!r}: it must be a process group, for example torch.distributed.group.WORLD, or "
+            "None for one process."
+        )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise UnusableError where parameters or buffers have no shape yet."""
+    lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
+    if lazy:
+        raise UnusableError(
+            f"{', '.join(lazy[:4])}{' and others' if len(lazy) > 4 else ''} of {type(model).__name__} have "
+            "no shape before the first forward pass. Run one forward pass, then build the Stepper."
+        )
+
+
+def rates_of(learning_rates: object, lr: float) -> list[float]:
+    """The rates by applied step; `lr` throughout where there are none."""
+    if learning_rates is None:
+        return [lr]
+    if not isinstance(learning_rates, Iterable) or getattr(learning_rates, "ndim", 1) != 1:
+        raise UnusableError(
+            f"learning_rates={learning_rates!r}: it must be a sequence of numbers, one rate per applied "
+            "step. For one rate throughout give it to the optimizer."
+        )
+    return list(learning_rates)
+
+
+def refuse_attribute(owner: object, base: type, parts: frozenset[str], name: str) -> None:
+    """Raise AttributeError for an attribute of a built `owner` that nothing would read.
+
+    `base` is the class whose constructor's arguments could be meant, `parts` the attributes that it has set.
+    A subclass may set what it declares, and new names that are not near an argument.
+    """
+    arguments = list(inspect.signature(base).parameters)
+    known = ["lr", *arguments]
+    derived = type(owner) is not base
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=NEAR if derived else 0.6)
+    if derived and not (name in parts or hasattr(base, name)) and (hasattr(type(owner), name) or not nearest):
+        return
+    where = (
+        f"Build another one with {name}=..."
+        if name in arguments
+        else f"Nearest: {nearest[0]}."
+        if nearest
+        else f"A Stepper is built with {', '.join(arguments)}."
+    )
+    raise AttributeError(f"stepper.{name} cannot be set; only lr can, once it is built. {where}")
