@@ -209,6 +209,63 @@ def test_a_place_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path, monke
     assert set(os.listdir(directory)) == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "log.txt",
+        "train-out.txt",
+        "run.log",
+        "a.out",
+        "b.err",
+        "slurm-12.out",
+        "slurm-7_1",
+        ".nfs0001",
+        ".env",
+    ],
+)
+def test_a_shell_or_a_scheduler_may_have_put_its_output_there(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("loading modules")
+    (tmp_path / "mine" / "first.txt").touch()
+    prepared(sample_config(str(tmp_path / "mine")), [])
+    assert (tmp_path / "mine" / name).read_text() == "loading modules"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "corpus.txt",
+        "layout.txt.gz",
+        "train.py",
+        ".bashrc",
+        "labels.csv",
+        "data.bin",
+        "log",
+        ".git/",
+        "logs.log/",
+    ],
+)
+def test_what_is_no_output_keeps_a_directory_from_becoming_a_run(tmp_path, name):
+    place = tmp_path / "mine" / name
+    (place if name.endswith("/") else place.parent).mkdir(parents=True)
+    if not name.endswith("/"):
+        place.write_text("keep")
+    (tmp_path / "mine" / "run.log").touch()
+    before = set(os.listdir(tmp_path / "mine"))
+    with pytest.raises(ConfigError, match=f"not those of a run: {place.name}. A run needs a directory"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+    assert set(os.listdir(tmp_path / "mine")) == before
+
+
+@pytest.mark.parametrize("name", ["run.log", "log.txt", ".env", "first.txt"])
+def test_a_link_is_no_output(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "target").touch()
+    (tmp_path / "mine" / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"not those of a run: {name}"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+
+
 @pytest.mark.parametrize("left", [[], ["lost+found"], [".lock", "logs", ".config.yaml.abcd.tmp"]])
 def test_an_empty_directory_may_become_a_run(tmp_path, left):
     (tmp_path / "mine").mkdir()
@@ -248,8 +305,11 @@ def test_what_is_no_plain_file_is_refused_and_named(tmp_path, name, kind):
     (tmp_path / "target").write_text("keep")
     put_in_place(tmp_path / "mine" / name, kind, tmp_path / "target")
     what = {"link": rf"a symbolic link to {tmp_path}/target"}.get(kind, f"a {kind}")
-    with pytest.raises(StorageError, match=rf"{Path(name).name} is {what}; it must be a plain file"):
+    with pytest.raises(
+        StorageError, match=rf"{Path(name).name} is {what}; it must be a plain file"
+    ) as refusal:
         prepared(config, [])
+    assert str(refusal.value).endswith("Remove it, or choose another directory with run.dir=DIR.")
     assert (tmp_path / "target").read_text() == "keep"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher.config import Config
 from launcher.errors import ConfigError, StorageError
-from launcher.telemetry.files import read_json
+from launcher.telemetry.files import NotPlainError, read_json
 from launcher.telemetry.lock import locked
 from launcher.telemetry.run_dir import CONFIG, config_yaml, describe, foreign_to_a_run, refuse_links
 from launcher.telemetry.status import FILE_NAME
@@ -72,10 +72,12 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
 
 def _unwritable(config: Config, error: OSError) -> StorageError:
     place = config.run.dir or DEFAULT_ROOT / config.recipe.name
+    advice = "Choose a writable place with run.dir=DIR, or make room there."
+    if isinstance(error, NotPlainError):
+        advice = "Remove it, or choose another directory with run.dir=DIR."
     return StorageError(
         f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
-        f"{f' ({error.filename})' if error.filename else ''}. "
-        "Choose a writable place with run.dir=DIR, or make room there."
+        f"{f' ({error.filename})' if error.filename else ''}. {advice}"
     )
 
 

@@ -22,6 +22,10 @@ TEMPORARY = ".tmp"
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
+class NotPlainError(OSError):
+    """A link, pipe, device or folder is where a file or folder of the run belongs."""
+
+
 def strict(value: Any) -> Any:
     """The same value with non-finite floats spelt as strings, because JSON has no word for them."""
     if isinstance(value, float):
@@ -137,7 +141,9 @@ def _require(path: Path, is_kind: Callable[[int], bool], wanted: str) -> None:
     except FileNotFoundError:
         return
     if not is_kind(mode):
-        raise OSError(errno.EINVAL, f"{path.name} is {_kind(path, mode)}; it must be {wanted}", str(path))
+        raise NotPlainError(
+            errno.EINVAL, f"{path.name} is {_kind(path, mode)}; it must be {wanted}", str(path)
+        )
 
 
 def _kind(path: Path, mode: int) -> str:

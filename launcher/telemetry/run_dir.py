@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,6 @@ from typing import Any
 from launcher.config import Config, to_dict
 from launcher.environment_values import replaced
 from launcher.telemetry.files import (
-    TEMPORARY,
     make_folder,
     open_plain,
     require_folder,
@@ -47,6 +47,10 @@ FILES = (
     ".lock",
 )
 LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
+LOG_NAME = re.compile(
+    r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
+)
+OF_A_HOME = (".bashrc", ".bash_profile", ".profile", ".zshrc")  # a home directory may hold nothing else
 PACKAGES = (
     "torch",
     "hydra-core",
@@ -80,10 +84,25 @@ def refuse_links(directory: Path) -> None:
 
 
 def foreign_to_a_run(directory: Path) -> list[str]:
-    """The names in a directory that no run would have written there, sorted. Raises OSError."""
+    """The names in a directory that keep it from becoming a run's, sorted. Raises OSError.
+
+    Files that a shell or a scheduler makes for the output of a run are not among them.
+    """
     own = {*FILES, LOGS, WANDB, CHECKPOINTS, "lost+found"}  # a new file system has the last one
-    names = {entry.name for entry in os.scandir(directory)} - own
-    return sorted(name for name in names if not (name.startswith(".") and name.endswith(TEMPORARY)))
+    return sorted(
+        entry.name for entry in os.scandir(directory) if not (entry.name in own or _is_output(entry))
+    )
+
+
+def _is_output(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a plain file that may hold output: a hidden file, a log, or an empty text."""
+    if not entry.is_file(follow_symlinks=False):
+        return False
+    if entry.name.startswith("."):
+        return entry.name not in OF_A_HOME
+    return LOG_NAME.search(entry.name) is not None or (
+        entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
+    )
 
 
 def user_shape(config: Config) -> dict[str, Any]:
