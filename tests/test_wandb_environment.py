@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import wandb
 
 from launcher.errors import ConfigError
 from launcher.telemetry.wandb_environment import in_sweep, taken_from, with_environment
+from launcher.telemetry.wandb_session import quiet_environment
 from tests.configs import composed
 from tests.test_shortage import RECIPE, YAML
 from tests.test_tracking import ROOT, offline_records
@@ -118,6 +121,51 @@ def test_what_wandb_would_refuse_is_refused_by_the_name_of_its_variable(environ)
     ((name, value),) = environ.items()
     with pytest.raises(ConfigError, match=f"{name}={value} in the environment: must be "):
         environment_of(**environ)
+
+
+def test_an_unknown_mode_is_refused_unless_something_else_decides() -> None:
+    with pytest.raises(
+        ConfigError, match=r"WANDB_MODE=ofline .*: must be one of online, .* Nearest: offline"
+    ):
+        environment_of(WANDB_MODE="ofline")
+    assert environment_of("tracker.mode=offline", WANDB_MODE="nonsense").mode == "auto"
+    untracked = composed("tracker=none")
+    assert with_environment(untracked, (), {"WANDB_MODE": "nonsense"}).tracker.name == "none"
+    for mode in get_args(wandb.Settings.model_fields["mode"].annotation):
+        assert environment_of(WANDB_MODE=mode).mode == "auto"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WANDB_MODE": ""},
+        {"WANDB_MODE": "nonsense"},
+        {"WANDB_TAGS": ",,"},
+        {"WANDB_TAGS": ""},
+        {"WANDB_RUN_ID": "a/b"},
+        {"WANDB_RUN_ID": ""},
+        {"WANDB_CONSOLE": ""},
+        {"WANDB_SILENT": ""},
+        {"WANDB_INIT_TIMEOUT": ""},
+    ],
+    ids=str,
+)
+def test_wandb_reads_no_empty_variable_and_none_that_has_been_read(environ, monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with quiet_environment():
+        wandb.Settings().update_from_env_vars(os.environ)
+        assert not environ.keys() & os.environ.keys() - {"WANDB_SILENT"}
+    assert dict(os.environ) == before
+
+
+def test_an_empty_mode_leaves_the_command_line_its_word(tmp_path: Path) -> None:
+    out = train(tmp_path, "tracker.mode=offline", "run.dir=run", WANDB_MODE="", WANDB_TAGS=",,")
+    assert "given up" not in out
+    assert tracked(tmp_path / "run").project == "yaml"
 
 
 def test_a_sweep_leaves_what_is_not_set_alone() -> None:

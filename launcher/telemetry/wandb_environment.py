@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.config import Config, TrackerConfig
 from launcher.errors import ConfigError
+from launcher.problems import nearest, suggestion
 from launcher.rules import RULES
 
 VARIABLES = {
@@ -24,6 +25,8 @@ VARIABLES = {
     "tags": "WANDB_TAGS",
 }
 MODES = ("WANDB_MODE", "WANDB_DISABLED")
+MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
+READ_HERE = (*VARIABLES.values(), *MODES)  # wandb is given what they came to
 
 
 def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -38,8 +41,18 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
         if environ.get(variable)
     }
     if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
+        if config.tracker.name != "none":
+            _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
         changes["mode"] = "auto"  # the variables decide then
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
+
+
+def _refuse_unknown_mode(mode: str) -> None:
+    if mode and mode not in MODE_NAMES:
+        raise ConfigError(
+            f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
+            f"{suggestion(nearest(mode, MODE_NAMES))}"
+        )
 
 
 def in_sweep(config: Config, job: str, number: int) -> Config:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.telemetry.wandb_environment import READ_HERE
+
 if TYPE_CHECKING:
     from wandb import Settings
     from wandb.sdk.wandb_run import Run
@@ -117,7 +119,16 @@ def quiet_environment() -> Iterator[None]:
     """What wandb takes from the environment only: no chatter, and no reports of its own to its makers.
 
     Those reports would go out in offline runs too, and hold the exit up where the server does not answer.
+    An empty variable counts as not set; wandb would refuse it. Nor does wandb read what a run is given as
+    arguments, because the command line may have replaced it.
     """
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("WANDB_") and (not value or name in READ_HERE)
+    }
+    for name in hidden:
+        del os.environ[name]
     wanted = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
@@ -126,6 +137,7 @@ def quiet_environment() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+        os.environ.update(hidden)
 
 
 @contextlib.contextmanager
