@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MEAN = 1  # as torch's loss functions save their reduction
-LOOKED_AT = 1024  # nodes, about a microsecond each; a sum of more parts than that is taken for a sum
+LOOKED_AT = 1024  # nodes, about 2 us each; a sum of more parts than that is taken for a sum
 WARNING = (
     "the loss is a mean, or has a mean among its parts, but stepper.backward(loss_sum, count) divides by the "
     "count itself: this one is divided twice. Give the sum (reduction='sum'), or multiply the mean by the "
