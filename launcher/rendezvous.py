@@ -10,23 +10,33 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.collectives import is_loss, last_call, latest_calls
 from launcher.config import Config, from_dict, to_dict
-from launcher.environment import ASSEMBLE_S, LaunchEnv, first_failure, limit_silence, memory, open_store
-from launcher.errors import CollectiveError, LauncherError, StalledError
+from launcher.environment import (
+    ASSEMBLE_S,
+    OF_ANOTHER,
+    LaunchEnv,
+    first_failure,
+    limit_silence,
+    memory,
+    open_store,
+)
+from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError
 from launcher.problems import first_line
 from launcher.shortage import shortage_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+OWN_RANK = re.compile(r"\brank ?\d+")
 RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 
@@ -52,14 +62,38 @@ class Departure:
     shared: bool = False  # the error concerns other ranks, which its text names
     last_call: str = ""  # the collective in which it lost another rank
 
+    @property
+    def explained(self) -> bool:
+        """Whether the error is a message, rather than a traceback or the loss of another rank."""
+        lost = self.exit_code == 1 and not self.shared and OF_ANOTHER.search(self.error)
+        return not lost and not self.error.startswith("Traceback ")
+
+
+def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
+    """The error of `blamed` with its rank, or without one where other ranks left with the same message.
+
+    `departures` are those of all ranks that said something, of `blamed` among them.
+    """
+    error, of_rank = blamed.error, f"rank {blamed.rank} "
+    if blamed.shared:
+        return error
+    alike = sum(_without_ranks(each.error) == _without_ranks(error) for each in departures)
+    if blamed.explained and alike > 1:
+        return f"each rank {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
+    return error if error.startswith(of_rank) else f"{of_rank}failed: {error}"
+
+
+def _without_ranks(error: str) -> str:
+    """What two ranks have in common that fail alike: all but their own numbers and logs."""
+    return OWN_RANK.sub("rank", error)
+
 
 class JobFailed(LauncherError):
-    """The job failed on a rank other than this one, which knows its reason."""
+    """The job failed on some rank, whose departure says why."""
 
-    def __init__(self, departure: Departure) -> None:
-        own = "" if departure.shared else f"rank {departure.rank} failed: "
-        super().__init__(f"{own}{departure.error}")
-        self.exit_code = departure.exit_code
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class Leader:
@@ -93,13 +127,19 @@ class Leader:
             raise
         except Exception as error:
             own = departure_of(self.launch.rank, error)
-            first = self._first_failure(store, job, own)
-            if first.error == own.error:
+            departures = self._departures(store, job, own)
+            first = self._first_failure(store, job, departures)
+            stopped = first.exit_code == PreemptedError.exit_code
+            if first is own and (stopped or len(departures) == 1 or not own.explained):
                 raise
-            raise JobFailed(first) from error
-        first = self._first_failure(store, job, departure_of(self.launch.rank))
+            text = attributed(first, departures)
+            if text == own.error:
+                raise
+            raise JobFailed(text, first.exit_code) from error
+        departures = self._departures(store, job, departure_of(self.launch.rank))
+        first = self._first_failure(store, job, departures)
         if first.error:
-            raise JobFailed(first)
+            raise JobFailed(attributed(first, departures), first.exit_code)
 
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.
@@ -142,10 +182,10 @@ class Leader:
     def _directory_key(self) -> str:
         return f"directory/{self._jobs}"
 
-    def _first_failure(self, store: dist.Store | None, job: str, own: Departure) -> Departure:
-        """The earliest failed departure of all ranks, our own departure if none failed."""
+    def _departures(self, store: dist.Store | None, job: str, own: Departure) -> list[Departure]:
+        """How each rank left the job, in rank order; StalledError where one does not leave."""
         if store is None:
-            return own
+            return [own]
         others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
         if not arrived(store, others, self._patience.leave_s):
             missing = [rank for rank, key in enumerate(others, start=1) if not arrived(store, [key], 0.01)]
@@ -153,11 +193,16 @@ class Leader:
                 f"rank {', '.join(map(str, missing))} did not leave job {job} within "
                 f"{self._patience.leave_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
             )
-        departures = [own, *(Departure(**json.loads(store.get(key))) for key in others)]
+        return [own, *(Departure(**json.loads(store.get(key))) for key in others)]
+
+    def _first_failure(
+        self, store: dist.Store | None, job: str, departures: Sequence[Departure]
+    ) -> Departure:
+        """The earliest failed departure of all ranks, our own departure if none failed."""
         failed = [departure for departure in departures if departure.error]
-        first = first_failure(store, job)
+        first = None if store is None else first_failure(store, job)
         # Who fails because another did may still leave before it: the claim decides, then the time.
-        return min(failed, key=lambda departure: (departure.rank != first, departure.time_s), default=own)
+        return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
 
 
 def follow(launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from launcher.collectives import called, of_sizes
 from launcher.environment import OF_ANOTHER
 from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
 from launcher.heartbeat import Beat
-from launcher.rendezvous import Departure
+from launcher.rendezvous import Departure, attributed
 
 UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
 PREEMPTED = PreemptedError.exit_code
@@ -164,10 +164,12 @@ def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
 def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
     """The error of a rank, which is not attributed to it where others have raised the same one."""
     assert blamed.departure is not None
-    error, exit_code = blamed.departure.error, blamed.departure.exit_code
-    same = [fate for fate in fates if fate.departure is not None and fate.departure.error == error]
-    alike = exit_code != UNEXPECTED and (len(same) > 1 or len(fates) == 1)
-    return error if alike or blamed.departure.shared else f"rank {blamed.rank} failed: {error}"
+    if len(fates) == 1 and blamed.departure.explained:
+        of_rank = f"rank {blamed.rank} "
+        error = blamed.departure.error
+        return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
+    departures = [fate.departure for fate in fates if fate.departure is not None]
+    return attributed(blamed.departure, departures)
 
 
 def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:

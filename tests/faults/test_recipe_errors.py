@@ -166,6 +166,7 @@ def test_two_ranks_say_it_once(tmp_path: Path) -> None:
     file, number = written(tmp_path, "LOSS", "return cross_entropy(network, batch)")
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
     assert_told_once(ended, f"failed at {file}:{number}, in loss: KeyError: 'image'.", 7)
+    assert ended.result["error"].startswith("the recipe's loss failed at ")
 
 
 def fail_alone(network: Any, batch: Any, passes: int, training: bool) -> None:
@@ -237,6 +238,7 @@ def test_the_parent_says_it_once(tmp_path: Path) -> None:
         assert "tiny.py:" in parent.stderr
         assert "Traceback" not in parent.stderr + parent.stdout
         assert "no loss today" not in parent.stdout
+        assert parent.stderr.startswith("error: the recipe's loss failed at "), "all ranks, not one of them"
         assert len(parent.stderr.strip().splitlines()) == 1, parent.stderr
         assert "ValueError: no loss today" in parent.json("result.json")["error"]
 
