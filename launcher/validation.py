@@ -16,6 +16,7 @@ from launcher.problems import show, summary, unknown_key
 from launcher.rules import PRECISIONS, RULES, is_number, value_problem
 
 OF_OUR_OWN = ("sgd", "adamw")  # the optimizers that need neither whole parameters nor masters
+BASES = {"precision": "fp16", "tracker": "wandb"}  # as optim, not all of their keys are in conf/config.yaml
 OPTIONS = "options"  # where the keys of a model's or data set's own lie in the dataclasses
 
 
@@ -55,12 +56,21 @@ def key_problems(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: st
     for key, kind in kinds.items():
         path = f"{prefix}{key}"
         if key not in values:
-            yield f"{path}: the key is missing; conf/config.yaml and the groups have all that are needed."
+            yield f"{path}: the key is missing; {inheritance(prefix, values)}"
         elif is_dataclass(kind):
             if isinstance(values[key], Mapping):
                 yield from key_problems(values[key], section_fields(kind), f"{path}.")
             else:
                 yield f"{path}={show(values[key])}: must be a section with keys of its own."
+
+
+def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
+    """Where the keys of a section come from, and how a group file of one's own has them too."""
+    group = prefix.partition(".")[0]
+    base = values.get("name") if prefix == "optim." else BASES.get(group)
+    if base is None:
+        return "conf/config.yaml and the groups have all that are needed."
+    return f"a file of your own in {group}/ inherits it with `defaults: [{base}, _self_]` at its top."
 
 
 def section_fields(kind: Any) -> dict[str, Any]:

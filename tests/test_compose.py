@@ -255,6 +255,28 @@ def test_a_name_that_hydra_reads_as_a_value_is_to_be_quoted(tmp_path, name: str)
     assert "recipe=8: there is no such recipe." in problems("recipe=8", config_dir=tree)
 
 
+@pytest.mark.parametrize(
+    ("group", "text", "missing", "base"),
+    [
+        ("optim", "name: adamw\nlr: 0.1\n", "optim.clip_norm", "adamw"),
+        ("tracker", "", "tracker.name", "wandb"),
+        ("precision", "", "precision.name", "fp16"),
+    ],
+)
+def test_a_group_file_that_leaves_keys_out_learns_how_to_inherit_them(
+    tmp_path, group, text, missing, base
+) -> None:
+    (tmp_path / group).mkdir()
+    file = tmp_path / group / "mine.yaml"
+    file.write_text(text)
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    advice = f"defaults: [{base}, _self_]"
+    line = f"{missing}: the key is missing; a file of your own in {group}/ inherits it with `{advice}` at its"
+    assert line in problems("recipe=resnet18", f"{group}=mine", search)
+    file.write_text(f"{advice}\n{text}")
+    composed("recipe=resnet18", f"{group}=mine", search)
+
+
 def test_a_primary_config_of_ones_own(tmp_path) -> None:
     text = "defaults:\n  - config\n  - override recipe: resnet34\n  - _self_\nseed: 7\n"
     (tmp_path / "nightly.yaml").write_text(text)
