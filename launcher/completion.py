@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher.arguments import COMMANDS as SUBCOMMANDS
 from launcher.arguments import parse
 from launcher.compose import Request
 from launcher.errors import ConfigError
@@ -31,7 +32,11 @@ _launcher_complete()
         count=3
     fi
     local choices=$("${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
-    COMPREPLY=($(compgen -W "$choices" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+    if [[ ${{#COMPREPLY[@]}} == 0 && $word == *@(path|dir|resume)=* ]]; then
+        COMPREPLY=($(compgen -P "${{word%%=*}}=" -f -- "${{word#*=}}"))
+    fi
 }}
 export COMP_LINE COMP_POINT
 COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
@@ -56,7 +61,7 @@ def answer(request: Request, ask_hydra: AskHydra) -> int:
 
 
 def choices(line: str, ask_hydra: AskHydra) -> str:
-    """What may follow in a line, separated by spaces."""
+    """What may follow in a line, separated by spaces; nothing where bash shall offer files."""
     words = line.split()
     typed = words[3:] if words[1:3] == ["-m", "launcher"] else words[1:]
     current = "" if line.endswith(" ") or not typed else typed.pop()
@@ -68,9 +73,12 @@ def choices(line: str, ask_hydra: AskHydra) -> str:
         own = [asked.search_path, *(word for word in arguments.words if not word.startswith("hydra."))]
     except ConfigError:
         return ""
+    if arguments.command != "train":
+        return ""
+    commands = "" if arguments.words or not current else f"{' '.join(SUBCOMMANDS)} "
     os.environ["COMP_LINE"] = " ".join(["launcher", *own, current])
     out = io.StringIO()
     quiet = contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO())
     with quiet[0], quiet[1], contextlib.suppress(Exception, SystemExit):
         ask_hydra(asked, ["--shell-completion", QUERY])
-    return out.getvalue()
+    return commands + out.getvalue()

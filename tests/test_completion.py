@@ -47,6 +47,11 @@ def completed(line: str, directory: Path) -> list[str]:
         ("-m launcher -m recipe=resnet18 precision=amp_f", ["precision=amp_fp16"]),
         ("-m launcher report --best recipe=nothing", []),
         ("-m other recipe=res", []),
+        ("-m launcher re", ["recipes", "report"]),
+        ("-m launcher seed=1 rep", []),
+        ("-m launcher report ", []),
+        ("-m launcher --config-dir o", []),
+        ("-m launcher recipe=resnet18 data.path=ow", ["data.path=own"]),
     ],
 )
 def test_bash_offers_what_may_follow(tmp_path: Path, line: str, offered: list[str]) -> None:
