@@ -155,7 +155,9 @@ class DeviceBatches:
 
     def _batch(self, indices: Tensor, noise: Tensor) -> Batch:
         batch = self._data.select(indices)
-        return batch if self._transform is None else self._transform(batch, noise)
+        if self._transform is None:
+            return batch
+        return transformed("train_transform", self._transform, batch, noise)
 
     def _enter(self, epoch: int) -> _Epoch:
         if self._epoch is None or self._epoch.number != epoch:
@@ -164,6 +166,24 @@ class DeviceBatches:
             order, noise = epoch_order(size, seed, epoch), epoch_noise(size, seed, epoch)
             self._epoch = _Epoch(epoch, _move(order, device), _move(noise, device))
         return self._epoch
+
+
+def transformed(name: str, transform: Callable[..., Batch], batch: Batch, *more: Tensor) -> Batch:
+    """What the transform makes of a batch. DataError where a column of it has another number of samples.
+
+    Columns that the transform adds may have any shape.
+    """
+    given = {column: len(rows) for column, rows in batch.items()}  # first: it may change the batch in place
+    made = transform(batch, *more)
+    for column in [column for column in given if column in made]:
+        shape = list(made[column].shape)
+        if shape[:1] != [given[column]]:
+            raise DataError(
+                f"the recipe's {name} was given {given[column]} samples and returned the column {column} "
+                f"in the shape {shape}. It has to return as many samples: leave some out in the recipe's "
+                "TensorData."
+            )
+    return made
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

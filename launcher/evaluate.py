@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.data import Batch, TensorData, evaluation_batches
+from launcher.data import Batch, TensorData, evaluation_batches, transformed
 from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.recipe import Recipe
@@ -172,7 +172,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _add(tally: _Tally, recipe: Recipe, model: nn.Module, indices: Tensor, batch: Batch) -> None:
-    loss = recipe.loss(model, batch if recipe.eval_transform is None else recipe.eval_transform(batch))
+    transform = recipe.eval_transform
+    loss = recipe.loss(model, transformed("eval_transform", transform, batch) if transform else batch)
     tally.loss_sum.add_(loss.sum)
     tally.integers[0] += loss.count
     tally.seen.index_add_(0, indices, torch.ones_like(indices))

@@ -216,3 +216,26 @@ def test_select_and_move():
     assert picked["image"].tolist() == [[9, 10, 11], [0, 1, 2]]
     assert picked["label"].tolist() == [3, 0]
     assert len(data) == 4
+
+
+def in_place(batch, noise):
+    batch["number"] = batch["number"][:3]
+    return batch
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [in_place, lambda batch, noise: {"number": batch["number"][:3], "noise": noise}],
+)
+def test_a_transform_that_leaves_out_samples_is_refused_with_both_numbers(transform):
+    loader = DeviceBatches(numbered(20), plan(20, 4), transform)
+    text = r"train_transform was given 4 samples and returned the column number in the shape \[3\]"
+    with pytest.raises(DataError, match=text):
+        loader.step(0, 0)
+
+
+def test_a_transform_may_add_columns_of_any_shape():
+    loader = DeviceBatches(
+        numbered(20), plan(20, 4), lambda batch, noise: {**batch, "mix": torch.tensor(0.5)}
+    )
+    assert loader.step(0, 0)[0]["mix"].shape == ()
