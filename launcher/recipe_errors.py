@@ -17,6 +17,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from launcher.engine import UnusableError
 from launcher.environment import OF_ANOTHER
 from launcher.errors import DataError, LauncherError, RecipeError
@@ -27,6 +30,9 @@ from launcher.shortage import shortage_of
 Result = TypeVar("Result")
 OURS = Path(__file__).parent
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+DTYPES = re.compile(
+    r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
+)  # of a linear layer or a product, of an einsum, of a convolution
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 
 
@@ -128,7 +134,26 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
             "A label must lie between 0 and the number of the model's outputs less one. Give it "
             f"{more}, or correct the labels."
         )
+    if isinstance(error, RuntimeError) and DTYPES.search(str(error)) and (columns := _not_fp32(batch)):
+        return (
+            f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "
+            "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."
+        )
     return ""
+
+
+def _not_fp32(batch: Mapping[str, Any]) -> str:
+    """The columns that a model's arithmetic may refuse, with dtype and shape.
+
+    Integers only where no column is float64: most are labels.
+    """
+    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
+    double = {name: each for name, each in tensors.items() if each.dtype == torch.float64}
+    chosen = double or {name: each for name, each in tensors.items() if not each.is_floating_point()}
+    return " and ".join(
+        f"the column {name} of {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+        for name, each in chosen.items()
+    )
 
 
 def _is_raised(error: Exception) -> bool:
