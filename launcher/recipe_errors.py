@@ -22,10 +22,10 @@ from torch import Tensor
 
 from launcher.engine import UnusableError
 from launcher.environment import OF_ANOTHER
-from launcher.errors import DataError, LauncherError, RecipeError
+from launcher.errors import DataError, LauncherError, OutOfMemoryError, RecipeError
 from launcher.recipe import Recipe
 from launcher.resources import recipes_dir
-from launcher.shortage import shortage_of
+from launcher.shortage import TO_LOWER, shortage_of
 
 Result = TypeVar("Result")
 OURS = Path(__file__).parent
@@ -73,7 +73,11 @@ def recipe_failure(
         )
     if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
         return None
-    if shortage_of(error, "") is not None or OF_ANOTHER.search(str(error)):
+    advice = TO_LOWER if batch is not None else "Hold fewer or smaller samples, or choose a smaller model."
+    shortage = shortage_of(error, what, _at(error), advice)
+    if isinstance(shortage, OutOfMemoryError):
+        return shortage
+    if shortage is not None or OF_ANOTHER.search(str(error)):
         return None
     rule = _rule(error, batch or {})
     kind = DataError if rule else RecipeError

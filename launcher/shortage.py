@@ -17,13 +17,18 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 TO_LOWER = "Lower data.micro_batch (the update stays that of data.batch_size), or choose a smaller model."
 
 
-def shortage_of(error: BaseException, who: str) -> LauncherError | None:
-    """The error that a user can act on, if `error` is a lack of memory or of room; `who` begins its text."""
+def shortage_of(
+    error: BaseException, who: str, place: str = "", advice: str = TO_LOWER
+) -> LauncherError | None:
+    """The error that a user can act on, if `error` is a lack of memory or of room; `who` begins its text.
+
+    `place` (" at file:line") and `advice` are those of a lack of memory.
+    """
     if isinstance(error, LauncherError):
         return None
     if kind := _memory(error):
         said = " ".join(str(error).split("\n", 1)[0].split()[:40])
-        return OutOfMemoryError(f"{who} ran out of {kind}{f': {said}' if said else ''}. {TO_LOWER}")
+        return OutOfMemoryError(f"{who} ran out of {kind}{place}{f': {said}' if said else ''}. {advice}")
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         place = f" {error.filename}" if error.filename else " a file"
         return StorageError(

@@ -51,14 +51,15 @@ def train(tmp_path, monkeypatch):
     ("build", "said"),
     [
         ("torch.empty(10**15)", "DefaultCPUAllocator"),
-        ("bytearray(10**18)", "rank 0 ran out of memory. Lower data.micro_batch"),
+        ("bytearray(10**18)", "in build. Hold fewer or smaller samples"),
     ],
 )
 def test_too_little_memory_is_exit_4_with_what_to_lower(train, tmp_path, capfd, build, said):
     assert train(build) == 4
     err = capfd.readouterr().err
     assert said in err
-    assert "Lower data.micro_batch" in err
+    assert "error: the recipe's build_model ran out of memory at " in err
+    assert "data.micro_batch" not in err, "it comes before the first step"
     assert "Traceback" not in err
     result = read_json(tmp_path / "run" / "result.json")
     assert (result["state"], result["exit"]) == ("failed", 4)
