@@ -35,6 +35,7 @@ def test_the_shapes_are_those_of_the_architecture(model) -> None:
     assert sum(shape.numel() for shape in make().values()) == num_parameters
 
 
+@pytest.mark.slow
 def test_update_compares_all_contenders(tmp_path) -> None:
     file = tmp_path / "update.json"
     printed = run("update.py", "--threads", "1", "--json", str(file))

@@ -107,6 +107,7 @@ def test_events_carry_the_documented_fields(finished) -> None:
     assert 0.8 * step["step_ms"] < parts < 1.05 * step["step_ms"]
 
 
+@pytest.mark.slow
 def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
     _, run_dir = finished
     half = json.loads((run_dir / "result.json").read_text())
@@ -121,8 +122,8 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (0, ["precision=amp_fp16", "optim=adamw"]),
-        (1, ["precision=bf16"]),
+        pytest.param(0, ["precision=amp_fp16", "optim=adamw"], marks=pytest.mark.slow),
+        pytest.param(1, ["precision=bf16"], marks=pytest.mark.slow),
         (3, ["precision=amp_bf16", "data.micro_batch=20"]),
         pytest.param(
             4,

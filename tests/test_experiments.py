@@ -95,6 +95,7 @@ def test_an_unknown_experiment_is_told_with_the_nearest() -> None:
         compose_jobs(with_experiment(Request(("recipe=resnet18", "experiment=precision_abaltion"))))
 
 
+@pytest.mark.slow
 def test_an_experiment_runs_and_is_compared_without_a_further_flag(tmp_path) -> None:
     """On a small model; that the masters matter at all shows in the engine's tests."""
     (tmp_path / "small.py").write_text(RECIPE)

@@ -39,6 +39,7 @@ def directory(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process(directory) -> None:
     losses = []
     for ranks, sync_bn in ((1, "false"), (2, "true"), (2, "false")):

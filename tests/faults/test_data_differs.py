@@ -176,6 +176,7 @@ def unsorted(config):
 """
 
 
+@pytest.mark.slow
 def test_the_order_of_a_set_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """Under torchrun, whose workers hash strings each in their own way."""
     (tmp_path / "unsorted.py").write_text(IN_THE_ORDER_OF_A_SET)
