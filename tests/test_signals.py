@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -28,20 +27,20 @@ def usual_course():
 def test_requests_are_flags(usual_course) -> None:
     with heeded(alone=False) as requests:
         assert (requests.stop, requests.take_save()) == (None, False)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert (requests.take_save(), requests.take_save()) == (True, False)
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         assert requests.stop == signal.SIGTERM
     assert usual_course == []
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     assert usual_course == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_a_hangup_and_a_quit_are_requests_to_stop(number) -> None:
     with heeded(alone=True) as requests:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert requests.stop == number
     assert signal.getsignal(number) == signal.SIG_DFL
 
@@ -50,7 +49,7 @@ def test_a_hangup_that_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with heeded(alone=True) as requests:
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert requests.stop is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -77,17 +76,17 @@ def test_a_request_to_save_during_the_start_kills_nothing() -> None:
 
 def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_passed_on() -> None:
     with heeded(alone=True) as requests:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert requests.stop == signal.SIGINT
         requests._since_s -= 2
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 def fail_after_a_sigterm(error: Exception, alone: bool) -> None:
     with heeded(alone):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         raise error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 from collections.abc import Sequence
@@ -233,12 +232,12 @@ def test_signals_are_noted_and_handlers_put_back() -> None:
     before = [signal.getsignal(number) for number in HEEDED]
     with heeded() as signals:
         with held_back():
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
             assert signals.take() == []
         assert signals.take() == [signal.SIGUSR1]
         assert signals.stop is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
         assert signals.take() == [signal.SIGTERM, signal.SIGINT]
         assert signals.take() == []
         assert signals.stop == signal.SIGTERM
