@@ -1,5 +1,6 @@
-"""The GPUs of a machine belong to the tests that are marked for them: all others run as on a machine without.
+"""What holds for all tests: which of them see a GPU, and how long an example of hypothesis may take.
 
+The GPUs of a machine belong to the tests that are marked for them: all others run as on a machine without.
 Which of the two a session is has to be settled before CUDA is initialised, once for the whole process.
 """
 
@@ -8,6 +9,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# No test is about how long one example takes, which beside other work is anything.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 NEEDS_GPU = ("gpu", "gpus2")
 
