@@ -37,7 +37,7 @@ class Buffers:
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach())
             for prefix, module in named_modules(model)
             for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.numel()
+            if buffer is not None
         ]
 
     def tensors(self) -> list[Tensor]:

@@ -119,3 +119,33 @@ def test_a_buffer_of_another_shape_is_refused_before_the_update() -> None:
     stepper.abandon()
     assert state_digest(stepper) == before
     assert train(stepper, x, classes).applied_steps == 1
+
+
+class Growing(nn.Module):
+    """Two buffers whose size only the first pass finds out; one that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planted = Planted()
+        self.register_buffer("none", None)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, seen: Tensor) -> Tensor:
+        self.seen = seen
+        return self.planted(1.0, 1.0)
+
+
+def test_a_buffer_without_elements_stays_so_and_is_refused_with_some() -> None:
+    """What has no place in the flat memory would not be restored after a skipped step."""
+    stepper = Stepper(Growing(), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
+    kept = stepper.model.seen
+    stepper.backward(stepper.model(torch.zeros(0)), 1)
+    stepper.step()
+    assert stepper.model.seen is kept
+    stepper.backward(stepper.model(torch.ones(3)), 1)
+    with pytest.raises(
+        UnusableError, match=r"buffer seen \(torch.float32, \(0,\)\) was replaced by .*\(3,\)"
+    ):
+        stepper.step()
+    stepper.abandon()
+    assert stepper.model.seen is kept
