@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
-from launcher.engine.update import CHUNK, Optimizer, _predicated, _whole
+from launcher.engine.layout import Piece
+from launcher.engine.update import CHUNK, Optimizer, Updater, _chunked, _predicated, _whole
 from tests.engine.observe import state_digest, weights_are_rounded_masters
 from tests.models import Planted
 
@@ -122,6 +123,23 @@ def test_a_skipped_step_writes_nothing_and_consumes_neither_rate_nor_bias_correc
         digests.append(state_digest(stepper))
     assert digests[0] == digests[1]
     assert seen_rates[0] == seen_rates[1] == [*rates, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "form"),
+    [
+        ("cpu", False, _chunked),
+        ("cpu", True, _whole),
+        ("meta", False, _predicated),
+        ("meta", True, _predicated),
+    ],
+)
+def test_where_the_host_does_not_see_the_verdict_the_pass_writes_by_it(
+    monkeypatch, device, compiled, form
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda run: run)
+    piece = Piece(*(torch.zeros(3, device=device) for _ in range(3)))
+    assert Updater([piece], SGD(0.1), compiled)._run is form
 
 
 def test_masters_keep_updates_that_fp16_weights_alone_lose() -> None:
