@@ -22,11 +22,11 @@ from launcher.environment import first_failure
 from launcher.heartbeat import PHASES, Beat
 from launcher.rendezvous import Departure
 from launcher.supervisor.rank import SHOW_STACKS, Work, departure_key
-from launcher.supervisor.verdict import PREEMPTED, Fate, Verdict, hang, judge
+from launcher.supervisor.verdict import OVERRUN, PREEMPTED, Fate, Verdict, hang, judge
 from launcher.ties import Orphans
 
 SETTLE_S = 0.5  # for the last words of the others, once one has failed
-ABORTED_S = 3.0  # where these decide who is to blame: they compare what they called
+OVERRUN_S = 3.0  # where these decide who is to blame: they compare what they called
 STACKS_S = 0.5
 PAUSE_S = 1.0  # a parent that was not there for longer than this was stopped itself, with its workers
 STEP_PHASES = frozenset({"compute", "wire", "update"})
@@ -112,10 +112,11 @@ class Generation:
             return
         if exit_code == PREEMPTED:
             self.end_within(self._limits.grace_s)
-        elif exit_code < 0 and exit_code != -signal.SIGABRT:
-            self.end_within(0)  # there is no doubt about who was first
+        elif exit_code in OVERRUN:
+            self.end_within(OVERRUN_S)
         else:
-            self.end_within(ABORTED_S if exit_code < 0 else SETTLE_S)
+            # Where a signal came from outside there is no doubt about who was first.
+            self.end_within(0 if exit_code < 0 else SETTLE_S)
 
     def _judge(self) -> Verdict:
         fates = self._fates()

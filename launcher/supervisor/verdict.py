@@ -20,6 +20,10 @@ UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
 PREEMPTED = PreemptedError.exit_code
 MENDABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
 FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
+# What ends a rank that received more than it expected: Gloo aborts it, or memory was overwritten before.
+OVERRUN = frozenset(
+    -number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+)
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,13 @@ def _innocence(
 ) -> tuple[int, float, int]:
     """Of two ranks, the one with the lower value is the more likely cause.
 
-    SIGABRT comes late: NCCL's watchdog and Gloo's threads abort a process when another rank is lost.
+    SIGABRT comes late: NCCL's watchdog and Gloo's threads abort a process when another rank is lost. SIGSEGV
+    and its kin are a rank's own, unless others have found that the ranks called different collectives.
     """
-    aborted = fate.exit_code == -signal.SIGABRT
     if fate.silent:
-        return (4 if aborted else 0), 0.0, fate.rank
+        mismatch = any(other.departure is not None and other.departure.shared for other in fates)
+        excused = fate.exit_code == -signal.SIGABRT or (mismatch and fate.exit_code in OVERRUN)
+        return (4 if excused else 0), 0.0, fate.rank
     if fate.failed and not fate.blames_another:
         assert fate.departure is not None
         own = 1 if fate.rank == first_failure else 2
@@ -182,12 +188,13 @@ def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:
     number = -fate.exit_code
     departures = (each.departure for each in fates if each.departure is not None)
     last = {each.rank: each.last_call for each in departures if each.last_call}
+    overrun = " A collective in which another rank sends more than this one expects can end it, too."
     hint = {
         signal.SIGKILL: "Where nobody sent it, the kernel did because memory ran out: dmesg says so.",
-        signal.SIGSEGV: "Its stack is on stderr above.",
+        signal.SIGSEGV: f"Its stack is on stderr above.{overrun if last else ''}",
         signal.SIGABRT: f"What it said is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
-    meanwhile = f", while {called(last)}" if last and number == signal.SIGABRT else ""
+    meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
     return Verdict(
         UNEXPECTED,
         f"rank {fate.rank} was killed by {_signal_name(number)} (pid {fate.pid}) {place}{meanwhile}",

@@ -68,22 +68,35 @@ def test_the_parent_names_who_sends_another_size(tmp_path: Path, ranks, odd, siz
             assert re.match(r"rank \d was killed by SIGABRT \(pid \d+\) in compute of step 4, while", text)
 
 
-def test_the_parent_names_who_calls_one_more(tmp_path: Path) -> None:
-    write_recipe(tmp_path, f"if step == 4 and RANK == 1: torch.distributed.all_reduce(torch.ones({LARGER}))")
+@pytest.mark.parametrize("died_by", ["SIGSEGV", slow("SIGABRT")])
+def test_the_parent_names_who_calls_one_more(tmp_path: Path, died_by: str) -> None:
+    """Gloo aborts another rank. Where memory was overwritten before it noticed, that rank dies by SIGSEGV."""
+    jump = "LIBC.signal(signal.SIGABRT, ctypes.c_void_p(8))" if died_by == "SIGSEGV" else ""
+    one_more = f"if step == 4 and RANK == 1: torch.distributed.all_reduce(torch.ones({LARGER}))"
+    write_recipe(tmp_path, one_more, in_build=jump or "pass")
     with Parent(tmp_path, "train.max_steps=100", nproc=3) as parent:
         assert parent.end() == 1
         text = parent.json("result.json")["error"]
         assert text.startswith("rank 1 called another collective than the other ranks (")
+        assert ("Segmentation fault" in parent.stderr) == (died_by == "SIGSEGV")
 
 
-@pytest.mark.slow
-def test_an_abort_for_another_reason_is_the_rank_s_own(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "if step == 4 and RANK == 1: os.abort()")
+@pytest.mark.parametrize(
+    ("crash", "died_by"),
+    [
+        ("ctypes.string_at(8)", "SIGSEGV"),
+        slow("os.abort()", "SIGABRT"),
+        slow("signal.raise_signal(7)", "SIGBUS"),
+    ],
+)
+def test_a_crash_for_another_reason_is_the_rank_s_own(tmp_path: Path, crash: str, died_by: str) -> None:
+    write_recipe(tmp_path, f"if step == 4 and RANK == 1: {crash}")
     with Parent(tmp_path, "train.max_steps=100", nproc=3) as parent:
         assert parent.end() == 1
         text = parent.json("result.json")["error"]
-        assert text.startswith("rank 1 was killed by SIGABRT")
+        assert text.startswith(f"rank 1 was killed by {died_by}")
         assert ", while rank 0, 2 called all_reduce of float [" in text
+        assert "Fatal Python error: " in parent.stderr
 
 
 def all_reduce(network: Any, batch: Any, odd: int, size: int) -> None:

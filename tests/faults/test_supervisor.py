@@ -130,14 +130,6 @@ def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, cod
         assert re.match(rf"error: rank 1 \(pid \d+\) {how}", error_of(parent))
 
 
-def test_a_crash_in_native_code_is_named(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "if step == 5 and RANK == 1: ctypes.string_at(8)")
-    with Parent(tmp_path, LONG) as parent:
-        assert parent.end() == 1
-        assert "error: rank 1 was killed by SIGSEGV" in parent.stderr
-        assert "Fatal Python error: Segmentation fault" in parent.stderr
-
-
 @pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
     write_recipe(tmp_path, "if step == 20: raise DataError('a fault on purpose')")
