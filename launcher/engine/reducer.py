@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import works
-from launcher.engine.layout import Layout, Segment, Slot
+from launcher.engine.inbox import Inbox
+from launcher.engine.layout import Layout, Slot
 from launcher.engine.refusal import UnusableError
 from launcher.engine.sums import SumOfSquares
 from launcher.engine.wires import Bucket, ShardedSum, Transport
@@ -104,7 +105,15 @@ class Reducer:
         ]
         self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
         self._accumulated = _accumulators(layout) if micro_batches > 1 else None
-        self._summed: set[int] = set()  # slots whose accumulator holds a gradient of this step
+        self._inboxes = [
+            Inbox(
+                bucket.segment,
+                bucket.run,
+                transports[bucket.segment.name].before,
+                None if self._accumulated is None else self._accumulated[bucket.segment.name],
+            )
+            for bucket in self.buckets
+        ]
         self._backward = _Backward()
         self._listens = False
         self._next = 0
@@ -113,10 +122,9 @@ class Reducer:
         _take_over(layout.parameters.values())
         self._hooks = [
             layout.parameters[slot.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _hook(self, segment, slot)
+                _hook(self, slot)
             )
-            for segment in layout.segments
-            for slot in segment.slots
+            for slot in layout.slots
         ]
 
     @contextlib.contextmanager
@@ -134,8 +142,12 @@ class Reducer:
             self._listens = True
             try:
                 yield
+                for inbox in self._inboxes:
+                    inbox.drain()
             finally:
                 self._listens = False
+                for inbox in self._inboxes:
+                    inbox.drop()
 
     @contextlib.contextmanager
     def grad_put_aside(self) -> Iterator[None]:
@@ -157,36 +169,33 @@ class Reducer:
             for p, grad in held:
                 p.grad = grad
 
-    def take(self, segment: Segment, slot: Slot, gradient: Tensor) -> None:
+    def take(self, slot: Slot, gradient: Tensor) -> None:
         """Receive a parameter's gradient from autograd."""
         refuse_sparse(slot.name, gradient)
+        bucket = self._home[slot.index]
         again = slot.index in self._backward.arrived
         self._backward.arrived.add(slot.index)
-        if again and self._home[slot.index].index < self._next:
+        if again and bucket.index < self._next:
             raise UnusableError(
                 f"parameter {slot.name} received a gradient twice in one backward pass, after its bucket "
                 "was sent. Re-entrant activation checkpointing does that: use use_reentrant=False, or "
                 "build the Stepper with overlap=False."
             )
-        if self._accumulated is not None:
-            self._accumulate(self._accumulated[segment.name], slot, gradient)
-        elif again:
-            wire = slot.view(segment.grad)
-            wire.add_(_exact(gradient, wire), alpha=self._transports[segment.name].before)
-        else:
-            self._write(segment, slot.view(segment.grad), gradient)
-        if self._backward.last and self._overlap and not again:
-            self._ready(slot)
+        self._inboxes[bucket.index].take(slot, gradient)
+        if not again:
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                self._whole(bucket)
 
     @property
     def has_received(self) -> bool:
         """Whether any parameter has a gradient of the backward pass under way."""
         return bool(self._backward.arrived)
 
-    def receive(self, segment: Segment, slot: Slot, parameter: nn.Parameter) -> None:
+    def receive(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Take over what autograd has just put into `parameter.grad`."""
         if self._listens and parameter.grad is not None:
-            self.take(segment, slot, parameter.grad)
+            self.take(slot, parameter.grad)
             parameter.grad = None
 
     def flush(self, abandoned: bool = False) -> None:
@@ -197,7 +206,6 @@ class Reducer:
         """
         self._abandoned = abandoned
         for bucket in self.buckets[self._next :]:
-            self._complete(bucket)
             self._launch(bucket)
         self._next = len(self.buckets)
 
@@ -221,7 +229,7 @@ class Reducer:
         abandoned = reduced.abandoned  # then no gradient is anyone's fault
         reduced.sums = sums.masked_fill(abandoned, 0.0)
         reduced.marks = marks.masked_fill(abandoned & (marks == CULPRIT), 0.0)
-        self._backward, self._summed = _Backward(), set()
+        self._backward = _Backward()
         self._next, self._sent_bytes = 0, 0
         return reduced
 
@@ -265,42 +273,19 @@ class Reducer:
         """This rank's slot, fp64, 0-dim."""
         return torch.full_like(bad, ABANDONED, dtype=torch.float64) if self._abandoned else bad.double()
 
-    def _write(self, segment: Segment, wire: Tensor, gradient: Tensor) -> None:
-        """Into the wire buffer, computed in fp32 and rounded once; a pre-divisor costs no pass."""
-        factor = self._transports[segment.name].before
-        if factor == 1.0:
-            wire.copy_(gradient)
-        else:
-            torch.mul(_exact(gradient, wire), factor, out=wire)
-
-    def _accumulate(self, totals: Tensor, slot: Slot, gradient: Tensor) -> None:
-        total = slot.view(totals)
-        if slot.index in self._summed:
-            total.add_(gradient)
-        else:
-            total.copy_(gradient)
-            self._summed.add(slot.index)
-
-    def _complete(self, bucket: Bucket) -> None:
-        """Make the message whole: sums of micro-batches rounded once, zeros where nothing arrived."""
-        for slot in bucket.slots:
-            wire = slot.flat(bucket.segment.grad)
-            if self._accumulated is not None and slot.index in self._summed:
-                self._write(bucket.segment, wire, slot.flat(self._accumulated[bucket.segment.name]))
-            elif self._accumulated is not None or slot.index not in self._backward.arrived:
-                wire.zero_()
-
-    def _ready(self, slot: Slot) -> None:
-        self._home[slot.index].pending -= 1
+    def _whole(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there. Send what can be sent in the fixed order."""
+        self._inboxes[bucket.index].drain()
+        if not (self._backward.last and self._overlap):
+            return
         # The last one is whole at the end of the pass only, and waits for flush(): it carries the marks.
         while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0:
-            bucket = self.buckets[self._next]
-            self._complete(bucket)
-            self._launch(bucket)
+            self._launch(self.buckets[self._next])
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
+        self._inboxes[bucket.index].complete()
         if bucket.index == 0:
             self._before_first()
         if self._group is not None:
@@ -311,14 +296,14 @@ class Reducer:
         self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)
 
 
-def _hook(reducer: Reducer, segment: Segment, slot: Slot) -> Callable[[nn.Parameter], None]:
+def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
     """The hook for one parameter. It holds the reducer weakly: the model does not keep it alive."""
     held = weakref.ref(reducer)
 
     def receive(parameter: nn.Parameter) -> None:
         reducer = held()
         if reducer is not None:
-            reducer.receive(segment, slot, parameter)
+            reducer.receive(slot, parameter)
 
     receive.reducer = held  # type: ignore[attr-defined]
 
@@ -332,11 +317,6 @@ def refuse_sparse(name: str, gradient: Tensor) -> None:
             f"the gradient of {name} is sparse; only dense ones can travel. Build the embedding with "
             "sparse=False."
         )
-
-
-def _exact(gradient: Tensor, wire: Tensor) -> Tensor:
-    """What may be multiplied for this wire: `torch.mul(half, c, out=fp32)` would compute in half first."""
-    return gradient if gradient.dtype == wire.dtype else gradient.float()
 
 
 def _take_over(parameters: Iterable[nn.Parameter]) -> None:
