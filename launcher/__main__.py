@@ -13,11 +13,11 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save, while there is nothing to save yet
-    from launcher import streams, ties
+    from launcher import guardian, streams, ties
 
     streams.make_unfailing()
     ties.end_with_torchrun(os.environ)
-    ties.Leash()
+    guardian.start(ties.Leash().hangup)
     try:
         from launcher import cli
     except KeyboardInterrupt:

@@ -44,8 +44,8 @@ class Leash:
     """
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        self._pipe = os.fstat(self._read).st_ino
+        self.hangup, self._write = os.pipe()
+        self._pipe = os.fstat(self.hangup).st_ino
         os.register_at_fork(after_in_child=self._tie)
 
     def _tie(self) -> None:
@@ -54,7 +54,7 @@ class Leash:
             self._write = -1
         try:
             # Opened anew: the owner and the signal belong to the open file, which forks share.
-            own = os.open(f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            own = os.open(f"/proc/self/fd/{self.hangup}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return
         if (

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {
         "errors",
+        "guardian",
         "streams",
         "ties",
         "config",
@@ -44,6 +45,7 @@ WITHOUT_TORCH = (
 )
 FOUND_AT_IMPORT = (
     "__main__",
+    "guardian",
     "streams",
     "ties",
     "cli",

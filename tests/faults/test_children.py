@@ -39,6 +39,9 @@ EXECUTED = (
 )
 
 
+BOTH = f"{STARTED['a daemon']}\n    {EXECUTED}"
+
+
 def recipe(directory: Path, started: str) -> None:
     """Both ranks start a child in their second step, and never stop by themselves."""
     write_recipe(directory, f"{DEAF}\nif step == 2:\n    {started}")
@@ -71,12 +74,16 @@ def assert_starts_again(directory: Path, nproc: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["a daemon", *(pytest.param(how, marks=pytest.mark.slow) for how in STARTED if how != "a daemon")]
+    ("started", "num"),
+    [
+        pytest.param(BOTH, 2, id="a daemon and a program"),
+        *(pytest.param(started, 1, id=how, marks=pytest.mark.slow) for how, started in STARTED.items()),
+    ],
 )
-def test_children_die_with_the_parent(tmp_path: Path, left, how) -> None:
-    recipe(tmp_path, STARTED[how])
+def test_children_die_with_the_parent(tmp_path: Path, left, started, num) -> None:
+    recipe(tmp_path, started)
     with Parent(tmp_path, *LONG) as parent:
-        workers, pids = [parent.rank(0), parent.rank(1)], started_in(parent, 2)
+        workers, pids = [parent.rank(0), parent.rank(1)], started_in(parent, 2 * num)
         parent.signal(signal.SIGKILL)
         assert gone_within(workers + pids, 2)
     assert_starts_again(tmp_path, 2)
@@ -101,12 +108,29 @@ def test_children_die_with_their_worker(tmp_path: Path, left, started) -> None:
 
 @pytest.mark.slow
 def test_children_die_with_a_process_on_its_own(tmp_path: Path, left) -> None:
-    recipe(tmp_path, STARTED["a daemon"])
+    recipe(tmp_path, BOTH)
     with Parent(tmp_path, *LONG, nproc=None) as parent:
-        pids = started_in(parent, 1)
+        pids = started_in(parent, 2)
         parent.signal(signal.SIGKILL)
         assert gone_within(pids, 2)
     assert_starts_again(tmp_path, None)
+
+
+ENDS = {"done": ("train.epochs=1", 0, ""), "failed": ("train.epochs=2", 1, "if step == 5: raise OSError()")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("end", ENDS)
+def test_children_end_with_every_run(tmp_path: Path, left, end, nproc) -> None:
+    words, code, fails = ENDS[end]
+    write_recipe(tmp_path, f"if step == 2:\n    {BOTH}\n{fails}")
+    with Parent(tmp_path, words, "run.dir=run", nproc=nproc) as parent:
+        parent.wait_until(lambda: not is_alive(parent.pid), 20, "its end")
+        assert parent.end() == code, parent.stderr
+        pids = children_in(tmp_path)
+        assert len(pids) == 2 * (nproc or 1)
+        assert gone_within(pids, 2)
 
 
 FORKS = """if os.fork() == 0:

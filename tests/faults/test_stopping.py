@@ -14,6 +14,7 @@ import pytest
 
 from launcher.telemetry.events import read_events
 from tests.faults.launching import EPOCH, RECIPE, WORDS, Ended, Started, run
+from tests.faults.parent import is_alive
 from tests.faults.usercode import send_signal, slowly, stop_after
 
 pytestmark = pytest.mark.timeout(90)
@@ -144,12 +145,13 @@ made = runpy.run_path({str(RECIPE)!r})["noisy"]
 
 @recipe("noisy")
 def noisy(config):
+    STARTED
     return made(config)
 """
 
 
-def torchrun(directory: Path, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
-    (directory / "slow.py").write_text(SLOW)
+def torchrun(directory: Path, *words: str, ranks: int = 2, started: str = "pass") -> subprocess.Popen[str]:
+    (directory / "slow.py").write_text(SLOW.replace("STARTED", started))
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     started = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "launcher"]
     return subprocess.Popen(
@@ -192,19 +194,26 @@ def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) 
     go_on(Ended(run_dir, [75, 75], [], 0.0), undisturbed(ranks=2), 2)
 
 
+PROGRAM = """import subprocess
+    with open("programs", "a") as file:
+        print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, file=file)"""
+
+
 @pytest.mark.slow
-def test_workers_die_with_torchrun(tmp_path: Path) -> None:
-    process = torchrun(tmp_path, f"run.dir={tmp_path / 'run'}", "train.epochs=1000")
+def test_workers_and_their_programs_die_with_torchrun(tmp_path: Path) -> None:
+    words = (f"run.dir={tmp_path / 'run'}", "train.epochs=1000")
+    process = torchrun(tmp_path, *words, started=PROGRAM)
     try:
         wait_for_step(process, tmp_path / "run", 3)
         workers = workers_of(process)
-        assert len(workers) == 2
+        programs = [int(pid) for pid in (tmp_path / "programs").read_text().split()]
+        assert (len(workers), len(programs)) == (2, 2)
     finally:
         process.kill()
     killed = time.monotonic()
     process.communicate()
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() - killed < 2
+    while alive := [pid for pid in workers + programs if is_alive(pid)]:
+        assert time.monotonic() - killed < 2, f"{alive} of workers {workers} and programs {programs}"
         time.sleep(0.01)
 
 

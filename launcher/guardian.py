@@ -1,0 +1,107 @@
+"""The process that ends what this one has executed, when this one has ended, however it ended.
+
+A program that is executed loses every tie to the process that started it, but inherits its environment. A
+guardian, forked while this process is small, waits for its end and signals every process whose environment
+has a value that is drawn here. It holds no file, no terminal and no memory of its own. What it does not
+find: a program that was given an environment without that value. Needs /proc; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+VARIABLE = "LAUNCHER_ENDS_WITH"  # one value of each launcher that this process was started by
+GRACE_S = 0.5  # from SIGTERM to SIGKILL: multiprocessing's resource tracker frees what others leave behind
+GIVE_UP_S = 10.0  # a process that waits for a device cannot be killed
+LOOK_EVERY_S = 0.02
+
+
+def start(hangup: int) -> None:
+    """Start the guardian of this process. `hangup` is a pipe that hangs up when this process ends.
+
+    It is nobody's child, so that a `wait()` for all children does not wait for it.
+    """
+    if not os.path.isdir("/proc/self"):
+        return
+    value = os.urandom(16).hex()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()  # a Ctrl-C is not meant for it
+            if os.fork() == 0:
+                _guard(hangup, value.encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.environ[VARIABLE] = ":".join(filter(None, (os.environ.get(VARIABLE), value)))
+
+
+def _guard(hangup: int, value: bytes) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) != hangup:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    os.chdir("/")
+    end_of_process = select.poll()
+    end_of_process.register(hangup, 0)
+    end_of_process.poll()
+    _end_all(value)
+
+
+def _end_all(value: bytes) -> None:
+    """End all processes that have `value` in their environment, and what they start meanwhile."""
+    began, number = time.monotonic(), int(signal.SIGTERM)
+    while _signal_all(value, number) and time.monotonic() - began < GIVE_UP_S:
+        time.sleep(LOOK_EVERY_S)
+        number = signal.SIGKILL if time.monotonic() - began > GRACE_S else 0
+
+
+def _signal_all(value: bytes, number: int) -> bool:
+    """Signal all that have the value; whether there are any."""
+    return sum(_signal(pid, value, number) for pid in _others()) > 0
+
+
+def _signal(pid: int, value: bytes, number: int) -> bool:
+    """Signal a process if it has the value; whether it has."""
+    process = _handle(pid)  # first: the number may become another process's at any time
+    try:
+        if not _is_marked(pid, value):
+            return False
+        if process is None:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(process, number)
+    except OSError:  # it has ended, or is another user's
+        return False
+    finally:
+        if process is not None:
+            os.close(process)
+    return True
+
+
+def _handle(pid: int) -> int | None:
+    """A descriptor of the process; None where kernel or Python have none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _others() -> Iterator[int]:
+    own = os.getpid()
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own)
+
+
+def _is_marked(pid: int, value: bytes) -> bool:
+    """Whether a process was started from here and not moved to a job or unit of its own since."""
+    here, there = Path("/proc/self"), Path(f"/proc/{pid}")
+    return value in (there / "environ").read_bytes() and (
+        (there / "cgroup").read_bytes() == (here / "cgroup").read_bytes()
+    )
