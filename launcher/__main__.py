@@ -1,18 +1,21 @@
 """The process itself: `python -m launcher`, `torchrun -m launcher`, the command `launcher`.
 
-Owns what must be settled before anything slow is imported: streams that cannot fail a run, a SIGUSR1 that
-kills nothing, and the ties by which this process and its children end with what started them.
+Owns what must be settled before anything slow is imported: streams that cannot fail a run, signals that
+come before there is anything to save, and the ties by which this process and its children end with what
+started them.
 """
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save, while there is nothing to save yet
+    _take_early_signals()
     from launcher import guardian, streams, ties
 
     streams.make_unfailing()
@@ -23,6 +26,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return cli.main(argv)
+
+
+def _take_early_signals() -> None:
+    """Signals that come while nothing is trained: a job has handlers of its own."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save, while there is nothing to save
+    if "RANK" in os.environ:
+        return  # what started this rank reports it, and a handler would wait for the store's calls to return
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End as the signal would have done, with a reason. Exceptions do not pass through every import."""
+    text = (
+        f"error: stopped by {signal.Signals(number).name} while nothing was trained; no progress is lost. "
+        "To start or resume, run the same command again.\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":

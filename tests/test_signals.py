@@ -56,20 +56,46 @@ def test_a_hangup_that_was_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def ignores(pid: int, number: int) -> bool:
-    """Whether the process ignores the signal, by the kernel's word."""
-    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(mask, 16) >> (number - 1) & 1)
+START = [sys.executable, "-m", "launcher", "recipe=resnet18", "--cfg", "job"]
+ROOT = Path(__file__).parents[1]
+
+
+def mask(pid: int, name: str) -> int:
+    """The signals that the process ignores (SigIgn) or catches (SigCgt), by the kernel's word."""
+    (found,) = re.findall(rf"{name}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found, 16)
+
+
+def wait_for_handler(process: subprocess.Popen[str], number: int, name: str) -> None:
+    while not mask(process.pid, name) >> (number - 1) & 1:
+        assert process.poll() is None, "it ended before it had a handler"
 
 
 def test_a_request_to_save_during_the_start_kills_nothing() -> None:
-    command = [sys.executable, "-m", "launcher", "recipe=resnet18", "--cfg", "job"]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE)
-    while not ignores(process.pid, signal.SIGUSR1):
-        assert process.poll() is None, "it ended without ignoring SIGUSR1"
+    process = subprocess.Popen(START, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_for_handler(process, signal.SIGUSR1, "SigIgn")
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.005)
+    assert process.communicate()[0]
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_stop_during_the_start_has_a_reason(number) -> None:
+    process = subprocess.Popen(START, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for_handler(process, number, "SigCgt")
+    process.send_signal(number)
+    (line,) = process.communicate()[1].splitlines()
+    assert line.startswith(f"error: stopped by {number.name} while nothing was trained;")
+    assert process.returncode == 128 + number
+
+
+def test_a_hangup_that_is_ignored_stops_no_start() -> None:
+    """As nohup asks for."""
+    process = subprocess.Popen(["nohup", *START], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_for_handler(process, signal.SIGUSR1, "SigIgn")
+    process.send_signal(signal.SIGHUP)
     assert process.communicate()[0]
     assert process.returncode == 0
 
