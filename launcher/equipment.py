@@ -11,6 +11,7 @@ import importlib.util
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +61,8 @@ def apply_switches(config: Config) -> None:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cudnn.benchmark = not config.train.deterministic
+        # It advises flatten_parameters(), which would take the weights out of the Stepper's flat memory.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
 
 
 def seed_generators(seed: int) -> None:

@@ -89,7 +89,10 @@ class Attachment:
             elif new is not p:
                 yield f"{slot.name} was replaced by another nn.Parameter"
             elif p.data_ptr() != place.data_ptr():
-                yield f"{slot.name} was given other memory (p.data = ..., or another memory format)"
+                yield (
+                    f"{slot.name} was given other memory (p.data = ..., another memory format, or an RNN's "
+                    "flatten_parameters())"
+                )
             elif not p.requires_grad:
                 yield f"{slot.name} was frozen"
         for name, p in present.items():

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALF, torch.float32)
-_ABSENT_DEVICE = "xpu"
+MARK = "xpu"  # a type of device that is absent here: its autocast says that this engine's arithmetic is on
 
 
 def _functions(names: str, *homes: Any) -> Iterable[Callable[..., Any]]:
@@ -39,8 +39,8 @@ def _all_but(home: Any, names: str) -> Iterable[Callable[..., Any]]:
 
 
 # Functions of torch.special, each a curve without a sum of terms in it, which kernels give in half.
-_CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e logit multigammaln ndtr"
-_CURVES += " polygamma psi sinc"
+CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e logit multigammaln ndtr"
+CURVES += " polygamma psi sinc"
 
 # Half inputs, fp32 accumulation, half output.
 PRODUCTS = frozenset(
@@ -69,7 +69,7 @@ WIDE = frozenset(
         # Not in autocast's lists: decompositions, which no processor has in half, and what is made of many
         # roundings there.
         *_all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
-        *_all_but(torch.special, f"{_CURVES} round"),
+        *_all_but(torch.special, f"{CURVES} round"),
         *_all_but(torch.fft, "fftfreq rfftfreq fftshift ifftshift"),
         *_functions("matrix_exp matrix_power exp2 logaddexp logaddexp2 logcumsumexp xlogy stft istft"),
         *_functions("cholesky cholesky_inverse cholesky_solve det logdet slogdet inverse pinverse qr svd"),
@@ -81,7 +81,7 @@ WIDE = frozenset(
 INNER = frozenset(
     [
         *_functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
-        *_functions(_CURVES, torch.special),
+        *_functions(CURVES, torch.special),
         *_functions("avg_pool1d avg_pool2d avg_pool3d"),
         *_functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
     ]
@@ -123,14 +123,14 @@ class RoundedArithmetic(TorchFunctionMode):
         # nn.RNN and its kin refuse inputs of another dtype than their weights unless some autocast is on,
         # and compiled code turns off around itself what was on when it was made: so it is known below. That
         # of a device type whose tensors do not occur here has no other effect.
-        self._outer.append(torch.is_autocast_enabled(_ABSENT_DEVICE))
-        torch.set_autocast_enabled(_ABSENT_DEVICE, True)
+        self._outer.append(torch.is_autocast_enabled(MARK))
+        torch.set_autocast_enabled(MARK, True)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        torch.set_autocast_enabled(_ABSENT_DEVICE, self._outer.pop())
+        torch.set_autocast_enabled(MARK, self._outer.pop())
 
     def __torch_function__(
         self,
@@ -142,23 +142,23 @@ class RoundedArithmetic(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:  # as in autocast
             return func(*args, **kwargs)
-        if not torch.is_autocast_enabled(_ABSENT_DEVICE):
+        if not torch.is_autocast_enabled(MARK):
             # Compiled code, which has the roundings in it. It calls torch.convolution on fp32 buffers and
             # reads as many bytes of the result: a half one would end before.
             return func(*args, **kwargs)
         if func in PRODUCTS:
-            args, kwargs = _map(self._round, args), _map(self._round, kwargs)
-            return _map(self._narrow, func(*args, **kwargs))
+            args, kwargs = map_tensors(self._round, args), map_tensors(self._round, kwargs)
+            return map_tensors(self._narrow, func(*args, **kwargs))
         if func in WIDE:
-            return func(*_map(_widen, args), **_map(_widen, kwargs))
+            return func(*map_tensors(widen, args), **map_tensors(widen, kwargs))
         if func in INNER:
             given = kwargs["input"] if "input" in kwargs else next(a for a in args if _is_tensor(a))
             return self._inside_fp32(func, args, kwargs, given.dtype in _HALF)
         if func in PROMOTING:
-            return self._inside_fp32(func, args, kwargs, not _any_fp32((args, kwargs)))
+            return self._inside_fp32(func, args, kwargs, not any_fp32((args, kwargs)))
         if func is checkpoint:  # only the compiler asks, and would trace what is within without this mode
             torch._dynamo.graph_break("emulated half arithmetic leaves activation checkpointing uncompiled")
-        if func is torch.Tensor.__getitem__ and _picks_rows(*args):
+        if func is torch.Tensor.__getitem__ and picks_rows(*args):
             return self._inside_fp32(func, args, kwargs, True)
         if func in COMPOSITES:
             with self:
@@ -169,8 +169,8 @@ class RoundedArithmetic(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], half: bool
     ) -> Any:
         """Compute in fp32; `half` results unless the caller asks for a dtype."""
-        out = func(*_map(_widen, args), **_map(_widen, kwargs))
-        return _map(self._narrow, out) if half and kwargs.get("dtype") is None else out
+        out = func(*map_tensors(widen, args), **map_tensors(widen, kwargs))
+        return map_tensors(self._narrow, out) if half and kwargs.get("dtype") is None else out
 
     def _round(self, value: Any) -> Any:
         """A float tensor as the processor would see it: rounded to half, held in fp32."""
@@ -184,7 +184,7 @@ class RoundedArithmetic(TorchFunctionMode):
         return value
 
 
-def _picks_rows(table: torch.Tensor, index: object) -> bool:
+def picks_rows(table: torch.Tensor, index: object) -> bool:
     """Whether `table[index]` may take an element of a half table twice: its gradients are then summed.
 
     A slice stays a view, into which can be written.
@@ -201,26 +201,26 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _widen(value: Any) -> Any:
+def widen(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
 
 
-def _any_fp32(value: Any) -> bool:
+def any_fp32(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(_any_fp32(item) for item in value)
+        return any(any_fp32(item) for item in value)
     if isinstance(value, dict):
-        return any(_any_fp32(item) for item in value.values())
+        return any(any_fp32(item) for item in value.values())
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply `change` to the leaves of an argument tree of tuples, lists and dicts."""
     if isinstance(value, list):
-        return [_map(change, item) for item in value]
+        return [map_tensors(change, item) for item in value]
     if isinstance(value, tuple):
-        return tuple(_map(change, item) for item in value)
+        return tuple(map_tensors(change, item) for item in value)
     if isinstance(value, dict):
-        return {key: _map(change, item) for key, item in value.items()}
+        return {key: map_tensors(change, item) for key, item in value.items()}
     return change(value)
 
 

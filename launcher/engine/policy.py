@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from launcher.engine.autocast import HalfArithmetic, repeating_forward
 from launcher.engine.emulation import RoundedArithmetic
 
 ScaleMode = Literal["dynamic", "static", "none"]
@@ -81,7 +82,13 @@ class Policy:
             return nullcontext()
         if emulate:
             return RoundedArithmetic(self.arithmetic)
-        return torch.autocast(device.type, dtype=self.arithmetic)
+        return HalfArithmetic(device.type, self.arithmetic)
+
+    def backward(self, emulate: bool) -> AbstractContextManager[object]:
+        """The context of a backward pass: activation checkpointing repeats forward passes there."""
+        if self.arithmetic == torch.float32:
+            return nullcontext()
+        return RoundedArithmetic(self.arithmetic) if emulate else repeating_forward()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -514,8 +514,7 @@ class Stepper:
             torch.cuda.current_stream(self._device).wait_event(read)
 
     def _during_backward(self) -> AbstractContextManager[object]:
-        """Emulated arithmetic must reach the forward passes that activation checkpointing repeats there."""
-        return self.forward() if self.emulation.used else nullcontext()
+        return self.policy.backward(self.emulation.used)
 
     def _next_rate(self) -> Tensor:
         # take, not [...]: indexing with a 0-dim tensor asks the host for its value

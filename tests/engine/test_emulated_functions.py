@@ -177,7 +177,7 @@ WIDE: dict[str, Callable[[Tensor], Any]] = {
     "logdet": torch.logdet,
     "det": Tensor.det,
     "svd": torch.svd,
-    "stft": lambda x: torch.stft(x.flatten(), 4, window=torch.ones(4), return_complex=True),
+    "stft": lambda x: torch.stft(x.flatten(), 4, window=torch.ones(4, device=x.device), return_complex=True),
 }
 HALF_OUT: dict[str, Callable[[Tensor], Any]] = {
     "var_mean": torch.var_mean,
