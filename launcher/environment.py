@@ -27,6 +27,9 @@ OF_ANOTHER = re.compile(
     r"Application timeout|Connection (closed|reset)",
     re.IGNORECASE,
 )
+# Torch's watchdog only logs a timeout, and its monitor ends no process: launcher.watchdog does, with a name.
+# torchrun sets the first one to 1 for its workers, so what is found there is nobody's wish.
+NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
 LEAVE_S = 4.0  # for an answer of the store, once this rank has failed
 
@@ -199,6 +202,38 @@ def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError 
     return None
 
 
+def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:
+    """Say why this rank fails to those whose main thread cannot find out: see `reason_of`."""
+    if store is None:
+        return
+    from torch.distributed import DistError
+
+    exit_code = error.exit_code if isinstance(error, LauncherError) else 1
+    text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
+    with suppress(DistError):
+        store.set(f"job/{job}/reason/{rank}", json.dumps([text, exit_code]))
+
+
+def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
+    """Why a rank that has claimed the first failure failed, and its exit code. Raises DistError."""
+    key = f"job/{job}/reason/{rank}"
+    if not store.check([key]):
+        return f"rank {rank} failed. Its log and its stderr say why.", LauncherError.exit_code
+    text, exit_code = json.loads(store.get(key))
+    return text if text.startswith("rank ") else f"rank {rank} failed: {text}", exit_code
+
+
+def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
+    """Say that this rank leaves for good, in place of its main thread, and that nobody need wait for it."""
+    from torch.distributed import DistError
+
+    limit_silence(LEAVE_S)
+    said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code, "gone": True}
+    with suppress(DistError):
+        store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
+        store.set(f"heard/{launch.rank}", "")
+
+
 def stall_of(
     error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
 ) -> StalledError | None:
@@ -246,6 +281,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         yield WorkerEnv(0, 1, 0, 1, device, None)
         return
     _prefer_loopback(launch)
+    os.environ.update(NCCL)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # A fresh prefix per job: a second group in one launch would otherwise read the first one's keys.

@@ -31,6 +31,7 @@ PHASES = (
     "done",
 )
 IN_A_STEP = frozenset({"data", "compute", "wire", "update"})
+FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _ROW = struct.Struct("=qqd")  # phase, step, seconds of the machine's monotonic clock
 
@@ -49,6 +50,20 @@ class Beat:
         return self.step, _NUMBERS[self.phase]
 
 
+def limit_s(phase: str, stall_s: float) -> float:
+    """How long a rank may stay in a phase. Pictures, uploads and a digest wait for no other rank."""
+    return max(stall_s, FINISHING_S) if phase in FINISHING else stall_s
+
+
+def where(beat: Beat) -> str:
+    """The place of a sign of life in the run, as a part of a sentence."""
+    if beat.phase in ("data", "compute", "wire", "update", "report"):
+        return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
+    if beat.phase in ("consistency check", "evaluation", "checkpoint"):
+        return f"in the {beat.phase} after step {beat.step}"
+    return "after its last step" if beat.phase == "done" else f"while {beat.phase}"
+
+
 def steps_done(phase: str, step: int) -> int:
     """Steps behind a rank that is in `phase` of `step`."""
     return max(0, step - (phase in IN_A_STEP))
@@ -62,6 +77,12 @@ class Heartbeat:
         self._offset = rank * _ROW.size
         self._step = 0
         self._phase = PHASES[0]
+        self._since_s = time.monotonic()
+
+    @property
+    def latest(self) -> Beat:
+        """Where this rank is, and for how long. Another thread may ask."""
+        return Beat(self._phase, self._step, time.monotonic() - self._since_s)
 
     @property
     def steps_done(self) -> int:
@@ -78,9 +99,10 @@ class Heartbeat:
         if step is not None:
             self._step = step
         self._phase = phase
+        self._since_s = time.monotonic()
         if self._table is not None:
             # Not pack_into: it clears the row first, and a reader would see a rank that never started.
-            row = _ROW.pack(_NUMBERS[phase], self._step, time.monotonic())
+            row = _ROW.pack(_NUMBERS[phase], self._step, self._since_s)
             self._table[self._offset : self._offset + _ROW.size] = row
 
 

@@ -61,6 +61,7 @@ class Departure:
     exit_code: int = 0
     shared: bool = False  # the error concerns other ranks, which its text names
     last_call: str = ""  # the collective in which it lost another rank
+    gone: bool = False  # ended by its watchdog: it takes part in no further job
 
     @property
     def explained(self) -> bool:

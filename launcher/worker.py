@@ -35,6 +35,7 @@ from launcher.environment import (
     WorkerEnv,
     claim_first_failure,
     failure_of_another,
+    give_reason,
     join,
     stall_of,
     tighten,
@@ -53,6 +54,7 @@ from launcher.signals import Requests, heeded
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.run_dir import log_path, rank_log, write_environment
 from launcher.watch import Watch
+from launcher.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -91,6 +93,7 @@ def run(
             )
             if failure is not None:
                 failure.__cause__ = error  # whose traceback the log gets
+            give_reason(store, job, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = _of_another_rank(failure or error, store, job, launch)
             _tell_of_failure(telemetry, steps, run_dir, launch, cause)
@@ -230,7 +233,12 @@ def _join_and_run(
     heartbeat: Heartbeat,
 ) -> None:
     heartbeat.beat("meeting the other ranks")
-    with join(launch, store, job, config.launch.init_timeout_s + _leeway_s(heartbeat)) as env:
+    timeout_s = config.launch.init_timeout_s + _leeway_s(heartbeat)
+    with (
+        Watchdog(config, launch, store, job, heartbeat) as watchdog,
+        join(launch, store, job, timeout_s) as env,
+        watchdog.announcing(),
+    ):
         equipment.apply_switches(config)
         devices = meet(config, env, store, job)
         assembled = _assemble(config, env, telemetry, heartbeat)
@@ -238,7 +246,7 @@ def _join_and_run(
         start = assembled.continuity.resume(launch.restart_count)
         heartbeat.beat("data", start.step)
         _announce(assembled, devices, start)
-        _train(assembled, requests, start)
+        _train(assembled, requests, start, watchdog)
 
 
 def _leeway_s(heartbeat: Heartbeat) -> float:
@@ -297,7 +305,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     )
 
 
-def _train(job: _Job, requests: Requests, start: Start) -> None:
+def _train(job: _Job, requests: Requests, start: Start, watchdog: Watchdog) -> None:
     config, env, telemetry, recipe, stepper = job.config, job.env, job.telemetry, job.recipe, job.stepper
     continuity = job.continuity
     batches = DeviceBatches(recipe.train, job.plan, recipe.train_transform)
@@ -344,12 +352,18 @@ def _train(job: _Job, requests: Requests, start: Start) -> None:
             start,
             watch,
             saving,
-            first_step_done=partial(tighten, env, config.launch.stall_s + _leeway_s(job.heartbeat)),
+            first_step_done=partial(_first_step_done, job, watchdog),
             evaluate=measuring.at,
         )
     job.heartbeat.beat("finishing")
     _finish(job, watch, measuring.latest, time.perf_counter() - began)
     job.heartbeat.beat("done")
+
+
+def _first_step_done(job: _Job, watchdog: Watchdog) -> None:
+    """All have met and compiled: from here on ranks wait for launch.stall_s at most."""
+    tighten(job.env, job.config.launch.stall_s + _leeway_s(job.heartbeat))
+    watchdog.tighten()
 
 
 def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: float) -> None:

@@ -11,11 +11,11 @@ import pytest
 from launcher.config import LaunchConfig
 from launcher.environment import LaunchEnv
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
-from launcher.heartbeat import PHASES, Beat
+from launcher.heartbeat import PHASES, Beat, where
 from launcher.rendezvous import Departure
 from launcher.supervisor import workers
 from launcher.supervisor.signals import HEEDED, Signals, heeded, held_back
-from launcher.supervisor.verdict import Fate, Restarts, RunFailed, Verdict, hang, is_of_another, judge, where
+from launcher.supervisor.verdict import Fate, Restarts, RunFailed, Verdict, hang, is_of_another, judge
 
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"

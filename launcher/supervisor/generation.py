@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from launcher.environment import first_failure
-from launcher.heartbeat import PHASES, Beat
+from launcher.heartbeat import PHASES, Beat, limit_s
 from launcher.rendezvous import Departure
 from launcher.supervisor.rank import SHOW_STACKS, Work, departure_key
 from launcher.supervisor.verdict import OVERRUN, PREEMPTED, Fate, Verdict, hang, judge
@@ -30,7 +30,6 @@ OVERRUN_S = 3.0  # where these decide who is to blame: they compare what they ca
 STACKS_S = 0.5
 PAUSE_S = 1.0  # a parent that was not there for longer than this was stopped itself, with its workers
 STEP_PHASES = frozenset({"compute", "wire", "update"})
-FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
@@ -139,11 +138,7 @@ class Generation:
         if not self._is_under_way(beats):
             return now - max(self._began_s, self._watched_since_s) >= self._limits.init_timeout_s
         longest = now - self._watched_since_s
-        return any(min(beat.age_s, longest) >= self._limit_s(beat.phase) for beat in beats)
-
-    def _limit_s(self, phase: str) -> float:
-        """How long a rank may stay in a phase. Pictures, uploads and a digest wait for no other rank."""
-        return max(self._limits.stall_s, FINISHING_S) if phase in FINISHING else self._limits.stall_s
+        return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
 
     def _is_under_way(self, beats: Sequence[Beat]) -> bool:
         """Whether a first step is behind them. After a restart it is not number 1."""

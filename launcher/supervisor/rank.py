@@ -29,6 +29,7 @@ from launcher.heartbeat import Heartbeats
 from launcher.rendezvous import Departure, departure_of
 from launcher.signals import HEEDED
 from launcher.telemetry.files import make_folder, open_plain
+from launcher.telemetry.run_dir import stacks_path
 from launcher.ties import Leash, end_with
 
 SHOW_STACKS = signal.SIGUSR2
@@ -49,7 +50,7 @@ class Work:
         return self.folder / f"store-{generation}"
 
     def stacks_of(self, rank: int) -> Path:
-        return Path(self.config.run.dir) / "logs" / f"stacks-rank{rank}.txt"
+        return stacks_path(Path(self.config.run.dir), rank)
 
 
 def be_a_rank(work: Work) -> NoReturn:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from launcher.collectives import called, of_sizes
 from launcher.environment import OF_ANOTHER
 from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
-from launcher.heartbeat import Beat
+from launcher.heartbeat import Beat, where
 from launcher.rendezvous import Departure, attributed
 
 UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
@@ -109,15 +109,6 @@ def hang(fates: Sequence[Fate]) -> Verdict:
         for fate in waited_for
     )
     return Verdict(STALLED, "; ".join(hanging))
-
-
-def where(beat: Beat) -> str:
-    """The place of a sign of life in the run, as a part of a sentence."""
-    if beat.phase in ("data", "compute", "wire", "update", "report"):
-        return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
-    if beat.phase in ("consistency check", "evaluation", "checkpoint"):
-        return f"in the {beat.phase} after step {beat.step}"
-    return "after its last step" if beat.phase == "done" else f"while {beat.phase}"
 
 
 def is_of_another(departure: Departure) -> bool:

@@ -149,6 +149,11 @@ def log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank{rank}.log"
 
 
+def stacks_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank that is ended because the run stalls leaves its stacks: logs/stacks-rank<k>.txt."""
+    return run_dir / LOGS / f"stacks-rank{rank}.txt"
+
+
 @contextlib.contextmanager
 def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
     """While the context lasts, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
