@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Scaling, Stepper, Wire
-from tests.engine.observe import state_digest
+from tests.engine.observe import state_digest, train
 from tests.models import Planted, features, loss_sum, mlp
 
 FP16 = {"policy": Policy.fp16(), "scaling": Scaling("static", 1), "reference_count": 1}
@@ -172,3 +172,14 @@ def test_two_networks_that_train_each_other_do_so_in_any_order(micro_batches, or
     for network, expected in zip(ours, theirs, strict=True):
         for p, q in zip(network.parameters(), expected.parameters(), strict=True):
             assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_hooks_of_others_on_the_parameters_stay_and_see_the_gradients() -> None:
+    model = mlp()
+    seen: list[tuple[str, bool]] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad is not None)))
+    for _ in range(2):  # the second takes over from the first
+        stepper = Stepper(model, SGD(0.1), Policy.fp32())
+    assert train(stepper, *features(4, 0)).applied_steps == 1
+    assert sorted(seen) == sorted((name, True) for name, _ in model.named_parameters())

@@ -168,3 +168,14 @@ def test_an_unknown_mode_of_the_scale_is_refused() -> None:
         stepper.load(EngineState.from_tensors(flat))
     with pytest.raises(ValueError, match="scale_mode is 'magic'"):
         stepper.load(replace(stepper.state(), scale_mode="magic"))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_bytes_of_the_training_state_are_counted_to_the_last(micro_batches) -> None:
+    """fp16 weights and gradients, masters and two moments in fp32; two or more micro-batches add a sum."""
+    model = nn.Sequential(nn.Linear(16, 8, bias=False))
+    model.register_buffer("passes", torch.zeros(3))
+    stepper = Stepper(model, AdamW(0.1), Policy.fp16(), micro_batches=micro_batches)
+    scale, marks, buffers = 7 * 8, 2, 3 * (4 + 4 + 4)  # of a buffer: now, before the step, at the start
+    per_element = 2 + 2 + 4 + 8 + (4 if micro_batches > 1 else 0)
+    assert stepper.state_bytes() == 16 * 8 * per_element + scale + marks + buffers

@@ -134,6 +134,28 @@ def test_an_overflow_is_skipped_and_named_on_every_wire(name, world_size) -> Non
     assert run_ranks(world_size, plant_inf_on_last_rank, WIRES[name]) == [expected] * world_size
 
 
+def norms_of_small_gradients(env: WorkerEnv) -> dict[str, float]:
+    """By wire; the vectors, which all ranks hold, have most of the norm, and each rank another part of it."""
+    norms = {}
+    for name, wire in WIRES.items():
+        model = Planted(5, 7, 11)
+        scaling = Scaling("static", 1)
+        stepper = Stepper(
+            model, SGD(1.0), Policy.fp16(), env.group, wire=wire, scaling=scaling, reference_count=1
+        )
+        with stepper.forward():
+            loss = model(2.0**-8, 2.0**-5 * (env.rank + 1))
+        stepper.backward(loss, 1)
+        norms[name] = stepper.step().read().grad_norm
+    return norms
+
+
+def test_each_gradient_is_in_the_norm_once_on_every_wire() -> None:
+    norm = (35 * 2.0**-16 + 11 * (2.0**-5 * 2) ** 2) ** 0.5
+    for norms in run_ranks(3, norms_of_small_gradients):
+        assert norms == pytest.approx(dict.fromkeys(WIRES, norm), rel=1e-6)
+
+
 def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
     """The names of the collectives of a second step, in order."""
     calls: list[str] = []
