@@ -163,11 +163,11 @@ def test_a_step_on_the_device_asks_the_host_nothing() -> None:
         Policy.fp16(),
         emulate=True,
         clip_norm=1.0,
-        micro_batches=2,
+        micro_batches=3,
         reference_count=4,
         learning_rates=[0.1, 0.2],
     )
-    for count in (4, torch.tensor(4)):
+    for count in (4, torch.tensor(4), torch.tensor(4, device="meta")):
         with stepper.forward():
             logits = model(torch.empty(4, 3, 8, 8, device="meta"))
         stepper.backward(logits.float().square().sum(), count)

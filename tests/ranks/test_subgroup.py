@@ -1,0 +1,73 @@
+"""A Stepper in a group of some of the ranks: nothing goes to the others, and no number is theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.engine import AdamW, Policy, Scaling, Stepper, Wire
+from launcher.environment import WorkerEnv
+from tests.engine.observe import state_digest, train
+from tests.models import conv_net, features, loss_sum
+from tests.ranks.harness import run_ranks
+
+WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
+
+
+def all_that_communicates(group: dist.ProcessGroup) -> dict[str, Any]:
+    """By wire, what a rank has after every collective of the engine, with an overflow on the second rank."""
+    rank, found = dist.get_rank(group), {}
+    for name, wire in WIRES.items():
+        model = conv_net(seed=rank)  # the first rank's values are taken
+        stepper = Stepper(model, AdamW(0.01), Policy.fp16(), group, wire=wire, scaling=Scaling(init=256))
+        x, classes = features(4 + rank, rank, (3, 8, 8))
+
+        def dry(model=model, x=x, classes=classes):
+            return loss_sum(model(x), classes), len(x)
+
+        exponent = stepper.calibrate(dry)
+        stepper.vote(rank)
+        reports = [train(stepper, x, classes)]
+        reports.append(train(stepper, x * (float("inf") if rank else 1.0), classes))
+        stepper.buffers.average()
+        state = stepper.state()
+        found[name] = {
+            "exponent": exponent,
+            "reference": state.reference_count,
+            "votes": reports[0].votes[:2],
+            "losses": [report.loss for report in reports][:1],
+            "bad": [report.bad_losses for report in reports],
+            "norm": reports[0].grad_norm,
+            "state": {key: value.clone() for key, value in state.tensors().items()},
+            "digest": None if wire.shard else state_digest(stepper, counters=True),
+        }
+        stepper.load(state)
+        after = stepper.state().tensors()
+        assert all(torch.equal(after[key], value) for key, value in found[name]["state"].items())
+    return found
+
+
+def alone(env: WorkerEnv) -> dict[str, Any]:
+    assert env.group is not None
+    return all_that_communicates(env.group)
+
+
+def beside_another(env: WorkerEnv) -> dict[str, Any]:
+    group = dist.new_group([1, 2])
+    return all_that_communicates(group) if env.rank else {}
+
+
+def test_two_of_three_ranks_train_as_two_ranks_do() -> None:
+    expected, (_, *found) = run_ranks(2, alone), run_ranks(3, beside_another, timeout_s=30)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in WIRES:
+            states = ours[name].pop("state"), theirs[name].pop("state")
+            assert states[0].keys() == states[1].keys()
+            assert all(torch.equal(states[0][key], states[1][key]) for key in states[0]), name
+            assert ours[name] == theirs[name]
+            assert ours[name]["votes"] == (1, 1)
+            assert ours[name]["bad"] == [0, 1]
+            assert ours[name]["losses"] == pytest.approx(ours["native"]["losses"])
