@@ -469,6 +469,8 @@ def other(**changes) -> Identity:
         (other(drop_last=True), "drop_last is False there"),
         (other(tensors={**IDENTITY.tensors, "fc.bias": [5]}), r"fc\.bias is \[3\] there and \[5\] here"),
         (other(tensors={**IDENTITY.tensors, "new": [5]}), r"new is missing there and \[5\] here"),
+        (other(recipe="bert", model="large", optimizer="sgd"), r"adamw there and sgd here\. A run"),
+        (other(recipe="bert", model="large", optimizer="sgd", seed=1), "adamw there and sgd here and 1 more"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(tmp_path: Path, identity, text) -> None:
