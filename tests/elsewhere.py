@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 META = torch.device("meta")
 ROOT = str(Path(__file__).parents[1] / "launcher")
 aten = torch.ops.aten
+# They have no kernel for `meta`; on CUDA they read the rate and the verdict on the device.
+FUSED = (aten._fused_sgd_.tensor_lr, aten._fused_adamw_.tensor_lr)
 SCALAR, COPY, TO = aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default
 
 
@@ -46,8 +48,10 @@ class Elsewhere(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
-        first = args[0] if args else None
+        first = args[0][0] if args and func in FUSED else args[0] if args else None
         self.calls += isinstance(first, Tensor) and first.is_meta
+        if func in FUSED and first.is_meta:
+            return _refuse_what_cuda_would(first, args, kwargs)
         if func is SCALAR and first.is_meta:
             return self._read(first).item()
         if func is TO and first.is_meta and kwargs.get("device", META) != META:
@@ -94,6 +98,18 @@ def _where() -> str:
     stack = traceback.extract_stack()
     frame = next((frame for frame in reversed(stack) if frame.filename.startswith(ROOT)), stack[-5])
     return f"{frame.filename.removeprefix(ROOT + '/')} {frame.name}:{frame.lineno}"
+
+
+def _refuse_what_cuda_would(first: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """AssertionError for what torch's fused kernels check there: FusedSgdKernel.cu, fused_adam_utils.cuh."""
+    per_element = 3 if len(args) == 3 else 4  # those behind: max_exp_avg_sqs, and the number of the step
+    for tensors in args[:per_element]:
+        for one, tensor in zip(args[0], tensors, strict=len(tensors) > 0):
+            assert (tensor.dtype, tensor.device, tensor.shape) == (torch.float32, META, one.shape)
+            assert tensor.is_contiguous()
+            assert tensor.numel()
+    scalars = [kwargs["lr"], kwargs["found_inf"], *(args[5] if len(args) > 3 else [])]
+    assert {(scalar.dtype, scalar.device) for scalar in scalars} == {(torch.float32, META)}
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Optimizers: one pass over flat memory that scales, updates the masters and rounds the weights.
 
 Owns SGD and AdamW, each as tensor expressions that a compiler makes one kernel of, and as a call of torch's
-fused kernel, which on a CPU runs chunk by chunk, so that the widened gradient never leaves the cache. Both
-give the same values within rounding. A skipped step changes nothing; no host looks at that on a GPU.
+fused kernel, chunk by chunk, so that the widened gradient takes a fixed amount of memory. Both give the same
+values within rounding. A skipped step changes nothing; on a GPU the kernels read that, not the host.
 
 SGD with (Nesterov) momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD` without dampening.
 AdamW: Loshchilov and Hutter 2019, in the form of `torch.optim.AdamW`.
@@ -24,7 +24,8 @@ from launcher.engine.refusal import UnusableError
 from launcher.engine.shards import Shards
 from launcher.engine.state import refuse_misfits
 
-CHUNK = 1 << 19  # elements: 2 MB of fp32 scratch, which stays in cache; smaller ones cost more calls
+CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; smaller ones cost more calls
+DEVICE_CHUNK = 1 << 24  # elements on a GPU: 64 MB, less than the activations that are free by then
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Scalars:
 
     `multiplier` takes the wire gradient to the clipped mean gradient; `number` is the count of applied
     steps, this one included; `skip` forbids writing. `factors` are those of the optimizer, fp32.
+    `found_inf` is `skip` as a fused kernel reads it, fp32; None where the step is known to be applied.
     """
 
     multiplier: Tensor  # fp32
@@ -40,6 +42,7 @@ class Scalars:
     number: Tensor  # int64
     skip: Tensor  # bool
     factors: tuple[Tensor, ...] = ()
+    found_inf: Tensor | None = None
 
 
 class Optimizer(Protocol):
@@ -61,8 +64,13 @@ class Optimizer(Protocol):
         """Update `master` and `states` in place; `grad` (fp32, the clipped mean) may be overwritten."""
         ...
 
-    def fused(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        """The same by torch's fused kernel, which reads the rate and the number on the host."""
+    def fused(
+        self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
+    ) -> None:
+        """The same by torch's fused kernel, for several tensors at once; `states` by state, then by tensor.
+
+        On CUDA the kernel takes the rate in fp32 and reads it, the number and the verdict on the device.
+        """
         ...
 
 
@@ -106,18 +114,21 @@ class SGD:
         (lr,) = scalars.factors
         master.sub_(grad.mul_(lr))
 
-    def fused(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+    def fused(
+        self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
+    ) -> None:
         torch._fused_sgd_(
-            [master],
-            [grad],
-            list(states),
+            masters,
+            grads,
+            states[0] if states else [],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
-            lr=float(scalars.lr),
+            lr=scalars.lr,
             dampening=0.0,
             nesterov=self.nesterov,
             maximize=False,
             is_first_step=False,  # the momentum is there, and zero
+            found_inf=scalars.found_inf,
         )
 
 
@@ -162,24 +173,39 @@ class AdamW:
         torch.div(exp_avg, grad, out=grad)
         master.mul_(keep).sub_(grad.mul_(rate))
 
-    def fused(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        exp_avg, exp_avg_sq = states
+    def fused(
+        self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
+    ) -> None:
+        exp_avgs, exp_avg_sqs = states
         beta1, beta2 = self.betas
         torch._fused_adamw_(
-            [master],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
+            masters,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [scalars.number.float()],
-            lr=float(scalars.lr),
+            [scalars.number.float()] * len(masters),
+            lr=scalars.lr,
             beta1=beta1,
             beta2=beta2,
             weight_decay=self.weight_decay,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
+            found_inf=scalars.found_inf,
         )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Parts of pieces that one call of a fused kernel updates; `states` by state, then by part.
+
+    `scratch` takes the widened gradients on a CPU, where memory that is mapped anew costs more than the pass.
+    """
+
+    parts: list[Piece]
+    states: list[list[Tensor]]
+    scratch: list[Tensor]
 
 
 class Updater:
@@ -197,26 +223,33 @@ class Updater:
             for piece in self.pieces
         ]
         self._on_host = self.pieces[0].weight.device.type == "cpu"
-        run: Callable[..., None] = _whole if self._on_host else _predicated
+        self._batches = _batches(self.pieces, self.states, CHUNK if self._on_host else DEVICE_CHUNK)
+        self._compiled: Callable[..., None] | None = None
         if compiled:
             # One kernel for all lengths: the pieces of a sharded optimizer are many and unequal. Under
             # dynamic=True the optimizer's constants would be loaded and converted for every vector.
             for piece, states in zip(self.pieces, self.states, strict=True):
                 for tensor in (*piece.tensors(), *states):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            run = torch.compile(run)
-        elif self._on_host:
-            run = _chunked
-        self._run = run
+            self._compiled = torch.compile(_whole if self._on_host else _predicated)
 
     def step(self, scalars: Scalars) -> None:
         """Apply one update to all pieces, or write nothing where `scalars.skip` is true."""
         if self._on_host and scalars.skip:  # only there a look at the verdict waits for nothing
             return
         with torch.no_grad():
-            scalars = replace(scalars, factors=self.optimizer.factors(scalars))
-            for piece, states in zip(self.pieces, self.states, strict=True):
-                self._run(self.optimizer, piece, states, scalars)
+            if self._compiled is None:
+                self._run_fused(scalars)
+            else:
+                scalars = replace(scalars, factors=self.optimizer.factors(scalars))
+                for piece, states in zip(self.pieces, self.states, strict=True):
+                    self._compiled(self.optimizer, piece, states, scalars)
+
+    def _run_fused(self, scalars: Scalars) -> None:
+        if not self._on_host:
+            scalars = replace(scalars, lr=scalars.lr.float(), found_inf=scalars.skip.float())
+        for batch in self._batches:
+            _fused(self.optimizer, batch, scalars)
 
     def named_states(self, shards: Shards) -> dict[str, Tensor]:
         """fp32 values by `state/parameter`. A collective where they are sharded."""
@@ -240,6 +273,53 @@ class Updater:
         return [state for states in self.states for state in states]
 
 
+def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int) -> list[_Batch]:
+    """All elements in order, cut into batches of `chunk` elements."""
+    batches: list[_Batch] = []
+    room = 0
+    on_host = pieces[0].weight.device.type == "cpu"
+    scratch = torch.empty(min(chunk, sum(p.weight.numel() for p in pieces))) if on_host else None
+    for piece, own in zip(pieces, states, strict=True):
+        start, numel = 0, piece.weight.numel()
+        while start < numel:
+            if not room:
+                batches.append(_Batch([], [[] for _ in own], []))
+                room = chunk
+            part = slice(start, min(start + room, numel))
+            master = None if piece.master is None else piece.master[part]
+            weight = piece.weight[part] if piece.half or master is None else master
+            batches[-1].parts.append(Piece(weight, master, piece.grad[part]))
+            for tensors, state in zip(batches[-1].states, own, strict=True):
+                tensors.append(state[part])
+            length = part.stop - start
+            if scratch is not None:
+                batches[-1].scratch.append(scratch[chunk - room : chunk - room + length])
+            start, room = part.stop, room - length
+    return batches
+
+
+def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
+    """One batch by torch's fused kernel. Where that skips, half weights get the value they have."""
+    grads = _widened(batch, scalars.multiplier)
+    masters = [part.weight.float() if part.master is None else part.master for part in batch.parts]
+    optimizer.fused(masters, grads, batch.states, scalars)
+    halves = [(part.weight, m) for part, m in zip(batch.parts, masters, strict=True) if part.half]
+    if halves:
+        torch._foreach_copy_([weight for weight, _ in halves], [master for _, master in halves])
+
+
+def _widened(batch: _Batch, multiplier: Tensor) -> list[Tensor]:
+    """The clipped mean gradient, fp32, in memory of its own."""
+    if not batch.scratch:
+        # Of one dimension: times a 0-dim fp32 factor an fp16 tensor is multiplied, and overflows, in fp16.
+        factor = multiplier.view(1)
+        return [torch.mul(part.grad, factor) for part in batch.parts]
+    for scratch, part in zip(batch.scratch, batch.parts, strict=True):
+        scratch.copy_(part.grad)
+        scratch.mul_(multiplier)
+    return batch.scratch
+
+
 def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
     """The pass as expressions for a compiler. The step is known to be applied."""
     grad = piece.grad.float() * scalars.multiplier  # widened first: a product in fp16 would overflow
@@ -249,23 +329,11 @@ def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Sc
         piece.weight.copy_(master)
 
 
-def _chunked(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
-    """The same by torch's fused kernel, a cache-sized chunk at a time."""
-    scratch = torch.empty(min(CHUNK, piece.weight.numel()))
-    for start in range(0, piece.weight.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        weight = piece.weight[part]
-        grad = scratch[: weight.numel()]
-        grad.copy_(piece.grad[part])
-        grad.mul_(scalars.multiplier)
-        master = weight.float() if piece.master is None else piece.master[part]
-        optimizer.fused(master, grad, [state[part] for state in states], scalars)
-        if piece.half:
-            weight.copy_(master)
-
-
 def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
-    """The same without a look by the host: where the step is skipped, old values are written back."""
+    """The same without a look by the host: where the step is skipped, old values are written back.
+
+    For a compiler, which keeps none of these copies in memory.
+    """
     grad = piece.grad.float() * scalars.multiplier
     old = piece.weight.float() if piece.master is None else piece.master
     new = old.clone()

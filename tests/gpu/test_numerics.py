@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
-from launcher.engine import SGD, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from launcher.engine.diagnosis import first_nonfinite_module
+from launcher.engine.layout import Piece
 from launcher.engine.statistics import ExponentCounter
+from launcher.engine.update import DEVICE_CHUNK, Scalars, Updater
 from launcher.environment import WorkerEnv
 from scripts.bench.baselines import AutocastLoop
 from scripts.bench.gpu_road import profiled, resnet_steps
@@ -51,6 +53,54 @@ def test_the_compiled_update_gives_the_values_of_the_plain_one(device) -> None:
     others = compiled.state().weights
     for name, weight in plain.state().weights.items():
         torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fp16", "pure_fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("optimizer", [SGD(0.05, 0.9, True, 5e-4), AdamW(0.01)], ids=["sgd", "adamw"])
+def test_the_plain_update_of_a_device_gives_the_values_of_the_host(device, optimizer, name) -> None:
+    """One update of the same buffers, and a skipped one, which leaves every bit."""
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(1000, generator=generator)
+    grad = 60000 * torch.randn(1000, generator=generator).clamp(-1, 1)
+    policy, found = Policy.named(name), []
+    for place in (torch.device("cpu"), device):
+        weight = master.to(policy.weights).to(place)
+        own = {"fp32": weight, "pure_fp16": None}.get(name, master.to(place))
+        piece = Piece(weight, own, grad.to(policy.wire).to(place))
+        updater = Updater([piece], optimizer, compiled=False)
+        for skip in (False, True):
+            updater.step(
+                Scalars(
+                    torch.tensor(1 / 3, device=place),
+                    torch.tensor(0.01, dtype=torch.float64, device=place),
+                    torch.tensor(1, device=place),
+                    torch.tensor(skip, device=place),
+                )
+            )
+            exact = piece.weight if piece.master is None else piece.master
+            found.append([exact.cpu(), *(state.cpu() for state in updater.tensors())])
+        if piece.half and piece.master is not None:
+            assert torch.equal(piece.weight, piece.master.to(piece.weight.dtype))
+    for after, skipped in (found[:2], found[2:]):
+        assert all(map(torch.equal, after, skipped))
+    for host, there in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(host, there, rtol=1e-3 if name == "pure_fp16" else 1e-5, atol=1e-6)
+
+
+def test_the_plain_update_takes_a_chunk_of_memory(gpu) -> None:
+    shape = (2 * DEVICE_CHUNK + 1000,)
+    piece = Piece(
+        torch.zeros(shape, dtype=torch.float16, device=gpu),
+        torch.zeros(shape, device=gpu),
+        torch.zeros(shape, dtype=torch.float16, device=gpu),
+    )
+    updater = Updater([piece], AdamW(0.01), compiled=False)
+    scalar = torch.ones((), device=gpu)
+    scalars = Scalars(scalar, scalar.double(), scalar.long(), torch.zeros((), dtype=torch.bool, device=gpu))
+    before = torch.cuda.memory_allocated(gpu)
+    torch.cuda.reset_peak_memory_stats(gpu)
+    updater.step(scalars)
+    assert torch.cuda.max_memory_allocated(gpu) - before < 4 * DEVICE_CHUNK + 2**20
 
 
 @pytest.mark.parametrize(
