@@ -13,7 +13,6 @@ import random
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from launcher.config import AdamWConfig, Config, OptimConfig, SgdConfig, WireConfig
+from launcher.config import AdamWConfig, Config, OptimConfig, SgdConfig
 from launcher.data import Batch, BatchPlan
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
@@ -90,10 +89,8 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     if not config.model.sync_bn or env.group is None:
         return model
     refuse_uneven_micro_batches(plan)
-    # A group of its own: these collectives run while those of the gradients are under way.
-    group = torch.distributed.new_group(timeout=timedelta(seconds=config.launch.init_timeout_s))
     try:
-        return synchronised(model, group)
+        return synchronised(model, env.group)
     except ValueError as error:
         raise ConfigError(f"model.sync_bn=true: {error}") from error
 
@@ -142,15 +139,25 @@ def bucket_bytes(bucket_mb: float | str) -> int:
     return min(max(1, int(float(bucket_mb) * 2**20)), 2**53)
 
 
-def build_wire(wire: WireConfig) -> Wire:
+def build_wire(config: Config, env: WorkerEnv) -> Wire:
+    wire = config.wire
     return Wire(
         dtype=None if wire.dtype == "auto" else WIRE_DTYPES[wire.dtype],
         bucket_bytes=None if wire.bucket_mb == "auto" else bucket_bytes(wire.bucket_mb),
-        overlap=wire.overlap,
+        overlap=wire.overlap and not _shares_communicator(config, env),
         predivide=None if wire.predivide == "auto" else int(wire.predivide),
         sum=wire.sum,  # type: ignore[arg-type]  # validated against the same words
         shard=wire.shard,
     )
+
+
+def _shares_communicator(config: Config, env: WorkerEnv) -> bool:
+    """Whether batch norms of all ranks use the communicator of the gradients.
+
+    Those then travel after the backward pass: a rank on which parameters are unused sends its buckets later
+    than the others, and would call another collective than they do.
+    """
+    return config.model.sync_bn and env.group is not None
 
 
 def build_stepper(
@@ -165,7 +172,7 @@ def build_stepper(
         Policy.named(config.precision.name),
         env.group,
         scaling=build_scaling(config),
-        wire=build_wire(config.wire),
+        wire=build_wire(config, env),
         clip_norm=optim.clip_norm,
         learning_rates=learning_rates(schedule.name, optim.lr, total_steps, schedule.warmup_fraction),
         micro_batches=plan.micro_batches,
@@ -232,6 +239,11 @@ def decisions(
     if config.optim.name in TORCH_OPTIMIZERS:
         yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
     yield "update", compiles_update(env.device, numel, min(steps, config.train.max_steps or steps))[1]
+    if config.wire.overlap and _shares_communicator(config, env):
+        yield (
+            "wire",
+            "gradients travel after the backward pass: model.sync_bn=true uses the same communicator",
+        )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
 

@@ -14,20 +14,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher import environment, worker
+from launcher import environment, equipment, worker
 from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load, take
 from launcher.config import Config
+from launcher.data import BatchPlan
 from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
 from launcher.environment import LaunchEnv, WorkerEnv
 from launcher.errors import DivergedError
+from launcher.recipe import load_recipe
 from tests.configs import composed
 from tests.elsewhere import META, Elsewhere, fake_group
 from tests.models import conv_net
 
 POLICIES = ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
 WIRES = [None, Wire(), Wire(sum="fp32"), Wire(shard=True)]
+
+
+PLAN = BatchPlan(64, 32, 16, 2, 0, 0, drop_last=True)
 
 
 def stepper_of(
@@ -74,6 +81,31 @@ def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
                 step_on(stepper, x, classes, k)
             assert device.calls > 100
             assert device.reads == device.uploads == []
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norms_of_all_ranks_read_no_value_and_wait_for_no_upload(momentum) -> None:
+    with fake_group(2) as group, Elsewhere() as device:
+        model = synchronised(nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), conv_net()).to(META), group)
+        kinds = Counter(type(module) for module in model.modules() if isinstance(module, _BatchNorm))
+        assert kinds == {SyncBatchNorm: 3}
+        x, _ = batch()
+        device.uploads.clear()
+        model(x).sum().backward()
+        assert device.calls > 50
+        assert device.reads == device.uploads == []
+
+
+def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(tmp_path) -> None:
+    """Both use one communicator, and its calls come in one order on all ranks, whatever some leave unused."""
+    for sync_bn in (False, True):
+        config = composed(*RUN, f"model.sync_bn={str(sync_bn).lower()}")
+        with fake_group(2) as group:
+            env = WorkerEnv(0, 2, 0, 2, torch.device("cpu"), group)
+            assert equipment.build_wire(config, env).overlap is not sync_bn
+            model = equipment.build_model(config, load_recipe(config), env, PLAN)
+            groups = [module._group for module in model.modules() if isinstance(module, SyncBatchNorm)]
+            assert groups == [group] * 20 * sync_bn
 
 
 def test_reads_and_uploads_are_seen_where_there_are_some() -> None:

@@ -2,7 +2,8 @@
 
 Owns the module, its backward pass, and the exchange of batch norms in a model. Statistics are fp32 and
 exact for ranks of different sizes. Each forward pass of each module is a collective, and each backward pass
-another: all ranks must run equally many. `torch.nn.SyncBatchNorm` does the same faster, on CUDA alone.
+another: all ranks must run equally many. The host never waits for the device, where `torch.nn.SyncBatchNorm`
+does in every forward pass, to leave out ranks without samples; here they add nothing to the sums.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ class SyncBatchNorm(_BatchNorm):
             return
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
-            factor = 1.0 / self.num_batches_tracked if self.momentum is None else torch.tensor(self.momentum)
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            self.running_mean.lerp_(mean, factor.to(mean))
-            self.running_var.lerp_(unbiased, factor.to(mean))
+            if self.momentum is not None:
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(unbiased, self.momentum)
+            else:
+                factor = self.num_batches_tracked.to(mean.dtype).reciprocal()
+                self.running_mean.lerp_(mean, factor)
+                self.running_var.lerp_(unbiased, factor)
 
 
 class _Normalise(torch.autograd.Function):
@@ -110,8 +115,9 @@ class _Normalise(torch.autograd.Function):
 def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """The model with its batch norms replaced, the same parameters and buffers within; `model` is changed.
 
-    `group` should be one of its own: its collectives run between those of the gradients. On CUDA the
-    modules are torch's. Raises UnusableError for a batch norm of a class of somebody's own.
+    `group` may be that of a Stepper built with `Wire(overlap=False)`: all ranks then call its
+    collectives in one order, also where parameters of one rank receive no gradient. Two NCCL communicators
+    on one device need such an order too. Raises UnusableError for a batch norm of a class of somebody's own.
     """
     for name, module in named_modules(model):
         if isinstance(module, _BatchNorm) and type(module) not in _CONVERTED:
@@ -119,9 +125,6 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
                 f"{name or 'the model'} is a {type(module).__name__}, whose arithmetic is unknown here. "
                 "Use nn.BatchNorm1d, 2d or 3d, or leave the batch norms as they are."
             )
-    if any(p.is_cuda for p in model.parameters()):
-        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]
-        return cast(nn.Module, converted)
     replaced = {
         module: SyncBatchNorm(module, group) for module in model.modules() if isinstance(module, _BatchNorm)
     }
