@@ -474,8 +474,8 @@ def other(**changes) -> Identity:
     ],
 )
 def test_another_runs_checkpoint_is_refused(tmp_path: Path, identity, text) -> None:
-    publish_steps(tmp_path, 1)
-    with pytest.raises(ConfigError, match=text):
+    (path,) = publish_steps(tmp_path, 1)
+    with pytest.raises(ConfigError, match=f"^{path} belongs to another run: .*{text}"):
         resume(ALONE, tmp_path, "auto", identity)
     assert resume(ALONE, tmp_path, "auto", IDENTITY).snapshot is not None
 
@@ -620,6 +620,7 @@ def test_only_plain_files_are_read(tmp_path: Path, kind) -> None:
         ("nowhere", ConfigError, "there is no such directory"),
         ("empty", StorageError, "there is no intact checkpoint"),
         ("damaged", StorageError, r"there is no intact checkpoint\. Damaged: step-00000003"),
+        ("damaged/checkpoints/step-00000003", StorageError, r"Damaged: step-00000003 \(weights"),
     ],
 )
 def test_a_demanded_resume_without_an_intact_checkpoint(tmp_path: Path, wish, kind, text) -> None:

@@ -313,6 +313,8 @@ def views(folder: Path) -> dict[str, tuple[list[Path], str]]:
     flip(theirs / "step-00000002" / OPTIMIZER, -1, 0)
     _, theirs = case("another of that step", "refused: on rank 1", (1, 2), (1,))
     publish(theirs, snapshot(2, metric=0.5))
+    for directory in case("all damaged", "None", (1,), (1,)):
+        flip(directory / "step-00000001" / OPTIMIZER, -1, 0)
     mine, _ = case("rank 0 sees damage", "1", (1, 2), (1, 2))
     flip(mine / "step-00000002" / OPTIMIZER, -1, 0)
     (folder / "a file-0").touch()
@@ -337,6 +339,35 @@ def test_all_ranks_resume_the_same_step_or_all_refuse(tmp_path: Path) -> None:
     assert first == second
     for name, (_, expected) in cases.items():
         assert first[name].startswith(expected), f"{name}: {first[name]}"
+
+
+def leave_a_course(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[tuple[str, list[str]]]:
+    """What resuming gave, and what is then in this rank's directory."""
+    found = []
+    for directories, wish in cases:
+        try:
+            outcome = str(resume(env, directories[env.rank], wish, IDENTITY).path)
+        except LauncherError as error:
+            outcome = str(error)
+        found.append((outcome, sorted(path.name for path in directories[env.rank].iterdir())))
+    return found
+
+
+def test_rank_0_alone_sets_another_course_aside_and_its_failure_is_everyones(tmp_path: Path) -> None:
+    views = [[tmp_path / f"{name}-{rank}" for rank in range(2)] for name in ("back", "link")]
+    for directories in views:
+        for directory in directories:
+            publish_steps(directory, 1, 2)
+    outside = views[1][0].rename(tmp_path / "outside")
+    views[1][0].mkdir()
+    (views[1][0] / "step-00000002").symlink_to(outside / "step-00000002")
+    cases = [(views[0], str(views[0][0] / "step-00000001")), (views[1], "never")]
+    (back_0, link_0), (back_1, link_1) = run_ranks(2, leave_a_course, cases, timeout_s=20)
+    assert back_0 == (str(views[0][0] / "step-00000001"), ["replaced-step-00000002", "step-00000001"])
+    assert back_1 == (str(views[0][1] / "step-00000001"), ["step-00000001", "step-00000002"])
+    assert link_0[0] == link_1[0]
+    assert link_0[0].startswith(f"on rank 0: {views[1][0] / 'step-00000002'} is a symbolic link")
+    assert link_1[1] == ["step-00000001", "step-00000002"]
 
 
 def agree_on_both(env: WorkerEnv, directory: Path) -> list[str]:
