@@ -25,6 +25,7 @@ FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; what lies outside is cou
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
 NEAR_MAX_FROM = 14  # two octaves: 2^14 = 16384 to fp16's end at 65504
 _PATTERNS = 1 << 15  # the upper 16 bits of a float without its sign
+_ZERO_PLACES = 1 << 12  # addresses that zeros are counted at on a GPU
 _COLUMNS = 1 + LAST_EXPONENT - FIRST_EXPONENT + 1  # zeros, then one per exponent
 
 
@@ -79,9 +80,7 @@ class ExponentCounter:
         """int64 [_COLUMNS]: from bit patterns, because one pass over 16 bits beats a logarithm."""
         patterns = _patterns(gradient.detach().reshape(-1))
         if patterns.device.type != "cpu":  # where bincount would ask the device for its result's size
-            ones = torch.ones(1, dtype=torch.int64, device=patterns.device).expand(len(patterns))
-            seen = torch.zeros(_PATTERNS, dtype=torch.int64, device=patterns.device)
-            seen.index_add_(0, patterns.int(), ones)
+            seen = count_by_adding(patterns)
         else:
             seen = torch.bincount(patterns, minlength=_PATTERNS)
         row = torch.zeros(_COLUMNS, dtype=torch.int64, device=patterns.device)
@@ -124,6 +123,26 @@ def _shares(row: list[int], exponent: int) -> LayerStatistics:
 def _below(row: list[int], exponent: int) -> int:
     """Zeros, and elements whose exponent is smaller."""
     return sum(row[: 1 + max(0, exponent - FIRST_EXPONENT)])
+
+
+def count_by_adding(patterns: Tensor) -> Tensor:
+    """`bincount` of the patterns, int64 [_PATTERNS], that does not wait for a GPU.
+
+    Additions to one address come one after the other there, and zeros are the most frequent by far: each
+    goes to one of many addresses behind the patterns, by its position.
+    """
+    places = spread_zeros(patterns)
+    ones = torch.ones(1, dtype=torch.int64, device=patterns.device).expand(len(patterns))
+    seen = torch.zeros(_PATTERNS + _ZERO_PLACES, dtype=torch.int64, device=patterns.device)
+    seen.index_add_(0, places, ones)
+    seen[0] = seen[_PATTERNS:].sum()
+    return seen[:_PATTERNS]
+
+
+def spread_zeros(patterns: Tensor) -> Tensor:
+    """int32 [n]: the patterns, but in place of zeros numbers from _PATTERNS on, each about as often."""
+    positions = torch.arange(len(patterns), dtype=torch.int32, device=patterns.device)
+    return torch.where(patterns == 0, positions % _ZERO_PLACES + _PATTERNS, patterns)
 
 
 def _patterns(flat: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from launcher.engine.statistics import (
     ExponentCounter,
     GradientStatistics,
     LayerStatistics,
+    count_by_adding,
+    spread_zeros,
 )
 from tests.engine.observe import train
 from tests.models import features, mlp
@@ -103,3 +105,12 @@ def test_a_steps_gradients_are_counted_and_left_alone(policy: Policy) -> None:
     assert list(found.histogram) == [
         sum(bins) for bins in zip(*map(plain_histogram, before.values()), strict=True)
     ]
+
+
+@pytest.mark.parametrize("zeros", ["none", "some", "all"])
+def test_zeros_are_counted_at_many_addresses_on_a_gpu(zeros: str) -> None:
+    """One address would take them one after the other."""
+    patterns = (torch.arange(50_000) % 700 + 1).to(torch.int16)
+    patterns[{"none": slice(0), "some": slice(0, None, 2), "all": slice(None)}[zeros]] = 0
+    assert torch.equal(count_by_adding(patterns), torch.bincount(patterns, minlength=1 << 15))
+    assert torch.bincount(spread_zeros(patterns)).max() < 100
