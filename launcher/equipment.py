@@ -53,12 +53,15 @@ def apply_switches(config: Config) -> None:
         # Not called without need: it imports the compiler, which takes a second and keeps a process group
         # alive, so that the other ranks would not notice at once that this one has failed.
         torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:  # torch refuses matrix products on CUDA without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.train.tf32
         # Matrix products accumulate in fp32.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        # Once per process and shape, of which there are few: shares are cut into equal micro-batches.
         torch.backends.cudnn.benchmark = not config.train.deterministic
         # It advises flatten_parameters(), which would take the weights out of the Stepper's flat memory.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")

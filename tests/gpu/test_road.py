@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,27 @@ def greedy(config):
 """
 
 
+def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", "recipe=resnet18", "tracker=none", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_two_deterministic_runs_end_with_the_same_bits(device, tmp_path) -> None:
+    digests = []
+    for name in ("one", "two"):
+        words = ["data.batch_size=64", "train.max_steps=6", "train.deterministic=true", f"run.dir={name}"]
+        done = launched(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        digests.append(json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"])
+    assert digests[0] == digests[1]
+
+
 def test_a_run_and_the_run_that_resumes_from_it(device) -> None:
     found = gpu_road.launcher(device, dry_run=True)
     assert found["applied_steps"] + found["skipped_steps"] == 4
@@ -46,15 +68,7 @@ def test_a_killed_worker_is_started_again_and_goes_on(device) -> None:
 
 def test_a_lack_of_memory_ends_a_run_with_exit_code_4(device, tmp_path) -> None:
     (tmp_path / "mine.py").write_text(GREEDY)
-    words = ["recipe=resnet18", "recipe.uses=greedy", "recipes.path=mine.py", "tracker=none"]
-    words += ["data.batch_size=8", "train.max_steps=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher", *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = ["recipe.uses=greedy", "recipes.path=mine.py", "data.batch_size=8", "train.max_steps=1"]
+    done = launched(tmp_path, *words)
     assert done.returncode == 4, done.stderr
     assert "data.micro_batch" in done.stderr
