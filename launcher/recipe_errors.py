@@ -34,6 +34,8 @@ DTYPES = re.compile(
     r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
 )  # of a linear layer or a product, of an einsum, of a convolution
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
+ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
+ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
 
 
 def guarded(recipe: Recipe, log: Path) -> Recipe:
@@ -137,6 +139,17 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
         return (
             "A label must lie between 0 and the number of the model's outputs less one. Give it "
             f"{more}, or correct the labels."
+        )
+    if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(str(error)):
+        return (
+            "A batch norm divides by the variance of a channel, and a single value per channel has none. "
+            "Give each rank at least two samples per forward pass: raise data.batch_size or "
+            "data.micro_batch, set data.drop_last=true if it is the rest of an epoch, or use nn.LayerNorm."
+        )
+    if isinstance(error, ValueError) and ONE_PER_SAMPLE.search(str(error)):
+        return (
+            "An instance norm divides by the variance of a sample's channel, which is a single value here. "
+            "Give the model larger inputs, reduce their size less before it, or use nn.GroupNorm."
         )
     if isinstance(error, RuntimeError) and DTYPES.search(str(error)) and (columns := _not_fp32(batch)):
         return (
