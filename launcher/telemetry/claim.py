@@ -18,6 +18,7 @@ from launcher.config import Config
 from launcher.errors import ConfigError, StorageError
 from launcher.telemetry.files import NotPlainError, read_json
 from launcher.telemetry.lock import locked
+from launcher.telemetry.reserve import give_up_reserve, keep_reserve
 from launcher.telemetry.run_dir import CONFIG, config_yaml, describe, foreign_to_a_run, refuse_links
 from launcher.telemetry.status import FILE_NAME
 
@@ -65,9 +66,13 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
             finished = _finished(resolved, directory) if _holds_run(directory) else ""
             if not finished:
                 describe(resolved, overrides)
+                keep_reserve(directory)
         except OSError as error:
             raise _unwritable(config, error) from error
-        yield Claim(resolved, finished)
+        try:
+            yield Claim(resolved, finished)
+        finally:
+            give_up_reserve(directory)
 
 
 def _unwritable(config: Config, error: OSError) -> StorageError:

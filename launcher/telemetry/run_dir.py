@@ -29,6 +29,7 @@ from launcher.telemetry.files import (
     write_json,
     write_text,
 )
+from launcher.telemetry.reserve import RESERVE, write_with_reserve
 from launcher.telemetry.status import FILE_NAME, Status
 
 CONFIG = "config.yaml"
@@ -45,6 +46,7 @@ FILES = (
     "gradients.png",
     "report.html",
     ".lock",
+    RESERVE,
 )
 LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
 LOG_NAME = re.compile(
@@ -141,7 +143,7 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
 
 def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
     """result.json, on the disk before this returns. Raises OSError."""
-    write_json(run_dir / "result.json", result, durable=True)
+    write_with_reserve(run_dir, lambda: write_json(run_dir / "result.json", result, durable=True))
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.telemetry.files import read_json, write_json
+from launcher.telemetry.reserve import write_with_reserve
 from launcher.telemetry.stream import Record
 
 FILE_NAME = "status.json"
@@ -102,7 +103,7 @@ def mark_ended(path: Path, state: str, exit_code: int, steps_done: int = 0) -> N
         before = asdict(Status())
     step = max(steps_done, int(before.get("step") or 0))
     end = {"state": state, "exit": exit_code, "step": step, "eta_s": None, "updated": round(time.time(), 3)}
-    write_json(path, before | end)
+    write_with_reserve(path.parent, lambda: write_json(path, before | end))
 
 
 class Pace:

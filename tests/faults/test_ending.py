@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
+import subprocess
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,3 +147,34 @@ def test_status_tells_the_end_though_it_was_given_up_on_the_way(tmp_path: Path) 
     ended = run(tmp_path / "run", *words, user_code=code, prepare=often)
     assert "status.json is given up" in ended.outputs[0]
     assert (ended.codes, ended.status["state"], ended.status["exit"]) == ([0], "done", 0)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB, seen by all processes."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file systems can be mounted here")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def fill(network: Any, batch: Any, disk: Path) -> None:
+    """Leave no block free from the step before the last one on."""
+    if is_here(network, LAST - 1):
+        with contextlib.suppress(OSError), open(disk / "filler.log", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+
+def test_a_disk_without_a_free_block_keeps_no_run_from_its_end(small_disk: Path, undisturbed) -> None:
+    """Not even a temporary file fits."""
+    words = (*WORDS, "checkpoint.on_error=warn")
+    assert_not_saved(run(small_disk, *words, user_code=partial(fill, disk=small_disk)))
+    (small_disk / "filler.log").unlink()
+    again = run(small_disk, *words)
+    assert again.digest == undisturbed(*WORDS).digest
+    assert (again.status["state"], again.result["state"]) == ("done", "done")
+    assert not (small_disk / ".reserve").exists()
