@@ -31,6 +31,7 @@ OF_ANOTHER = re.compile(
 # torchrun sets the first one to 1 for its workers, so what is found there is nobody's wish.
 NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
+PRINT_S = 0.3
 LEAVE_S = 4.0  # for an answer of the store, once this rank has failed
 
 if TYPE_CHECKING:
@@ -224,7 +225,11 @@ def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
 
 
 def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
-    """Say that this rank leaves for good, in place of its main thread, and that nobody need wait for it."""
+    """Say that this rank leaves for good, in place of its main thread, and that nobody need wait for it.
+
+    Returns when all ranks but 0 have said so, or after a moment: torchrun ends whoever is left once the first
+    has gone, rank 0 too, which would not have printed why it failed.
+    """
     from torch.distributed import DistError
 
     limit_silence(LEAVE_S)
@@ -232,6 +237,9 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
     with suppress(DistError):
         store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
         store.set(f"heard/{launch.rank}", "")
+        others = [f"job/{job}/left/{rank}" for rank in range(1, launch.world_size)]
+        store.wait(others, timedelta(seconds=ASSEMBLE_S))
+        time.sleep(PRINT_S)
 
 
 def stall_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from functools import partial
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.faults import launching
 from tests.faults.deaf import make_deaf
 from tests.faults.launching import Ended, Started, UserCode, run
-from tests.faults.test_stopping import go_on, step_reached
+from tests.faults.test_stopping import go_on, step_reached, torchrun
 from tests.faults.usercode import is_here, kill, own_rank, slowly
 
 pytestmark = pytest.mark.timeout(90)
@@ -120,3 +122,41 @@ def test_a_long_phase_of_all_ranks_is_no_stall(tmp_path: Path) -> None:
 def slow_to_load(network: Any, batch: Any) -> None:
     if network is None:
         time.sleep(5)
+
+
+# Under torchrun
+
+
+def disturb(rank: int, act: Any) -> None:
+    """In a worker: wait in C from here on, and let one rank act in its ninth step."""
+    make_deaf()
+    launching.USER_CODE = partial(at_step_9, rank=rank, act=act)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "rank", "act", "code", "named"),
+    [
+        (2, 1, "sleep", 6, "rank 1 hangs: in compute of step 9"),
+        (3, 0, "sleep", 6, "rank 0 hangs: in compute of step 9"),
+        (3, 1, "fail", 1, "a sample is broken"),
+        (2, 0, "fail", 1, "a sample is broken"),
+        (3, 1, "die", 1, "rank 1 has died or does not answer"),
+        (2, 0, "die", 1, "rank 0 has died or does not answer"),
+    ],
+)
+def test_under_torchrun(tmp_path: Path, ranks, rank, act, code, named) -> None:
+    started = f"from tests.faults import test_watchdog as t; t.disturb({rank}, t.{act})"
+    words = (*ENDLESS, f"run.dir={tmp_path / 'run'}", f"launch.stall_s={4 if act == 'sleep' else 300}")
+    with torchrun(tmp_path, *words, ranks=ranks, started=started) as process:
+        output = process.communicate(timeout=60)[0]
+    ended = Ended(tmp_path / "run", [process.returncode], [output], 0.0)
+    assert (ended.result["state"], ended.result["exit"]) == ("failed", code), output
+    assert named in ended.result["error"]
+    assert "error: " in output
+    assert named in " ".join(output.split())
+    assert seconds_to_end(ended) < 14
