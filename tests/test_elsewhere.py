@@ -142,8 +142,9 @@ def tensors_in(snapshot: Snapshot) -> list[Tensor]:
     return [tensor for group in groups for tensor in group.values()]
 
 
-# What the host is given to read: a loss scale, samples, no skip; a count to divide by; finite weights.
-REPORT = [0.5, 1.0, 65536.0, 0.1, 64.0, 0.0, 0.0]
+# What the host is given to read: a loss scale, no skip, samples; a count to divide by; finite weights.
+REPORT = [0.5, 1.0, 65536.0, 0.1, 0.0, 64.0, 32.0, 0.0]
+NO_VOTES, BAD_LOSS = [0.0] * 4, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 ANSWERS: dict[str, float | list[float]] = {
     "engine/result.py": REPORT,
     "evaluate.py _conclude": [1.0],
@@ -195,7 +196,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(environment, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    answers = ANSWERS | {"engine/result.py": [*REPORT[:5], 1.0, 1.0]}
+    answers = ANSWERS | {"engine/result.py": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]}
     with (
         Elsewhere(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,

@@ -8,6 +8,7 @@ without a gradient send zeros. How a bucket travels is the business of `wires`.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,16 +32,9 @@ CULPRIT, ABANDONED = 1, 2
 class Reduced:
     """What a step needs to know about the reduced gradient; all tensors on the device."""
 
-    sums: (
-        Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index; 0 where the step is abandoned
-    )
+    sums: Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index
     marks: Tensor  # [world_size] fp64 CULPRIT where a rank's own gradient was not finite, ABANDONED, or 0
     bytes: int  # handed to collectives by this rank
-
-    @property
-    def abandoned(self) -> Tensor:
-        """Whether any rank has abandoned the step: bool, 0-dim."""
-        return (self.marks == ABANDONED).any()
 
 
 @dataclass
@@ -221,14 +215,11 @@ class Reducer:
         if self._sharded:
             sums, marks = self._share_looks(sums)
         elif self._group is None:
-            marks = self._mark(~sums.sum().isfinite())[None]
+            marks = self._mark(_not_finite(sums))[None]
         else:
             last = self.buckets[-1]
             marks = last.tail.double() / self._transports[last.segment.name].after
         reduced = Reduced(sums, marks, self._sent_bytes)
-        abandoned = reduced.abandoned  # then no gradient is anyone's fault
-        reduced.sums = sums.masked_fill(abandoned, 0.0)
-        reduced.marks = marks.masked_fill(abandoned & (marks == CULPRIT), 0.0)
         self._backward = _Backward()
         self._next, self._sent_bytes = 0, 0
         return reduced
@@ -267,7 +258,7 @@ class Reducer:
 
     def _own_gradient_is_bad(self) -> Tensor:
         looks = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
-        return ~torch.cat(looks).sum().isfinite()
+        return _not_finite(torch.cat(looks))
 
     def _mark(self, bad: Tensor) -> Tensor:
         """This rank's slot, fp64, 0-dim."""
@@ -294,6 +285,11 @@ class Reducer:
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
         self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)
+
+
+def _not_finite(sums: Tensor) -> Tensor:
+    """Whether one of these sums of squares is inf or nan: bool, 0-dim."""
+    return ~(sums.sum() < math.inf)
 
 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from launcher.engine.clock import Spans
 from launcher.engine.notices import NO_SAMPLES, Notices
-from launcher.engine.reducer import ABANDONED, CULPRIT, Reduced
-from launcher.engine.tally import VOTES
+from launcher.engine.reducer import ABANDONED, CULPRIT
+from launcher.engine.scale import LossScale
+from launcher.engine.tally import FIELDS, VOTES
 
 
 @dataclass(frozen=True)
@@ -66,21 +67,20 @@ class StepResult:
     @classmethod
     def capture(
         cls,
-        values: Tensor,
-        state: Tensor,
-        reduced: Reduced,
+        packed: Tensor,
         names: list[str],
+        num_ranks: int,
+        wire_bytes: int,
         spans: Spans,
         notices: Notices,
     ) -> StepResult:
-        """Pack [values (7), votes, automaton state (7), marks of ranks, sums per parameter], all as fp64."""
-        packed = torch.cat([values, state.double(), reduced.marks, reduced.sums])
+        """`packed`, fp64: [5 values, tally, automaton state, marks of ranks, sums by parameter]."""
         # A meta tensor has nothing to copy: there a step is only traced for what it asks the host.
         host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
         if packed.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return cls(host, ready, names, reduced.marks.numel(), reduced.bytes, spans, notices)
+        return cls(host, ready, names, num_ranks, wire_bytes, spans, notices)
 
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.
@@ -89,13 +89,13 @@ class StepResult:
         """
         if self._ready is not None:
             self._ready.synchronize()
-        values, votes, automaton, marks, sums = torch.split(
-            self._packed, [7, VOTES, 7, self._num_ranks, len(self._names)]
-        )
-        loss, grad_norm, scale, lr, count, skipped, bad_losses = values.tolist()
+        head = 5 + FIELDS + len(LossScale.FIELDS)
+        numbers, marks, sums = torch.split(self._packed, [head, self._num_ranks, len(self._names)])
+        loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = numbers.tolist()
+        votes, automaton = map(int, more[:VOTES]), map(int, more[VOTES:])
         if count == 0 and not (marks == ABANDONED).any():
             self._notices.warn(NO_SAMPLES, stacklevel=2)
-        _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, automaton.tolist())
+        _, _, _, applied, skips, floor_skips, bad_loss_steps = automaton
         return StepReport(
             loss=loss,
             grad_norm=grad_norm,
@@ -113,7 +113,7 @@ class StepResult:
             culprit_parameters=tuple(
                 self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()
             ),
-            votes=tuple(map(int, votes.tolist())),
+            votes=tuple(votes),
             spans_ms=self._spans.read_ms(),
             abandoned_ranks=tuple((marks == ABANDONED).nonzero().flatten().tolist()),
         )

@@ -146,26 +146,32 @@ class LossScale:
         scale. A non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes
         nothing, and is not counted.
         """
-        s, t, h, applied, skips, floor, bad = self.state.unbind()
-        clean = ~skipped
-        if self.scaling.mode == "dynamic":
-            low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
-            floor_next = torch.where(overflow & (s == low), floor + 1, floor * ~clean)
-            lives = torch.where(clean, self.scaling.hysteresis, h - overflow.long())
-            grown = clean & (t + 1 >= self.scaling.growth_interval)
-            lowered = overflow & (lives <= 0)
-            s = (s + grown.long() - lowered.long()).clamp(low, high)
-            t = torch.where(clean, torch.where(grown, 0, t + 1), torch.where(overflow, 0, t))
-            h = lives
-        else:
-            floor_next = torch.where(overflow, floor + 1, floor * ~clean)
-        bad = torch.where(bad_loss, bad + 1, bad * ~clean)
-        after = torch.stack([s, t, h, applied + clean.long(), skips + skipped.long(), floor_next, bad])
-        self.state.copy_(torch.where(abandoned, self.state, after))
+        self.state.copy_(next_state(self.scaling, self.state, skipped, bad_loss, overflow, abandoned))
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent as fp32, exact, for integer exponents in [-126, 127]; same shape."""
+def next_state(
+    scaling: Scaling, state: Tensor, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor
+) -> Tensor:
+    """The automaton's state after a step with these flags (see `LossScale.advance`), int64 [FIELDS]."""
+    s, t, h, applied, skips, floor, bad = state.unbind()
+    clean, at_floor = ~skipped, overflow
+    if scaling.mode == "dynamic":
+        low, high = _exponent(scaling.min), _exponent(scaling.max)
+        at_floor = overflow & (s == low)
+        grown = clean & (t >= scaling.growth_interval - 1)
+        lowered = overflow & (h <= 1)
+        s = (s + grown).add(lowered, alpha=-1).clamp(low, high)
+        t = (t + clean) * ~(grown | overflow)
+        h = torch.where(clean, scaling.hysteresis, h.add(overflow, alpha=-1))
+    floor, bad = (floor + at_floor) * skipped, (bad + bad_loss) * skipped
+    after = torch.stack([s, t, h, applied + clean, skips + skipped, floor, bad])
+    return torch.where(abandoned, state, after)
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """2^exponent as fp32 or fp64, exact, for integer exponents in [-126, 127]; same shape."""
+    if dtype == torch.float64:
+        return ((exponent + 1023) << 52).view(torch.float64)
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 

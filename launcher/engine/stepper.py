@@ -30,7 +30,7 @@ from launcher.engine.mean_loss import WARNING, is_mean
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.notices import Notices
 from launcher.engine.policy import Emulation, Policy, choose_emulation
-from launcher.engine.reducer import Reduced, Reducer, refuse_sparse
+from launcher.engine.reducer import Reducer, refuse_sparse
 from launcher.engine.refusal import (
     NO_GRADIENT,
     UnusableError,
@@ -49,6 +49,7 @@ from launcher.engine.state import (
 )
 from launcher.engine.tally import Tally
 from launcher.engine.update import Optimizer, Scalars, Updater
+from launcher.engine.verdict import Terms, judge, next_rate
 from launcher.engine.wires import Wire, choose_transports
 
 
@@ -132,6 +133,8 @@ class Stepper:
         self._in_place = InPlaceChanges(model, self.layout, self.shards, group)
         self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
         self._clip_norm = clip_norm
+        # On a CPU compiling it costs seconds, and saves a step 0.2 ms.
+        self._judge = torch.compile(judge) if compiled and self._device.type != "cpu" else judge
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
         self._micro_batches = micro_batches
         self._reference = reference_count
@@ -163,7 +166,7 @@ class Stepper:
         captured in a CUDA graph follows it. It is not part of state_dict(): set it again after
         load_state_dict(), as the schedule does.
         """
-        return float(self._next_rate())
+        return float(next_rate(self._rates, self.scale.applied))
 
     @lr.setter
     def lr(self, rate: float) -> None:
@@ -264,9 +267,10 @@ class Stepper:
         """
         if not self._failed:
             self._refuse_missed_backward()
-        values, reduced = self.step_on_device()
+        packed, wire_bytes = self.step_on_device()
+        world_size = self.layout.world_size
         return StepResult.capture(
-            values, self.scale.state, reduced, self._names, self.clock.take(), self._notices
+            packed, self._names, world_size, wire_bytes, self.clock.take(), self._notices
         )
 
     def abandon(self) -> StepResult:
@@ -282,49 +286,41 @@ class Stepper:
         self._failed = True
         return self.step()
 
-    def step_on_device(self) -> tuple[Tensor, Reduced]:
-        """`step()` without the report to the host: what a CUDA graph can capture."""
+    def step_on_device(self) -> tuple[Tensor, int]:
+        """`step()` without the report to the host: what a CUDA graph can capture.
+
+        The step's numbers, packed for StepResult, and the bytes that this rank handed to the wire.
+        """
         self._refuse_detached()
         if not self._failed:
             self.buffers.collect()  # may refuse: before anything is sent or written
         if self._reference is None:
             self._reference, self._settles_reference = self._agree_on_reference(0), True
-        reference = max(1, self._reference)
+        terms = Terms(float(self._divisor * max(1, self._reference)), self._clip_norm, self.scale.scaling)
         self.clock.mark("compute")
         self.reducer.flush(abandoned=self._failed)
         reduced = self.reducer.finish()
-        abandoned = reduced.abandoned
-        count, loss_sum, bad_losses, votes = self._tally.totals(abandoned)
+        tally = self._tally.totals()
         self._in_place.take()
         self.clock.mark("wire")
 
-        squares = reduced.sums.sum()
-        bad_loss = bad_losses > 0
-        overflow = ~squares.isfinite() & ~bad_loss
-        # Without samples too, where the step is abandoned; a count from a device may be anything.
-        skip = overflow | bad_loss | ~((count > 0) & count.isfinite())
-
-        scale = self.scale.value().double()
-        unscale = self._divisor * reference / (scale * count)
-        grad_norm = unscale * squares.sqrt()
-        lr = self._next_rate()
-        multiplier = (unscale * self._clip_factor(grad_norm)).float()
+        verdict = self._judge(terms, reduced.sums, reduced.marks, tally, self.scale.state, self._rates)
         self._wait_for_readers()
-        self.updater.step(Scalars(multiplier, lr, self.scale.applied + 1, skip))
+        self.updater.step(Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
         self.shards.gather_weights()
         if self._failed:
             self.buffers.restore()
         else:
-            self.buffers.restore_if(skip)
-        self.scale.advance(skip, bad_loss, overflow, abandoned)
+            self.buffers.restore_if(verdict.skip)
+        self.scale.state.copy_(verdict.state)
         if self._done:
-            self._trained |= ~skip
+            self._trained |= ~verdict.skip
         self.clock.mark("update")
-        if self._settles_reference and bool(abandoned):  # agreeing on it has waited for the device too
+        # Agreeing on the reference has waited for the device too.
+        if self._settles_reference and bool(verdict.abandoned):
             self._reference = None
         self._start_of_step()
-        values = torch.stack([loss_sum / count, grad_norm, scale, lr, count, skip.double(), bad_losses])
-        return torch.cat([values, votes]), reduced
+        return verdict.packed, reduced.bytes
 
     def hold_update(self, read: torch.cuda.Event) -> None:
         """Let the next update wait, on the device, until `read`: weights and states are being copied.
@@ -516,10 +512,6 @@ class Stepper:
     def _during_backward(self) -> AbstractContextManager[object]:
         return self.policy.backward(self.emulation.used)
 
-    def _next_rate(self) -> Tensor:
-        # take, not [...]: indexing with a 0-dim tensor asks the host for its value
-        return self._rates.take(self.scale.applied.clamp(max=len(self._rates) - 1))
-
     def _refuse_missed_backward(self) -> None:
         """Gradients in p.grad and none of this step's: `loss.backward()` was called in place of ours."""
         if self._done or all(p.grad is None for p in self.layout.parameters.values()):
@@ -533,12 +525,6 @@ class Stepper:
         if self.layout.world_size == 1:
             raise UnusableError(text)
         self._notices.warn(text, stacklevel=3)
-
-    def _clip_factor(self, grad_norm: Tensor) -> Tensor:
-        """min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`."""
-        if self._clip_norm is None:
-            return torch.ones_like(grad_norm)
-        return (self._clip_norm / (grad_norm + 1e-6)).clamp(max=1.0)
 
     def _agree_on_reference(self, count: int | Tensor) -> int:
         """n0 from the first step: the power of two nearest to the mean count per rank. A collective.

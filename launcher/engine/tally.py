@@ -13,14 +13,15 @@ from torch import Tensor
 from launcher.engine import works
 
 VOTES = 4  # questions on which the ranks may vote in a step; what they mean is the caller's business
+FIELDS = 3 + VOTES
 
 
 class Tally:
-    """Sums over the micro-batches of this rank, then over the ranks: one fp64 tensor [3 + VOTES]."""
+    """Sums over the micro-batches of this rank, then over the ranks: one fp64 tensor [FIELDS]."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._sums = torch.zeros(3 + VOTES, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(FIELDS, dtype=torch.float64, device=device)
         self._newest: Tensor | None = None  # [3] of the micro-batch that may still be taken back
         self._work: dist.Work | None = None
         self._sent = False
@@ -30,7 +31,7 @@ class Tally:
         loss = loss_sum.detach().double()
         n = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, float(count))
         self._include_newest()
-        self._newest = torch.stack([n.reshape(()), loss, (~loss.isfinite()).double()])
+        self._newest = torch.stack([n.reshape(()), loss, (loss - loss != 0).double()])
 
     def take_back(self) -> None:
         """Forget the micro-batch that was added last."""
@@ -49,16 +50,12 @@ class Tally:
         if self._group is not None:
             self._work = works.started(dist.all_reduce(self._sums, group=self._group, async_op=True))
 
-    def totals(self, abandoned: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, all 0-dim; votes [VOTES].
-
-        All are 0 where `abandoned` (bool, 0-dim, on the device) is true.
-        """
+    def totals(self) -> Tensor:
+        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
         if self._work is not None:
             works.wait_for(self._work, self._sums)
             self._work = None
-        sums = self._sums.masked_fill(abandoned, 0.0)
-        return sums[0], sums[1], sums[2], sums[3:]
+        return self._sums
 
     def restart(self) -> None:
         """Begin the next step."""
@@ -68,5 +65,5 @@ class Tally:
 
     def _include_newest(self) -> None:
         if self._newest is not None:
-            self._sums[:3] += self._newest
+            self._sums[:3].add_(self._newest)
             self._newest = None

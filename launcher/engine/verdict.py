@@ -1,0 +1,82 @@
+"""What becomes of a step, from the numbers that all ranks share: the multiplier of the update, or a skip.
+
+Owns the arithmetic on a step's scalars, as one function without side effects: a compiler fuses what makes up
+it, where each of its 60 operations is a launch by the host otherwise. All ranks call it with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from launcher.engine.reducer import ABANDONED
+from launcher.engine.scale import Scaling, next_state, power_of_two
+from launcher.engine.tally import FIELDS
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is the same in every step. `unit` is the wire's divisor times the reference count n0."""
+
+    unit: float
+    clip_norm: float | None
+    scaling: Scaling
+
+
+class Verdict(NamedTuple):
+    """0-dim tensors on the device, but for `state` (the loss scale's next) and `packed` (see `result`)."""
+
+    multiplier: Tensor  # fp32: takes the wire gradient to the clipped mean gradient
+    lr: Tensor  # fp64
+    number: Tensor  # int64: applied steps, this one included
+    skip: Tensor  # bool
+    abandoned: Tensor  # bool
+    state: Tensor  # int64 [LossScale.FIELDS]
+    packed: Tensor  # fp64 [5 + tally + LossScale.FIELDS + ranks + parameters]
+
+
+def judge(terms: Terms, sums: Tensor, marks: Tensor, tally: Tensor, state: Tensor, rates: Tensor) -> Verdict:
+    """`sums` [parameters] of squares and `marks` [ranks] are the reducer's, `tally` is summed over the ranks.
+
+    `state` is the loss scale's before the step, `rates` [steps] has one learning rate per applied step. Where
+    a rank has abandoned the step, no gradient is anyone's fault, and nothing was counted.
+    """
+    given_up = marks == ABANDONED
+    abandoned = given_up.any()
+    marks = torch.where(abandoned, marks * given_up, marks)
+    looks = torch.cat([tally, sums]).masked_fill(abandoned, 0.0)
+    count, loss_sum, bad_losses = looks[:3].unbind()
+    squares = looks[FIELDS:].sum()
+
+    bad_loss = bad_losses > 0
+    finite = squares < math.inf  # a sum of squares: else it is inf or nan
+    overflow = ~(finite | bad_loss)
+    # Without samples too, where the step is abandoned; a count from a device may be anything.
+    skip = ~(finite & ~bad_loss & (count > 0) & (count < math.inf))
+
+    scale = power_of_two(state[0], torch.float64)
+    unscale = terms.unit / (scale * count)
+    grad_norm = unscale * squares.sqrt()
+    multiplier = unscale if terms.clip_norm is None else unscale * _clip_factor(terms.clip_norm, grad_norm)
+    applied = state[3]
+    lr = next_rate(rates, applied)
+    after = next_state(terms.scaling, state, skip, bad_loss, overflow, abandoned)
+    values = torch.stack([loss_sum / count, grad_norm, scale, lr, skip.double()])
+    packed = torch.cat([values, looks[:FIELDS], after.double(), marks, looks[FIELDS:]])
+    return Verdict(multiplier.float(), lr, applied + 1, skip, abandoned, after, packed)
+
+
+def next_rate(rates: Tensor, applied: Tensor) -> Tensor:
+    """The learning rate of the next applied step, 0-dim; the last one of the table for ever after."""
+    # A tensor of one dimension: with a 0-dim one `rates[...]` asks the host for its value, and no compiler
+    # has a form of `rates.take(...)`.
+    return rates.index_select(0, applied.clamp(max=len(rates) - 1).view(1)).view(())
+
+
+def _clip_factor(clip_norm: float, grad_norm: Tensor) -> Tensor:
+    """min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`."""
+    return (clip_norm / (grad_norm + 1e-6)).clamp(max=1.0)

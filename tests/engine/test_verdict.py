@@ -1,0 +1,70 @@
+"""The judgement of a step: the same bits from the compiler that a GPU has, without a break in the graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.engine.reducer import ABANDONED, CULPRIT
+from launcher.engine.scale import Scaling
+from launcher.engine.tally import FIELDS
+from launcher.engine.verdict import Terms, judge, next_rate
+
+SUMS = [[4.0, 9.0, 12.0], [4.0, math.inf, 12.0], [4.0, math.nan, 12.0], [0.0, 0.0, 0.0]]
+MARKS = [[0, 0], [CULPRIT, 0], [0, ABANDONED], [ABANDONED, CULPRIT]]
+TALLIES = [[64, 32, 0, 1], [64, math.nan, 1, 0], [0, 0, 0, 0], [math.inf, 1, 0, 0]]
+STATES = [[16, 0, 1, 3, 0, 0, 0], [0, 1, 1, 9, 2, 1, 1]]
+RATES = torch.linspace(0.1, 0.2, 5, dtype=torch.float64)
+
+
+def cases() -> list[tuple[Tensor, ...]]:
+    return [
+        (
+            torch.tensor(sums, dtype=torch.float64),
+            torch.tensor(marks, dtype=torch.float64),
+            torch.tensor(tally + [0] * (FIELDS - len(tally)), dtype=torch.float64),
+            torch.tensor(state),
+            RATES,
+        )
+        for sums, marks, tally, state in itertools.product(SUMS, MARKS, TALLIES, STATES)
+    ]
+
+
+def test_only_a_finite_gradient_of_finite_losses_of_some_samples_is_applied() -> None:
+    terms = Terms(32.0, None, Scaling(growth_interval=2))
+    for sums, marks, tally, state, rates in cases():
+        verdict = judge(terms, sums, marks, tally, state, rates)
+        abandoned = ABANDONED in marks
+        clean = sums.isfinite().all() and tally[1].isfinite() and 0 < tally[0] < math.inf and not abandoned
+        assert bool(verdict.skip) != bool(clean)
+        assert bool(verdict.abandoned) == abandoned
+        if clean:
+            unscale = 32.0 / (2.0 ** state[0].item() * 64)
+            assert verdict.multiplier.item() == unscale
+            assert verdict.packed[1].item() == unscale * sums.sum().sqrt().item()
+        if abandoned:
+            assert torch.equal(verdict.state, state)
+
+
+def test_the_last_rate_holds_for_ever_after() -> None:
+    assert [next_rate(RATES, torch.tensor(step)).item() for step in (0, 4, 5, 99)] == [
+        RATES[i].item() for i in (0, 4, 4, 4)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by the compiler's first import
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("mode", ["dynamic", "none"])
+def test_a_compiler_gives_the_same_bits(mode, clip_norm) -> None:
+    terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2))
+    compiled = torch.compile(judge, fullgraph=True)
+    for case in cases():
+        for one, other in zip(judge(terms, *case), compiled(terms, *case), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.isnan(), other.isnan())
+            assert torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0))

@@ -1,0 +1,147 @@
+"""How many operations a step issues: on a GPU small networks are bound by the host, about 5 us for each.
+
+Counted at the dispatcher for tensors on `meta`, against autocast + GradScaler as its authors would write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.engine import SGD, Policy, Stepper
+from recipes.resnet import BasicBlock, ResNet
+from tests.elsewhere import META
+
+LIMIT = 1.3
+OPTIONS = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+NO_KERNELS = {
+    *(
+        "empty",
+        "alias",
+        "as_strided",
+        "detach",
+        "expand",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+    ),
+    *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+}
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations on this device; those that it has no form of change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if any(getattr(leaf, "device", leaf) == META for leaf in tree_leaves((args, kwargs))):
+            self.names.append(name)
+        if name.startswith(("_fused_", "_amp_")):
+            return None
+        return func(*args, **(kwargs or {}))
+
+    def counts(self) -> tuple[int, int]:
+        """Of all operations, and of those that launch a kernel: views and fresh memory do not."""
+        return len(self.names), sum(name not in NO_KERNELS for name in self.names)
+
+
+class Autocast(TorchFunctionMode):
+    """What torch.autocast does on CUDA to the operations of a ResNet: torch has none for this device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[Tensor, Tensor] = {}  # of weights, which it makes once
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.conv2d, F.linear):
+            args = tuple(self._half(value) for value in args)
+        return func(*args, **(kwargs or {}))
+
+    def _half(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.half()
+        if value not in self._casts:
+            self._casts[value] = value.half()
+        return self._casts[value]
+
+
+def resnet18() -> nn.Module:
+    return ResNet(BasicBlock, (2, 2, 2, 2), 10, 3, small_stem=True).to(META)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.empty(8, 3, 32, 32, device=META), torch.empty(8, dtype=torch.int64, device=META)
+
+
+def counted(step: Callable[[], None]) -> tuple[int, int]:
+    """Of a third step: all states are there."""
+    for _ in range(2):
+        with Operations():
+            step()
+    with Operations() as operations:
+        step()
+    return operations.counts()
+
+
+def with_grad_scaler() -> Callable[[], None]:
+    model, (x, classes) = resnet18(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIONS)  # type: ignore[arg-type]
+    optimizer.param_groups[0] |= {"fused": True, "foreach": False}  # which torch refuses for this device
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler("meta")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with Autocast():
+            loss = F.cross_entropy(model(x).float(), classes)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def ours() -> Callable[[], None]:
+    with Operations():
+        stepper = Stepper(resnet18(), SGD(0.1, **OPTIONS), Policy.fp16(), reference_count=8)  # type: ignore[arg-type]
+    assert not stepper.emulation.used
+    x, classes = batch()
+
+    def step() -> None:
+        with Autocast():
+            loss = F.cross_entropy(stepper.model(x).float(), classes, reduction="sum")
+        stepper.backward(loss, len(x))
+        stepper.step()
+
+    return step
+
+
+def test_a_step_issues_at_most_1_3_times_the_operations_of_autocast_and_grad_scaler() -> None:
+    """Without a compiler, which makes few kernels of a step's scalars and of its update."""
+    own, theirs = counted(ours()), counted(with_grad_scaler())
+    assert theirs[0] > 300
+    text = "{} operations, {} of them kernels; with GradScaler {} and {}".format(*own, *theirs)
+    assert own[0] <= LIMIT * theirs[0], text
+    assert own[1] <= LIMIT * theirs[1], text
