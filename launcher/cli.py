@@ -76,8 +76,7 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
 
 
 def follow_leader(launch: LaunchEnv) -> int:
-    exit_code, reason = follow(launch, run_worker)
-    ignore_sigterm()
+    exit_code, reason = follow(launch, run_worker, on_end=ignore_sigterm)
     if reason and launch.local_rank == 0:  # another machine than rank 0's: nothing has been printed here
         print(wrapped(f"error on rank 0: {reason}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
     return exit_code

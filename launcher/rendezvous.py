@@ -206,9 +206,15 @@ class Leader:
         return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
 
 
-def follow(launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> tuple[int, str]:
+def follow(
+    launch: LaunchEnv,
+    run_job: RunJob,
+    patience: Patience | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> tuple[int, str]:
     """Run the jobs that rank 0 hands out, until it ends; returns its exit code and reason.
 
+    `on_end` is called before rank 0 is let go: torchrun ends the ranks that are left once one has failed.
     Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 says nothing.
     """
     patience = patience or Patience()
@@ -218,6 +224,7 @@ def follow(launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None)
     for number in itertools.count():
         message = receive(store, number, wait_s, launch.rank, failure)
         if "end" in message:
+            on_end()
             store.set(f"heard/{launch.rank}", "")
             break
         failure = run_as_follower(store, message, launch, run_job)

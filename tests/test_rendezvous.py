@@ -211,12 +211,25 @@ def test_a_leader_that_dies_ends_the_others(start) -> None:
     assert "rank 0 to hand over the next job. Rank 0 is still starting, hangs, or has died" in follower[2]
 
 
+SLOW_TO_LEAVE = """
+import atexit, os, signal, time
+from launcher import cli
+
+def follow_and_be_ended(*arguments, follow=cli.follow, **options):
+    ended = follow(*arguments, **options)
+    if os.environ['RANK'] == '2':
+        signal.raise_signal(signal.SIGTERM)  # the others may be gone by now
+    return ended
+
+cli.follow = follow_and_be_ended
+atexit.register(time.sleep, int(os.environ['RANK'] == '0'))
+"""
+
+
 def test_under_torchrun_all_ranks_report_the_same_exit_code(tmp_path) -> None:
-    """Also the one that takes long to leave, and that torchrun therefore sends a SIGTERM."""
+    """Also those that take long to leave, and that torchrun therefore sends a SIGTERM."""
     script = tmp_path / "slow_to_leave.py"
-    script.write_text(
-        "import atexit, os, time\natexit.register(time.sleep, int(os.environ['RANK'] == '0'))" + FRONT
-    )
+    script.write_text(SLOW_TO_LEAVE + FRONT)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"),
