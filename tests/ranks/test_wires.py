@@ -134,26 +134,36 @@ def test_an_overflow_is_skipped_and_named_on_every_wire(name, world_size) -> Non
     assert run_ranks(world_size, plant_inf_on_last_rank, WIRES[name]) == [expected] * world_size
 
 
-def norms_of_small_gradients(env: WorkerEnv) -> dict[str, float]:
-    """By wire; the vectors, which all ranks hold, have most of the norm, and each rank another part of it."""
-    norms = {}
+def small_gradients(env: WorkerEnv) -> tuple[dict[str, float], dict[str, float]]:
+    """By wire, the norm, and the sum of all masters and states after a second step, padding included.
+
+    The vectors, which all ranks hold, have most of the norm, and each rank another part of it.
+    """
+    norms, sums = {}, {}
     for name, wire in WIRES.items():
         model = Planted(5, 7, 11)
         scaling = Scaling("static", 1)
         stepper = Stepper(
-            model, SGD(1.0), Policy.fp16(), env.group, wire=wire, scaling=scaling, reference_count=1
+            model, SGD(1.0, 0.5), Policy.fp16(), env.group, wire=wire, scaling=scaling, reference_count=1
         )
-        with stepper.forward():
-            loss = model(2.0**-8, 2.0**-5 * (env.rank + 1))
-        stepper.backward(loss, 1)
-        norms[name] = stepper.step().read().grad_norm
-    return norms
+        for _ in range(2):
+            with stepper.forward():
+                loss = model(2.0**-8, 2.0**-5 * (env.rank + 1))
+            stepper.backward(loss, 1)
+            norms[name] = stepper.step().read().grad_norm
+        flats = [*stepper.updater.tensors(), *stepper.shards.masters()]
+        sums[name] = sum(flat.abs().sum().item() for flat in flats)
+    return norms, sums
 
 
-def test_each_gradient_is_in_the_norm_once_on_every_wire() -> None:
+def test_each_gradient_is_in_the_norm_once_on_every_wire_and_padding_has_none() -> None:
     norm = (35 * 2.0**-16 + 11 * (2.0**-5 * 2) ** 2) ** 0.5
-    for norms in run_ranks(3, norms_of_small_gradients):
+    ranks = run_ranks(3, small_gradients)
+    for norms, _ in ranks:
         assert norms == pytest.approx(dict.fromkeys(WIRES, norm), rel=1e-6)
+    matrix, vector = (mean * elements * (1.5 + 2.5) for mean, elements in ((2.0**-8, 35), (2.0**-4, 11)))
+    assert [sums["native"] for _, sums in ranks] == pytest.approx([matrix + vector] * 3)
+    assert sum(sums["sharded"] for _, sums in ranks) == pytest.approx(matrix + 3 * vector)
 
 
 def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
