@@ -152,11 +152,12 @@ def test_values_that_are_not_finite_are_taken_as_they_are() -> None:
     assert torch.equal(weights[0, 1:], torch.tensor([torch.inf, -torch.inf]))
 
 
+@pytest.mark.parametrize("value", [0.01, float("nan")])
 @pytest.mark.parametrize("policy", HALF, ids=lambda policy: policy.name)
-def test_changes_through_data_are_refused_when_a_state_is_taken(policy) -> None:
+def test_changes_through_data_are_refused_when_a_state_is_taken(policy, value) -> None:
     stepper = trained(policy)
     stepper.state()
-    stepper.model[2].weight.data.clamp_(-0.01, 0.01)
+    stepper.model[2].weight.data[0, 0] = value
     with pytest.raises(UnusableError, match=r"^2\.weight: .*changed through `.data`.*no_grad") as raised:
         stepper.state()
     assert "0.weight" not in str(raised.value)
