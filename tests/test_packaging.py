@@ -141,3 +141,37 @@ def test_the_scripts_are_executable_and_short() -> None:
         assert os.access(script, os.X_OK)
         call("bash", "-n", script, directory=ROOT)
         assert len(script.read_text().splitlines()) <= 30
+
+
+GPU, NO_GPU = "echo 'GPU 0: Some (UUID: x)'", "exit 9"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environ", "words", "expected"),
+    [
+        (GPU, {}, ["recipe=resnet18"], ["recipe=resnet18"]),
+        (NO_GPU, {}, ["recipe=resnet18"], ["recipe=resnet18", "launch.nproc=2"]),
+        (GPU, {"CUDA_VISIBLE_DEVICES": ""}, ["seed=1"], ["seed=1", "launch.nproc=2"]),
+        (NO_GPU, {}, ["launch.nproc=3", "seed=1"], ["launch.nproc=3", "seed=1"]),
+        (NO_GPU, {}, ["report", "outputs/a b"], ["report", "outputs/a b"]),
+        (NO_GPU, {}, [], ["launch.nproc=2"]),
+    ],
+)
+def test_scripts_run_starts_the_launchers_own_workers(tmp_path, gpus, environ, words, expected) -> None:
+    """On all GPUs, which the launcher counts, or on two of the CPU."""
+    for name in ("scripts", ".venv/bin", "path"):
+        (tmp_path / name).mkdir(parents=True)
+    run = tmp_path / "scripts" / "run"
+    run.write_text((ROOT / "scripts" / "run").read_text())
+    (tmp_path / "scripts" / "environment.sh").write_text("set_up_environment() { :; }\n")
+    python = tmp_path / ".venv" / "bin" / "python"
+    for file, code in ((python, "printf '%s\\n' \"$@\""), (tmp_path / "path" / "nvidia-smi", gpus)):
+        file.write_text(f"#!/bin/sh\n{code}\n")
+        file.chmod(0o755)
+    inherited = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    path = f"{tmp_path / 'path'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", run, *words], env=inherited | {"PATH": path} | environ, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["-m", "launcher", *expected]
