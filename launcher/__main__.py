@@ -16,7 +16,7 @@ from types import FrameType
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     _take_early_signals()
-    from launcher import guardian, streams, ties
+    from launcher import guardian, stranded, streams, ties
 
     streams.make_unfailing()
     ties.end_with_torchrun(os.environ)
@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from launcher import cli
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return cli.main(argv)
+    exit_code = cli.main(argv)
+    if exit_code:
+        stranded.watch(os.environ)
+    return exit_code
 
 
 def _take_early_signals() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from launcher import stranded
 from launcher.config import Config
 from launcher.environment import (
     LEAVE_S,
@@ -252,6 +253,8 @@ class Watchdog:
         log.error("rank %d: %s Stacks: %s", rank, verdict.text, stacks_path(self._run_dir, rank))
         for child in multiprocessing.active_children():
             child.terminate()
+        with contextlib.suppress(OSError):
+            stranded.watch(os.environ)
         os._exit(verdict.exit_code)
 
 

@@ -13,6 +13,7 @@ LAYERS = (
     {
         "errors",
         "guardian",
+        "stranded",
         "streams",
         "ties",
         "config",

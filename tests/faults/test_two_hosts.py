@@ -50,17 +50,18 @@ class Hosts:
     def link(self, state: str) -> None:
         ip("-n", self._spaces[0], "link", "set", self._ends[0], state)
 
-    def start(self, *words: str) -> None:
+    def start(self, *words: str, elastic_store_on: int | None = None, max_restarts: int = 0) -> None:
+        """Without `elastic_store_on`, the number of a host, torchrun's store is on that of rank 0."""
         (self.directory / "slow.py").write_text(SLOW)
-        meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.99.0.1", "--master-port=29511"]
         cores = sorted(os.sched_getaffinity(0))
         for host, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True)):
             core = str(cores[host % len(cores)])  # one each: more threads are other bits
             command = ["ip", "netns", "exec", space, "taskset", "-c", core]
-            command += [sys.executable, "-m", "torch.distributed.run", *meeting]
+            command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+            command += [f"--max-restarts={max_restarts}", *meeting(host, elastic_store_on)]
             job = ["-m", "launcher", *WORDS, f"recipes.path={self.directory / 'slow.py'}", *words]
             process = subprocess.Popen(
-                [*command, f"--node-rank={host}", *job, f"run.dir={self.run_dir}"],
+                [*command, *job, f"run.dir={self.run_dir}"],
                 cwd=self.directory,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": end},
                 stdout=subprocess.PIPE,
@@ -79,6 +80,17 @@ class Hosts:
             assert all(process.poll() is None for process in self.processes)
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def meeting(host: int, elastic_store_on: int | None) -> list[str]:
+    if elastic_store_on is None:
+        return ["--master-addr=10.99.0.1", "--master-port=29511", f"--node-rank={host}"]
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=10.99.0.{elastic_store_on + 1}:29511",
+        f"--rdzv-conf=is_host={int(host == elastic_store_on)}",
+        f"--local-addr=10.99.0.{host + 1}",  # ranks are in the order of these
+    ]
 
 
 def ip(*words: str) -> None:
@@ -122,6 +134,42 @@ def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:
     output = hosts.processes[1].communicate(timeout=STALL_S + 30)[0]
     assert time.monotonic() - began < STALL_S + 10
     assert re.search(r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", output)
+
+
+STRANDED = r"error: torchrun \(pid \d+\) waits for its store on a machine that does not answer"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_torchrun_ends_where_the_machine_of_its_store_is_gone(hosts: Hosts, lost: int) -> None:
+    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}", elastic_store_on=lost)
+    hosts.wait_for_step(8)
+    hosts.link("down")
+    began = time.monotonic()
+    for pid in (*workers_of(hosts.processes[lost]), hosts.processes[lost].pid):
+        os.kill(pid, signal.SIGKILL)
+    left = hosts.processes[1 - lost]
+    output = left.communicate(timeout=STALL_S + 30)[0]
+    assert time.monotonic() - began < STALL_S + 10
+    assert left.returncode == -signal.SIGKILL
+    assert re.search(STRANDED, output)
+    named = "error: rank 1 waited .* rank 0's machine" if lost == 0 else "error: rank 1 did not come to"
+    assert re.search(named, output)
+
+
+def test_torchrun_with_a_restart_left_restarts_once_the_link_is_up(hosts: Hosts) -> None:
+    words = ("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.start(*words, elastic_store_on=0, max_restarts=1)
+    hosts.wait_for_step(8)
+    first = workers_of(hosts.processes[1])
+    hosts.link("down")
+    time.sleep(STALL_S + 8)
+    assert hosts.processes[1].poll() is None
+    hosts.link("up")
+    deadline = time.monotonic() + 60  # the kernel repeats the request at intervals that double
+    while set(workers_of(hosts.processes[1])) <= set(first):
+        assert hosts.processes[1].poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_link_that_comes_up_again_changes_nothing(hosts: Hosts, undisturbed) -> None:
