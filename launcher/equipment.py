@@ -49,6 +49,7 @@ def apply_switches(config: Config) -> None:
     """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch: a process per core, in each rank
     if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
         # Not called without need: it imports the compiler, which takes a second and keeps a process group
         # alive, so that the other ranks would not notice at once that this one has failed.
@@ -205,11 +206,14 @@ def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
 
 
 def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:
-    """Whether compiling the update pays for itself within this run, and the reason."""
+    """Whether compiling the update would pay for itself within this run, and the reason.
+
+    Asks for what can be asked without loading the compiler; whether it works is for the Stepper to try.
+    """
     if device.type == "cuda":
         found = importlib.util.find_spec("triton") is not None
         return found, "compiled with Triton" if found else "plain: Triton is not installed"
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         return False, "plain: there is no C++ compiler"
     saved = numel * steps * SECONDS_SAVED_PER_PARAMETER
     if saved < SECONDS_TO_COMPILE:
@@ -241,7 +245,10 @@ def decisions(
     steps = plan.steps_per_epoch * config.train.epochs
     if config.optim.name in TORCH_OPTIMIZERS:
         yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
-    yield "update", compiles_update(env.device, numel, min(steps, config.train.max_steps or steps))[1]
+    else:
+        reason = compiles_update(env.device, numel, min(steps, config.train.max_steps or steps))[1]
+        failure = stepper.compilation.reason
+        yield "update", f"plain: {failure}" if failure else reason
     if config.wire.overlap and _shares_communicator(config, env):
         yield (
             "wire",

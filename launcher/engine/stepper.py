@@ -24,6 +24,7 @@ from launcher.engine.attachment import Attachment
 from launcher.engine.buffers import Buffers, bits_of
 from launcher.engine.calibration import dry_pass, safe_exponent
 from launcher.engine.clock import StepClock
+from launcher.engine.compilation import Compilation, choose_compilation
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.layout import Layout
 from launcher.engine.mean_loss import WARNING, is_mean
@@ -60,7 +61,8 @@ class Stepper:
     step(); the last of them overlaps with the wire. `reference_count` is n0 of the loss boundary: the usual
     number of samples (or tokens) per step and rank; None takes it from the counts of the first step, which
     costs that step one collective. `learning_rates` gives one rate per applied step, the last one for ever
-    after; None means `optimizer.lr` throughout.
+    after; None means `optimizer.lr` throughout. `compiled` makes one kernel of the update with torch.compile,
+    on all ranks or on none; where that does not work, `compilation.reason` says why.
 
     Building a Stepper moves the model's parameters and buffers into flat memory and takes rank 0's values
     on all ranks: load weights before it, or afterwards with `load`. Raises UnusableError for what cannot be
@@ -118,17 +120,24 @@ class Stepper:
         take_values_of_rank_0(self.layout, model, self.buffers, group)
         self._device = self.layout.device
         self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
+        self.compilation: Compilation = choose_compilation(compiled, optimizer, self.layout, group)
         transports, self._divisor = choose_transports(wire, self.layout, group)
         self._tally = Tally(self._device, group)
         self.reducer = Reducer(
-            self.layout, group, transports, micro_batches, wire.overlap, compiled, self._tally.send
+            self.layout,
+            group,
+            transports,
+            micro_batches,
+            wire.overlap,
+            self.compilation.used,
+            self._tally.send,
         )
         self._attachment = Attachment(model, self.layout, self.reducer)
         self.shards = Shards(self.layout, transports, group)
         self.updater: Updater | AdaptedUpdater = (
             AdaptedUpdater(self.layout, self.shards.pieces, optimizer)
             if isinstance(optimizer, TorchOptimizer)
-            else Updater(self.shards.pieces, optimizer, compiled)
+            else Updater(self.shards.pieces, optimizer, self.compilation.used)
         )
         self._in_place = InPlaceChanges(model, self.layout, self.shards, group)
         self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)

@@ -62,6 +62,7 @@ def stepper_of(form: str, *arguments, **options) -> Stepper:
     stepper = Stepper(*arguments, compiled=form == "compiled", reference_count=1, **options)
     updater = stepper.updater
     assert isinstance(updater, Updater)
+    assert stepper.compilation.used == (form == "compiled"), stepper.compilation.reason
     if "GPU" in form:
         updater._on_host = False
         for batch in updater._batches:
