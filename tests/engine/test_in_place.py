@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
+from tests.elsewhere import META, Elsewhere
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Planted, features, mlp
 
@@ -220,12 +221,14 @@ def test_normalised_weights_train_without_a_word(wrap) -> None:
 
 
 def test_taking_changes_asks_the_host_nothing() -> None:
-    """Tensors on the meta device have no values, so a look at one raises there."""
-    model = mlp().to("meta")
-    stepper = Stepper(model, AdamW(0.1), Policy.fp16(), emulate=True, reference_count=4)
-    clamp(model)
-    with stepper.forward():
-        loss = model(torch.empty(4, 8, device="meta")).float().square().sum()
-    stepper.backward(loss, 4)
-    with pytest.warns(UserWarning, match=TAKEN):
-        stepper.step()
+    with Elsewhere() as device:
+        model = mlp().to(META)
+        stepper = Stepper(model, AdamW(0.1), Policy.fp16(), emulate=True, reference_count=4)
+        device.reads.clear()
+        clamp(model)
+        with stepper.forward():
+            loss = model(torch.empty(4, 8, device=META)).float().square().sum()
+        stepper.backward(loss, 4)
+        with pytest.warns(UserWarning, match=TAKEN):
+            stepper.step()
+        assert device.reads == []
