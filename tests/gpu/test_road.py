@@ -30,6 +30,24 @@ def greedy(config):
     data = TensorData({"x": torch.zeros(8, 4), "label": torch.zeros(8, dtype=torch.int64)})
     return Recipe(lambda: nn.Linear(4, 2), data, data, loss, classes=("a", "b"))
 """
+CONVOLUTIONS = """
+import torch
+from torch import nn
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+
+def build():
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8 * 16, 3))
+
+def loss(network, batch):
+    return cross_entropy(network, batch, inputs="x")
+
+@recipe("convolutions")
+def convolutions(config):
+    x = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorData({"x": x, "label": torch.arange(64) % 3})
+    return Recipe(build, data, data, loss, classes=("a", "b", "c"))
+"""
 
 
 def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -44,10 +62,11 @@ def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_deterministic_runs_end_with_the_same_bits(device, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(CONVOLUTIONS)
+    words = ["recipe.uses=convolutions", "recipes.path=mine.py", "data.batch_size=16", "train.max_steps=8"]
     digests = []
     for name in ("one", "two"):
-        words = ["data.batch_size=64", "train.max_steps=6", "train.deterministic=true", f"run.dir={name}"]
-        done = launched(tmp_path, *words)
+        done = launched(tmp_path, *words, "train.deterministic=true", f"run.dir={name}")
         assert done.returncode == 0, done.stderr
         digests.append(json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"])
     assert digests[0] == digests[1]
