@@ -10,6 +10,7 @@ import dis
 import functools
 import re
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +19,9 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from launcher.engine import UnusableError
+from launcher.engine import EngineWarning, UnusableError
 from launcher.environment import OF_ANOTHER
 from launcher.errors import DataError, LauncherError, OutOfMemoryError, RecipeError
 from launcher.recipe import Recipe
@@ -36,17 +37,27 @@ DTYPES = re.compile(
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
 ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
+MODE_CHANGED = {
+    True: "the recipe's loss switched the network to evaluation mode while it is trained: batch norms then "
+    "keep their statistics, and dropout is off. Remove network.eval() from it: the launcher sets the mode "
+    "itself.",
+    False: "the recipe's loss switched the network to training mode while it is evaluated: batch norms then "
+    "learn from the validation set, and dropout is on. Remove network.train() from it: the launcher sets the "
+    "mode itself.",
+}
 
 
 def guarded(recipe: Recipe, log: Path) -> Recipe:
     """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
+
+    A loss that changes the mode of the network is warned of, once.
 
     `log` is the file that the full traceback will be in.
     """
     return replace(
         recipe,
         build_model=_guarded("build_model", recipe.build_model, log),
-        loss=_guarded("loss", recipe.loss, log),
+        loss=_keeping_mode(_guarded("loss", recipe.loss, log)),
         train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, log),
         eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, log),
     )
@@ -114,6 +125,26 @@ def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[
         batch = next((each for each in arguments if isinstance(each, dict)), None)
         with guarding(what, log, batch):
             return function(*arguments)
+
+    return call
+
+
+def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
+    """The same with a warning, once, where it leaves the network in another mode than it was given.
+
+    A part of the network may be switched on purpose, such as a batch norm whose statistics are to stay.
+    """
+    warned = False
+
+    @functools.wraps(loss, updated=())
+    def call(network: nn.Module, *more: Any) -> Result:
+        nonlocal warned
+        training = network.training
+        found = loss(network, *more)
+        if network.training != training and not warned:
+            warned = True
+            warnings.warn(MODE_CHANGED[training], EngineWarning, stacklevel=2)
+        return found
 
     return call
 

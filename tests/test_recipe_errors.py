@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from launcher.data import Batch
+from launcher.engine import EngineWarning
 from launcher.errors import DataError
-from launcher.recipe_errors import guarding
+from launcher.recipe import Loss, Recipe, TensorData
+from launcher.recipe_errors import guarded, guarding
 
 LOG = Path("/run/logs/rank0.log")
 NORMS: dict[str, tuple[nn.Module, Tensor, str]] = {
@@ -36,3 +40,34 @@ def test_a_norm_of_a_single_value_says_what_it_needs(name: str) -> None:
     assert text.count("\n") == 0
     assert f"at {__file__}:" in text
     assert rule in text
+
+
+def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
+    data = TensorData({"x": torch.ones(4, 3)})
+    return guarded(Recipe(lambda: nn.Linear(3, 1), data, data, loss), LOG)
+
+
+@pytest.mark.parametrize(
+    ("training", "text"),
+    [(True, "to evaluation mode while it is trained"), (False, "to training mode while it is evaluated")],
+)
+def test_a_loss_that_changes_the_mode_of_the_network_is_warned_of_once(training: bool, text: str) -> None:
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        network.train(not training)
+        return Loss(network(batch["x"]).sum(), 4)
+
+    recipe = recipe_with(loss)
+    network = recipe.build_model()
+    with pytest.warns(EngineWarning, match=text):
+        recipe.loss(network.train(training), {"x": torch.ones(4, 3)})
+    recipe.loss(network.train(training), {"x": torch.ones(4, 3)})
+
+
+def test_parts_of_the_network_may_have_another_mode() -> None:
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        next(iter(network.children())).eval()
+        network.eval()  # for a second look, say
+        return Loss(network.train()(batch["x"]).sum(), 4)
+
+    network = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    assert recipe_with(loss).loss(network, {"x": torch.ones(4, 3)}).count == 4
