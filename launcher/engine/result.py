@@ -85,7 +85,8 @@ class StepResult:
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.
 
-        Warns, once per Stepper, of a step without samples: it is skipped and its loss is nan.
+        Warns, once per Stepper, of a step without samples: it is skipped and its loss is nan; and of
+        parameters whose gradient was zero in the first applied steps that were read.
         """
         if self._ready is not None:
             self._ready.synchronize()
@@ -95,6 +96,8 @@ class StepResult:
         votes, automaton = map(int, more[:VOTES]), map(int, more[VOTES:])
         if count == 0 and not (marks == ABANDONED).any():
             self._notices.warn(NO_SAMPLES, stacklevel=2)
+        if not skipped:
+            self._notices.gradients(self._names, sums, stacklevel=2)
         _, _, _, applied, skips, floor_skips, bad_loss_steps = automaton
         return StepReport(
             loss=loss,

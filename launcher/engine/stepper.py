@@ -149,7 +149,7 @@ class Stepper:
         self._reference = reference_count
         self._names = [slot.name for slot in self.layout.slots]
         self.clock = StepClock(self._device)
-        self._notices = Notices()
+        self._notices = Notices({slot.name for slot in self.layout.slots if slot.numel})
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self._start_of_run()
         self._start_of_step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +52,36 @@ def test_decay_and_momentum_act_as_on_zero_gradients(name) -> None:
         assert torch.allclose(p, q, atol=1e-6), key
     assert torch.equal(stepper.model["frozen"].weight, model_of()["frozen"].weight)
     assert not torch.equal(stepper.model["never"].weight, model_of()["never"].weight)
+
+
+def zero_start() -> nn.Module:
+    """Its first layer has no gradient until the second, which starts at zero, has moved."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.zeros_(model[1].weight)
+    return model
+
+
+def detached() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, inputs, output: output.detach())
+    return model
+
+
+@pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(("build", "silent"), [(zero_start, ""), (detached, "0.weight, 0.bias")])
+def test_parameters_without_any_gradient_are_named_once(policy, build, silent) -> None:
+    torch.manual_seed(0)
+    model = build()
+    model.empty = nn.Parameter(torch.zeros(0))
+    stepper = Stepper(model, SGD(0.01), policy, reference_count=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(25):
+            with stepper.forward():
+                loss = nn.Sequential.forward(model, torch.ones(1, 2)).float().sub(1).square().sum()
+            stepper.backward(loss, 1)
+            stepper.step().read()
+    assert [warning.filename for warning in caught] == ([__file__] if silent else [])
+    for warning in caught:
+        text = f"2 of 4 parameters had no gradient other than zero in the first 10 applied steps: {silent}. "
+        assert str(warning.message).startswith(text)
