@@ -111,6 +111,10 @@ class Reducer:
         self._backward = _Backward()
         self._listens = False
         self._next = 0
+        self._followed = 0
+        # A CPU would wait in the midst of backward for ranks that wait there for this one, in a module's own
+        # collective. A GPU's host waits for nothing.
+        self._follows_at_once = layout.device.type != "cpu"
         self.closed = False
         self._sent_bytes = 0
         _take_over(layout.parameters.values())
@@ -209,8 +213,11 @@ class Reducer:
         A look at each bucket as it comes would find it in cache, and yet a dozen looks cost more than that
         saves: on ResNet-50, AdamW, 2 threads about 1 ms of 20 (medians of 24 in each of three processes).
         """
+        self._follow(len(self.buckets))
         for bucket in self.buckets:
             self._transports[bucket.segment.name].settle(bucket)
+        for transport in self._transports.values():
+            transport.join()
         sums = torch.cat([look() for look in self._reduced_looks])
         if self._sharded:
             sums, marks = self._share_looks(sums)
@@ -221,7 +228,7 @@ class Reducer:
             marks = last.tail.double() / self._transports[last.segment.name].after
         reduced = Reduced(sums, marks, self._sent_bytes)
         self._backward = _Backward()
-        self._next, self._sent_bytes = 0, 0
+        self._next, self._followed, self._sent_bytes = 0, 0, 0
         return reduced
 
     def own_gradients(self) -> dict[str, Tensor]:
@@ -285,6 +292,17 @@ class Reducer:
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
         self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)
+        if self._follows_at_once:
+            self._follow(bucket.index)
+
+    def _follow(self, end: int) -> None:
+        """Start the second stage of the buckets before `end`, in order: the same on all ranks.
+
+        It comes after the launch of the next bucket: that is on the wire while this one is summed.
+        """
+        for bucket in self.buckets[self._followed : end]:
+            self._transports[bucket.segment.name].follow(bucket)
+        self._followed = end
 
 
 def _not_finite(sums: Tensor) -> Tensor:

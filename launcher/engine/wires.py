@@ -21,6 +21,7 @@ from torch import Tensor
 from launcher.engine import limits, works
 from launcher.engine.layout import Layout, Run, Segment, Slot
 from launcher.engine.refusal import UnusableError
+from launcher.engine.side import SideStream
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -99,8 +100,16 @@ class Transport(Protocol):
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
         ...
 
+    def follow(self, bucket: Bucket) -> None:
+        """Start what comes after the first exchange. On CUDA beside the current stream; else it waits."""
+        ...
+
     def settle(self, bucket: Bucket) -> None:
-        """Wait for the result (on CUDA: make the stream wait)."""
+        """Wait for what `follow` has started. On CUDA `join` is to come."""
+        ...
+
+    def join(self) -> None:
+        """On CUDA: make the current stream wait for the results of all buckets that are settled."""
         ...
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
@@ -123,10 +132,16 @@ class NativeSum:
         bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
         return bucket.size_bytes
 
+    def follow(self, bucket: Bucket) -> None:
+        pass
+
     def settle(self, bucket: Bucket) -> None:
         if bucket.work is not None:
             works.wait_for(bucket.work, bucket.message)
             bucket.work = None
+
+    def join(self) -> None:
+        pass  # settle() has
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
@@ -141,17 +156,30 @@ class WideSum:
 
     before = 1.0
 
-    def __init__(self, group: dist.ProcessGroup, divisor: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, divisor: int, side: SideStream) -> None:
         self._group = group
+        self._side = side
         self.after = 1.0 / divisor
 
     def launch(self, bucket: Bucket) -> int:
-        exchange(bucket, self._group)
+        with self._side.after_current():
+            exchange(bucket, self._group)
         return bucket.size_bytes
 
+    def follow(self, bucket: Bucket) -> None:
+        with self._side.alone():
+            mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
+            bucket.work = start_gather(bucket.message, mean, self._group)
+            bucket.received = mean  # until it is gathered
+
     def settle(self, bucket: Bucket) -> None:
-        mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
-        all_gather(bucket.message, mean, self._group)
+        assert bucket.work is not None
+        with self._side.alone():
+            works.wait_for(bucket.work, bucket.message)
+            bucket.work = bucket.received = None
+
+    def join(self) -> None:
+        self._side.join()
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
@@ -165,18 +193,27 @@ class ShardedSum:
 
     before = after = 1.0
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, side: SideStream) -> None:
         self._group = group
+        self._side = side
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def launch(self, bucket: Bucket) -> int:
         for gap in bucket.run.gaps():
             bucket.segment.grad[gap].zero_()  # the sum of the step before may lie there
-        exchange(bucket, self._group)
+        with self._side.after_current():
+            exchange(bucket, self._group)
         return bucket.size_bytes  # the gather of the weights is the other half
 
+    def follow(self, bucket: Bucket) -> None:
+        with self._side.alone():
+            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+
     def settle(self, bucket: Bucket) -> None:
-        self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+        pass  # follow() starts nothing that could be waited for
+
+    def join(self) -> None:
+        self._side.join()
 
     def owned(self, segment: Segment, run: Run) -> Tensor:
         """This rank's piece of the reduced gradient of a run, fp32, flat."""
@@ -193,9 +230,13 @@ class ShardedSum:
 
     def gather_weights(self, segment: Segment) -> None:
         """Give all ranks the weights that each has updated. A collective: all ranks call it."""
+        gathers = []
         for run in segment.runs:
+            whole = segment.weight[run.start : run.end]
             own = segment.weight[run.piece(self._rank, self._world_size)].clone()
-            all_gather(segment.weight[run.start : run.end], own, self._group)
+            gathers.append((start_gather(whole, own, self._group), whole, own))
+        for work, whole, _ in gathers:
+            works.wait_for(work, whole)
 
 
 def choose_transports(
@@ -207,9 +248,10 @@ def choose_transports(
     """
     if group is None:
         return {segment.name: NativeSum(None) for segment in layout.segments}, 1
+    side = SideStream(layout.device)
     if wire.shard and layout.world_size > 1:
         transports: dict[str, Transport] = {
-            segment.name: NativeSum(group) if segment.name == "vectors" else ShardedSum(group)
+            segment.name: NativeSum(group) if segment.name == "vectors" else ShardedSum(group, side)
             for segment in layout.segments
         }
         return transports, 1
@@ -218,7 +260,7 @@ def choose_transports(
         return {
             segment.name: NativeSum(group, divisor)
             if segment.grad.dtype == torch.float32
-            else WideSum(group, divisor)
+            else WideSum(group, divisor, side)
             for segment in layout.segments
         }, divisor
     divisor = wire.predivide or default_predivide(layout.world_size)
@@ -256,6 +298,11 @@ def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """`whole` [W * n] from each rank's `own` [n]."""
+    works.wait_for(start_gather(whole, own, group), whole)
+
+
+def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """`all_gather`, to be waited for. Until then both tensors must be kept."""
     # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    works.run(gather(whole, own, group=group, async_op=True), whole)
+    return works.started(gather(whole, own, group=group, async_op=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from launcher.engine.diagnosis import first_nonfinite_module
 from launcher.engine.layout import Piece
 from launcher.engine.statistics import ExponentCounter
 from launcher.engine.update import DEVICE_CHUNK, Scalars, Updater
+from launcher.engine.wires import WideSum
 from launcher.environment import WorkerEnv
 from scripts.bench.baselines import AutocastLoop
 from scripts.bench.gpu_road import profiled, resnet_steps
@@ -115,6 +118,25 @@ def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, wire, k) ->
         for step in range(6):
             for part in range(k):
                 forward_backward(stepper, *batch_of(device, 10 * step + part, BATCH // k))
+            stepper.step()
+        states.append(state_on_host(stepper))
+    assert states[0] == states[1]
+
+
+@pytest.mark.usefixtures("same_bits")
+@pytest.mark.parametrize("late", ["side", "current"])
+def test_a_stream_that_is_late_changes_no_bits(device, group_of_one, late) -> None:
+    """Sums and gathers run on a second stream: events order it with the step's, whichever is behind."""
+    wire, states = Wire(sum="fp32", bucket_bytes=256), []
+    for delayed in (False, True):
+        stepper = stepper_of(device, Policy.fp16(), group=group_of_one, wire=wire)
+        assert len(stepper.reducer.buckets) > 2
+        (side,) = {t._side for t in stepper.reducer._transports.values() if isinstance(t, WideSum)}
+        for step in range(6):
+            if delayed and device.type == "cuda":
+                with side.alone() if late == "side" else contextlib.nullcontext():
+                    torch.cuda._sleep(20_000_000)  # cycles, about 10 ms
+            forward_backward(stepper, *batch_of(device, step))
             stepper.step()
         states.append(state_on_host(stepper))
     assert states[0] == states[1]
