@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DUMP = "_dump_fr_trace_json"
 COMPARED = 16  # of a rank's latest collectives: more than a step keeps in flight
-ANSWER_S = 0.5  # for the others; who waits for another rank than the lost one may notice later
+ANSWER_S = 2.0  # for the others, where more than one is missing: who waits for another rank notices later
 # Those whose input has the same shape on all ranks. Of the others only the names are compared.
 ALIKE = frozenset({"all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter"})
 SIZES = "Received data size doesn't match expected size"  # in Gloo's words
@@ -79,7 +79,10 @@ def last_call(calls: Calls) -> str:
 
 
 def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, Calls]:
-    """The latest calls by rank. To be called by all that have lost a rank, which alone is missing then."""
+    """The latest calls by rank. To be called by all that have lost a rank.
+
+    Returns as soon as a single rank is missing, which is the lost one.
+    """
     from torch.distributed import DistError
 
     said: dict[int, Calls] = {}

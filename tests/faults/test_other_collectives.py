@@ -120,10 +120,6 @@ def test_without_a_parent_rank_0_writes_it_down(tmp_path: Path, ranks, odd, size
     ended = run(tmp_path / "run", ranks=ranks, user_code=partial(all_reduce, odd=odd, size=size))
     assert all(ended.codes), ended
     text = str(ended.result["error"])
-    if "Another rank was lost; " in text:  # the third rank had not noticed by then: nobody is blamed
-        assert ranks == 3
-        assert "any of them may be wrong." in text
-        return
     assert_blames(text if size > USUAL and ranks == 3 else text.partition("\n")[2], odd, size, ranks)
     if size > USUAL and ranks == 3:
         assert ended.codes[0] == 1
