@@ -8,8 +8,10 @@ within rounding, and replicas must not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,11 @@ from torch import Tensor
 from launcher.engine import works
 from launcher.engine.adapter import TorchOptimizer
 from launcher.engine.layout import Layout, Piece
+from launcher.engine.scale import LossScale, Scaling
 from launcher.engine.sums import BLOCKS, SMALL, SumOfSquares
+from launcher.engine.tally import FIELDS
 from launcher.engine.update import Optimizer, Scalars, Updater
+from launcher.engine.verdict import Terms, Verdict, judge
 
 NUMEL = 32
 STEPS = 3
@@ -91,6 +96,8 @@ def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout) -> None:
         raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
     if layout.device.type == "cpu":
         _compare_sums(layout.segments[0].grad.dtype)
+    else:  # on a CPU the judgement of a step is not compiled
+        _compare_judgements(layout)
     if not isinstance(optimizer, TorchOptimizer):
         _compare_updates(optimizer, layout)
 
@@ -100,6 +107,21 @@ def _compare_sums(dtype: torch.dtype) -> None:
     sums = [SumOfSquares(values.device, compiled).over([values])() for compiled in (True, False)]
     if not torch.allclose(sums[0], sums[1], rtol=TOLERANCE):
         raise _Wrong(f"a compiled sum of squares is {sums[0].item()}, not {sums[1].item()}")
+
+
+def _compare_judgements(layout: Layout) -> None:
+    """Of a clean step, and of one with an overflow."""
+    compiled, terms = torch.compile(judge), Terms(1.0, 1.0, Scaling())
+    state = LossScale(Scaling(), layout.device).state
+    ones = partial(torch.ones, dtype=torch.float64, device=layout.device)
+    marks, tally, rates = ones(layout.world_size) - 1, ones(FIELDS), ones(1)
+    tally[2] = 0.0  # losses that are not finite
+    for largest in (4.0, math.inf):
+        sums = ones(len(list(layout.slots))) * largest
+        found, expected = (run(terms, sums, marks, tally, state, rates) for run in (compiled, judge))
+        for field, one, other in zip(Verdict._fields, found, expected, strict=True):
+            if not torch.allclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True):
+                raise _Wrong(f"a compiled judgement of a step has another {field} than the plain one")
 
 
 def _compare_updates(optimizer: Optimizer, layout: Layout) -> None:

@@ -143,7 +143,8 @@ class Stepper:
         self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
         self._clip_norm = clip_norm
         # On a CPU compiling it costs seconds, and saves a step 0.2 ms.
-        self._judge = torch.compile(judge) if compiled and self._device.type != "cpu" else judge
+        compiles = self.compilation.used and self._device.type != "cpu"
+        self._judge = torch.compile(judge) if compiles else judge
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
         self._micro_batches = micro_batches
         self._reference = reference_count

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
-from launcher.engine.compilation import Compilation
+from launcher.engine.compilation import Compilation, _compare_judgements, _Wrong
+from launcher.engine.layout import Layout
 from launcher.environment import WorkerEnv
 from tests.engine.observe import state_digest
 from tests.engine.test_update import planted_step
@@ -172,3 +173,24 @@ print(json.dumps([text, json.loads((run / "result.json").read_text())["weights_s
     assert done.returncode == 0, done.stdout + done.stderr
     text, digest = json.loads(done.stdout.splitlines()[-1])
     return text, digest
+
+
+@pytest.mark.parametrize("field", ["skip", "state", "packed"])
+def test_a_compiler_that_judges_a_step_otherwise_is_not_used(monkeypatch, field) -> None:
+    """On a GPU; here that part of the trial alone."""
+
+    def other(run: Callable[..., object]) -> Callable[..., object]:
+        def compiled(*arguments: object) -> object:
+            verdict = run(*arguments)
+            value = getattr(verdict, field)
+            changed = ~value if value.dtype == torch.bool else value + 1
+            return verdict._replace(**{field: changed})  # type: ignore[attr-defined]
+
+        return compiled
+
+    layout = Layout(Planted(), Policy.fp16())
+    monkeypatch.setattr(torch, "compile", lambda run: run)
+    _compare_judgements(layout)
+    monkeypatch.setattr(torch, "compile", other)
+    with pytest.raises(_Wrong, match=f"another {field} than"):
+        _compare_judgements(layout)
