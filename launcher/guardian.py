@@ -30,15 +30,16 @@ def start(hangup: int) -> None:
     if not os.path.isdir("/proc/self"):
         return
     value = os.urandom(16).hex()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setsid()  # a Ctrl-C is not meant for it
-            if os.fork() == 0:
-                _guard(hangup, value.encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+    with contextlib.suppress(OSError):  # no process left to have, or SIGCHLD ignored: the run matters more
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setsid()  # a Ctrl-C is not meant for it
+                if os.fork() == 0:
+                    _guard(hangup, value.encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
     os.environ[VARIABLE] = ":".join(filter(None, (os.environ.get(VARIABLE), value)))
 
 

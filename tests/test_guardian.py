@@ -58,33 +58,39 @@ def note(pid):
     open(f"child-{pid}", "w").close()
 
 if __name__ == "__main__":
+    FIRST
     guardian.start(ties.Leash().hangup)
     STARTED
     while not list(Path().glob("child-*")):
         time.sleep(0.01)
     print("started", flush=True)
+    sys.stdin.readline()
     END
 """
-ENDS = {"SIGKILL": "time.sleep(1000)", "done": "os._exit(0)", "failed": "raise SystemExit(1)"}
+ENDS = {"done": "os._exit(0)", "failed": "raise SystemExit(1)"}
 
 
 class Process:
     """A small program that starts others under the eye of a guardian."""
 
-    def __init__(self, directory: Path, started: str, end: str = "SIGKILL") -> None:
+    def __init__(self, directory: Path, started: str, end: str = "done", first: str = "pass") -> None:
         self._directory = directory
         text = textwrap.indent(textwrap.dedent(started).strip(), "    ").strip()
         program = directory / "process.py"
-        program.write_text(PROCESS.replace("STARTED", text).replace("END", ENDS[end]))
+        code = PROCESS.replace("FIRST", first).replace("STARTED", text).replace("END", ENDS[end])
+        program.write_text(code)
         self._process = subprocess.Popen(
             [sys.executable, str(program)],
             cwd=directory,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "started\n"
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        assert self._stdout.readline() == "started\n"
         self.started = [int(path.name.partition("-")[2]) for path in directory.glob("child-*")]
         assert all(map(is_alive, self.started))
         (self.guardian,) = (pid for pid in self._of_the_program() if pid != self._process.pid)
@@ -94,8 +100,8 @@ class Process:
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._stdin.close()
+        self._stdout.close()
         for pid in [*self.started, self.guardian]:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -110,7 +116,9 @@ class Process:
         self._process.kill()
         self._process.wait()
 
-    def wait(self) -> int:
+    def end(self) -> int:
+        """Let it end by itself; its exit code."""
+        self._stdin.close()
         return self._process.wait(10)
 
 
@@ -124,7 +132,7 @@ def test_programs_end_with_what_started_them(tmp_path: Path, what) -> None:
 @pytest.mark.parametrize(("end", "code"), [("done", 0), ("failed", 1)])
 def test_they_do_so_at_every_end(tmp_path: Path, end, code) -> None:
     with Process(tmp_path, STARTED["a program"], end) as process:
-        assert process.wait() == code
+        assert process.end() == code
         assert gone_within([*process.started, process.guardian], 2)
 
 
@@ -165,6 +173,14 @@ def test_a_wait_for_all_children_does_not_wait_for_the_guardian(tmp_path: Path) 
     """
     with Process(tmp_path, wait) as process:
         assert len(process.started) == 1
+
+
+def test_a_process_that_ignores_sigchld_has_one_too(tmp_path: Path) -> None:
+    """As what started it may have left it."""
+    ignore = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    with Process(tmp_path, STARTED["a program"], first=ignore) as process:
+        process.kill()
+        assert gone_within([*process.started, process.guardian], 2)
 
 
 def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
