@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.layout import Piece
 from launcher.engine.update import Scalars, Updater
 from launcher.recipe import registry_of
-from scripts.bench.baselines import AutocastLoop
+from scripts.bench.baselines import AutocastLoop, channels_last
 from scripts.bench.gpu_session import SKIPPED
 
 RUN = ("recipe=resnet18", "data=synthetic", "tracker=none", "train.epochs=1000")
@@ -146,8 +147,9 @@ def kill_the_worker(process: subprocess.Popen[bytes], run_dir: Path) -> float:
 
 def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
     """Masters after a few steps, for one micro-batch and two."""
+    build = tiny_net if dry_run else resnet18
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    alone = {k: masters(device, None, None, k) for k in (1, 2)}
+    alone = {k: masters(device, None, None, k, build) for k in (1, 2)}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
@@ -160,7 +162,7 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
             ("no overlap", Wire(overlap=False)),
         ):
             for k in (1, 2):
-                same = torch.equal(masters(device, dist.group.WORLD, wire, k), alone[k])
+                same = torch.equal(masters(device, dist.group.WORLD, wire, k, build), alone[k])
                 found[f"{name}, {k} micro-batch(es)"] = same
     finally:
         dist.destroy_process_group()
@@ -170,12 +172,32 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
 
 
 def masters(
-    device: torch.device, group: dist.ProcessGroup | None, wire: Wire | None, micro_batches: int
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    wire: Wire | None,
+    micro_batches: int,
+    build: Callable[[], nn.Module],
 ) -> torch.Tensor:
-    stepper, step = resnet_steps(device, group, wire, micro_batches)
+    stepper, step = resnet_steps(device, group, wire, micro_batches, build=build)
     for _ in range(3):
         step()
     return torch.cat([master.flatten() for master in stepper.named_masters().values()]).cpu()
+
+
+def resnet18() -> nn.Module:
+    return registry_of(None).models["resnet18"](num_classes=10, in_channels=1, image_size=8)
+
+
+def tiny_net(in_channels: int = 1, num_classes: int = 10) -> nn.Module:
+    """In place of a ResNet in a dry run: half arithmetic of a CPU is a hundred times slower than a GPU's."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, num_classes),
+    )
 
 
 def resnet_steps(
@@ -184,12 +206,12 @@ def resnet_steps(
     wire: Wire | None = None,
     micro_batches: int = 1,
     compiled: bool = False,
+    build: Callable[[], nn.Module] = resnet18,
 ) -> tuple[Stepper, Callable[[], None]]:
-    """A ResNet-18 on 8 x 8 images, and one training step of it."""
+    """A ResNet-18, or what `build` makes, on 8 x 8 images of one channel, and one training step of it."""
     torch.manual_seed(0)
-    model = registry_of(None).models["resnet18"](num_classes=10, in_channels=1, image_size=8).to(device)
     stepper = Stepper(
-        model.to(memory_format=torch.channels_last),
+        channels_last(build().to(device)),
         SGD(0.05, 0.9, True, 5e-4),
         Policy.fp16(),
         group,
@@ -214,9 +236,9 @@ def resnet_steps(
 
 def launches(device: torch.device, dry_run: bool) -> dict[str, Any]:
     """Of the same ResNet-18 by the engine, plain and compiled, and by autocast + GradScaler + fused SGD."""
-    model = registry_of(None).models["resnet18"](num_classes=10, in_channels=1, image_size=8)
-    theirs = AutocastLoop(model, device, torch.randn(8, 1, 8, 8), torch.randint(10, (8,)))
-    sides = {"ours": resnet_steps(device)[1], "autocast": theirs.step}
+    build = tiny_net if dry_run else resnet18
+    theirs = AutocastLoop(build(), device, torch.randn(8, 1, 8, 8), torch.randint(10, (8,)))
+    sides = {"ours": resnet_steps(device, build=build)[1], "autocast": theirs.step}
     if device.type == "cuda" and importlib.util.find_spec("triton"):
         sides["ours, compiled"] = resnet_steps(device, compiled=True)[1]
     found = {name: profiled(step, device) for name, step in sides.items()}
