@@ -233,7 +233,8 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
     from torch.distributed import DistError
 
     limit_silence(LEAVE_S)
-    said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code, "gone": True}
+    said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code}
+    said |= {"shared": True, "gone": True}  # the text names the rank that it is about
     with suppress(DistError):
         store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
         store.set(f"heard/{launch.rank}", "")

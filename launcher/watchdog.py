@@ -125,17 +125,19 @@ class Watchdog:
         looked_s = since_s = time.monotonic()
         while not self._told_to_end():
             now = time.monotonic()
-            since_s, looked_s = now if now - looked_s > LOOK_EVERY_S + PAUSE_S else since_s, now
+            since_s = now if now - looked_s > LOOK_EVERY_S + PAUSE_S else since_s
             beat = self._heartbeat.latest
             beat = Beat(beat.phase, beat.step, min(beat.age_s, now - since_s))
             try:
                 if store is None:
-                    store = self._store.clone()  # type: ignore[attr-defined]  # its own connection: a wait on the other one blocks it
+                    # A connection of its own: a wait of the main thread holds the lock of the other one.
+                    store = self._store.clone()  # type: ignore[attr-defined]
                     limit_silence(self._limits.stall_s)
                     roll_call = RollCall(store, self._job, self._launch.rank, self._launch.world_size)
                 verdict = self._look(store, roll_call, beat)
             except DistError:
                 verdict = self._of_lost_store(beat)
+            looked_s = time.monotonic()  # an answer of the store that takes long is no pause
             if verdict is not None:
                 self._leave(verdict, store)
         if store is not None:
@@ -234,7 +236,7 @@ class Watchdog:
 
     def _leave(self, verdict: Verdict, store: dist.Store | None) -> None:
         """Write down why, and end this process. The main thread may hold any lock: all is bounded in time."""
-        faulthandler.dump_traceback_later(WRITE_S, exit=True)
+        faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
         rank = self._launch.rank
         with contextlib.suppress(OSError):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
