@@ -243,3 +243,10 @@ def test_an_fp16_gradient_is_multiplied_in_fp32_where_it_is_not_widened_first() 
         batch = _Batch([Piece(grad, None, grad)], [], [])
         (found,) = _widened(batch, torch.tensor(factor))
         assert torch.equal(found, grad.float() * torch.tensor(factor))
+
+
+def test_the_names_of_the_states_are_those_in_checkpoints() -> None:
+    """And torch.optim's, whose users know them; another name would refuse every earlier checkpoint."""
+    assert SGD(0.1).states == ()
+    assert SGD(0.1, momentum=0.9).states == ("momentum",)
+    assert AdamW(0.1).states == ("exp_avg", "exp_avg_sq")
