@@ -254,6 +254,12 @@ def decisions(
             "wire",
             "gradients travel after the backward pass: model.sync_bn=true uses the same communicator",
         )
+    if config.train.compile and config.wire.overlap and env.world_size > 1:
+        yield (
+            "compile",
+            "gradients travel after the backward pass, and all are in memory by then: a graph of the whole "
+            "model gives them at its end (train.compile=false sends them during the pass)",
+        )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
 

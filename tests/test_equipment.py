@@ -1,4 +1,4 @@
-"""Switches of torch that a config names."""
+"""Switches of torch that a config names, and what is said about what was decided."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launcher.equipment import apply_switches
+from launcher.data import BatchPlan
+from launcher.engine import SGD, Stepper
+from launcher.environment import WorkerEnv
+from launcher.equipment import apply_switches, decisions
 from tests.configs import composed
+from tests.models import mlp
 
 
 @pytest.fixture
@@ -47,3 +51,35 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
         switches.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     apply_switches(composed())
     assert decide_compile_threads() == processes
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "said"),
+    [
+        (("train.compile=true",), 2, True),
+        (("train.compile=true",), 1, False),
+        (("train.compile=true", "wire.overlap=false"), 2, False),
+        ((), 2, False),
+    ],
+)
+def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size, said) -> None:
+    env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, world_size, 0, 0, False)
+    stepper = Stepper(mlp(), SGD(0.1), reference_count=8)
+    lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, stepper, plan))
+    assert ("compile" in lines) == said
+    if said:
+        assert lines["compile"].startswith("gradients travel after the backward pass, and all are in memory")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> None:
+    """What that sentence says: else the last layer's gradient arrives before the first one's is computed."""
+    model = mlp()
+    order: list[str] = []
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: order.append("arrived"))
+    model[0].weight.register_hook(lambda g: order.append("computed"))
+    forward(torch.randn(4, 8)).sum().backward()
+    assert order.index("arrived") == int(compiled)
