@@ -76,6 +76,7 @@ def test_where_rank_0_fails_the_others_leave_too(tmp_path: Path) -> None:
     assert "a sample is broken" in ended.result["error"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_once_torchrun_ends_the_others(tmp_path: Path) -> None:
     ended = disturbed(tmp_path / "run", kill(8, rank=1))
     assert ended.codes == [1, -signal.SIGKILL]
@@ -112,6 +113,7 @@ def test_who_is_asked_to_stop_while_another_rank_hangs_says_for_whom_it_waited(t
     assert "stopped by SIGTERM before a checkpoint could be written: rank 1 hangs" in ended.result["error"]
 
 
+@pytest.mark.slow
 def test_a_long_phase_of_all_ranks_is_no_stall(tmp_path: Path) -> None:
     """Before the first step ranks may load and build for as long as they like, as long as none waits."""
     words = ("train.max_steps=3", "launch.init_timeout_s=1")
