@@ -16,11 +16,12 @@ from types import FrameType
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     _take_early_signals()
-    from launcher import guardian, stranded, streams, ties
+    from launcher.distributed import stranded
+    from launcher.process import guardian, lifetime, streams
 
     streams.make_unfailing()
-    ties.end_with_torchrun(os.environ)
-    guardian.start(ties.Leash().hangup)
+    lifetime.end_with_torchrun(os.environ)
+    guardian.start(lifetime.Leash().hangup)
     try:
         from launcher import cli
     except KeyboardInterrupt:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import overview
-from launcher.arguments import Arguments, parse
-from launcher.environment import LaunchEnv
+from launcher.commands import help
+from launcher.commands.arguments import Arguments, parse
+from launcher.config.groups import conf_dir
+from launcher.distributed.handoff import JobFailed, Leader, follow
+from launcher.distributed.process_group import LaunchEnv
 from launcher.errors import (
     CollectiveError,
     ConfigError,
@@ -26,17 +28,15 @@ from launcher.errors import (
     StalledError,
     StorageError,
 )
-from launcher.rendezvous import JobFailed, Leader, follow
-from launcher.resources import conf_dir
-from launcher.shortage import shortage_of
-from launcher.supervisor.workers import num_workers, refuse_small_batch
-from launcher.terminal import columns_of, wrapped
+from launcher.process.shortage import shortage_of
+from launcher.process.terminal import columns_of, wrapped
+from launcher.supervisor.worker_count import num_workers, refuse_small_batch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from launcher.compose import Request
-    from launcher.config import Config
+    from launcher.config.composition import Request
+    from launcher.config.schema import Config
 
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 INTERRUPTED = 130
@@ -90,11 +90,11 @@ def ignore_sigterm() -> None:
 def obey(arguments: Arguments, leader: Leader) -> int:
     directories = config_directories(arguments)
     if "--help" in arguments.flags:
-        print(overview.help_text(directories), end="")
+        print(help.help_text(directories), end="")
     elif "--version" in arguments.flags:
         print(version_text())
     elif arguments.command == "recipes":
-        print(overview.recipes_text(directories), end="")
+        print(help.recipes_text(directories), end="")
     elif arguments.command == "report":
         write_reports(arguments.words)
     elif arguments.command == "export":
@@ -106,15 +106,15 @@ def obey(arguments: Arguments, leader: Leader) -> int:
 
 def train(arguments: Arguments, leader: Leader) -> int:
     """Compose and check everything that was asked for, then run it, or let Hydra answer about it."""
-    from launcher.experiments import with_experiment
-    from launcher.jobs import compose_jobs
-    from launcher.telemetry.wandb_environment import with_environment
+    from launcher.config.experiments import with_experiment
+    from launcher.config.resolve import compose_jobs
+    from launcher.telemetry.tracker.wandb_environment import with_environment
 
     request = request_of(arguments)
     if "--hydra-help" in arguments.flags:
         return ask_hydra(request, ["--hydra-help"])
     if "--shell-completion" in arguments.flags:
-        from launcher.completion import answer
+        from launcher.commands.completion import answer
 
         return answer(request, ask_hydra)
     configs = compose_jobs(expanded := with_experiment(request))
@@ -131,8 +131,8 @@ def train(arguments: Arguments, leader: Leader) -> int:
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """In parent mode on workers of its own, else on the ranks that have been started with this process."""
-    from launcher.supervisor.parent import supervise, write_down
-    from launcher.telemetry.claim import claimed
+    from launcher.run_dir.claim import claimed
+    from launcher.supervisor.supervise import supervise, write_down
 
     workers = num_workers(config.launch, leader.launch)
     with claimed(leader.recalled(config), overrides) as claim:
@@ -163,7 +163,7 @@ class SweepProgress:
     broken: bool = False  # the ranks have lost each other, or all was asked to stop: no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
-        from launcher.telemetry.wandb_environment import in_sweep, with_environment
+        from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
         if self.broken:
             return
@@ -182,10 +182,10 @@ class SweepProgress:
 
 
 def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
-    from launcher import sweep
+    from launcher.sweep import hydra_sweep
 
     progress = SweepProgress(len(configs), leader)
-    directory = sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
+    directory = hydra_sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
     done = progress.started - len(progress.exit_codes)
     print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
     if directory is not None:
@@ -205,14 +205,14 @@ def compare_jobs(directory: Path) -> None:
 
 
 def ask_hydra(request: Request, argv: Sequence[str]) -> int:
-    from launcher import sweep
+    from launcher.sweep import hydra_sweep
 
-    sweep.call_hydra(request, argv, lambda composed: None)
+    hydra_sweep.call_hydra(request, argv, lambda composed: None)
     return 0
 
 
 def request_of(arguments: Arguments) -> Request:
-    from launcher.compose import Request
+    from launcher.config.composition import Request
 
     multirun = "--multirun" in arguments.flags
     clashing = [flag for flag in (*HYDRA_ANSWERS, "--run") if multirun and flag in arguments.flags]
@@ -252,7 +252,7 @@ def warn(text: str) -> None:
 
 
 def export_weights(arguments: Arguments) -> None:
-    from launcher.export import export
+    from launcher.checkpoint.export import export
 
     if len(arguments.words) != 2:
         raise ConfigError(

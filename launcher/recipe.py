@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from launcher.config import Config
-from launcher.data import Batch, TensorData
+from launcher.config.groups import recipes_dir
+from launcher.config.messages import nearest, suggestion
+from launcher.config.schema import Config
+from launcher.data.loader import Batch, TensorData
 from launcher.errors import ConfigError, DataError, LauncherError
-from launcher.problems import nearest, suggestion
-from launcher.resources import recipes_dir
 
 __all__ = [
     "Batch",

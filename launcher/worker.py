@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from launcher import closing, equipment
 from launcher.checkpoint import Due, Writer
-from launcher.collectives import disagreement, exchange_calls, is_loss, loss
-from launcher.config import Config
-from launcher.continuity import Continuity
-from launcher.culprit import Culprit
-from launcher.data import BatchPlan, DeviceBatches
-from launcher.engine import EngineWarning, Stepper, UnusableError, works
-from launcher.environment import (
+from launcher.config.schema import Config
+from launcher.data.loader import BatchPlan, DeviceBatches
+from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
+from launcher.distributed.heartbeat import Heartbeat
+from launcher.distributed.preflight import meet
+from launcher.distributed.process_group import (
     LaunchEnv,
     WorkerEnv,
     claim_first_failure,
@@ -40,21 +38,24 @@ from launcher.environment import (
     stall_of,
     tighten,
 )
+from launcher.engine import EngineWarning, Stepper, UnusableError, works
 from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
-from launcher.evaluate import Evaluation
-from launcher.heartbeat import Heartbeat
-from launcher.loop import Course, Start, train
-from launcher.measuring import Measuring
-from launcher.meeting import compare_data, meet
+from launcher.evaluation.evaluate import Evaluation
+from launcher.process.shortage import shortage_of
 from launcher.recipe import Recipe, Used, load_recipe
-from launcher.recipe_errors import guarded, guarding, place_of, recipe_failure
-from launcher.saving import Saving
-from launcher.shortage import shortage_of
-from launcher.signals import Requests, heeded
+from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
-from launcher.telemetry.run_dir import log_path, rank_log, write_environment
-from launcher.watch import Watch
-from launcher.watchdog import Watchdog
+from launcher.training import build, results
+from launcher.training.checkpointing import Saving
+from launcher.training.data_check import compare_data
+from launcher.training.divergence import Culprit
+from launcher.training.evaluator import Measuring
+from launcher.training.loop import Course, Start, train
+from launcher.training.monitor import Watch
+from launcher.training.recipe_errors import guarded, guarding, place_of, recipe_failure
+from launcher.training.resume import Continuity
+from launcher.training.signals import Requests, heeded
+from launcher.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -198,7 +199,7 @@ def _tell_of_failure(
         log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
     telemetry.emit("end", steps, state=state, exit=code, error=in_words(error))
     if launch.rank == 0:
-        closing.write_failure(run_dir, state, code, error)
+        results.write_failure(run_dir, state, code, error)
 
 
 @dataclass
@@ -239,7 +240,7 @@ def _join_and_run(
         join(launch, store, job, timeout_s) as env,
         watchdog.announcing(),
     ):
-        equipment.apply_switches(config)
+        build.apply_switches(config)
         devices = meet(config, env, store, job)
         assembled = _assemble(config, env, telemetry, heartbeat)
         heartbeat.beat("restoring")
@@ -258,14 +259,14 @@ def _leeway_s(heartbeat: Heartbeat) -> float:
 
 
 def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
-    equipment.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
+    build.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
     log_file = log_path(Path(config.run.dir), env.rank)
     with guarding(f'the function under @recipe("{config.recipe.uses}")', log_file):
         recipe = guarded(load_recipe(config), log_file)
     heartbeat.beat("comparing the data")
     compare_data(recipe, env)
-    recipe = equipment.on_device(recipe, env.device)
+    recipe = build.on_device(recipe, env.device)
     plan = BatchPlan(
         num_samples=len(recipe.train),
         batch_size=config.data.batch_size,
@@ -277,10 +278,10 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: H
     )
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
-    model = equipment.build_model(config, recipe, env, plan)
+    model = build.build_model(config, recipe, env, plan)
     heartbeat.beat("comparing the models")
-    stepper = equipment.build_stepper(config, env, model, plan, course.total_steps)
-    equipment.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
+    stepper = build.build_stepper(config, env, model, plan, course.total_steps)
+    build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples)
     used = Used.of(config, recipe, model)
     return _Job(config, env, telemetry, recipe, used, plan, course, model, stepper, heartbeat, continuity)
@@ -290,7 +291,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     """Say what was decided and what begins; write down where."""
     if job.env.is_leader:
         write_environment(Path(job.config.run.dir), devices)
-    for topic, text in equipment.decisions(job.config, job.env, devices, job.stepper, job.plan):
+    for topic, text in build.decisions(job.config, job.env, devices, job.stepper, job.plan):
         job.telemetry.decision(topic, text)
     job.telemetry.emit(
         "start",
@@ -315,14 +316,14 @@ def _train(job: _Job, requests: Requests, start: Start, watchdog: Watchdog) -> N
         and job.course.total_steps > start.step
     ):
         first = batches.step(*divmod(start.step, job.course.steps_per_epoch))
-        telemetry.decision("loss scale", equipment.calibrate(stepper, recipe, job.model, first[:1]))
+        telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))
     watch = Watch(
         telemetry,
         config.precision.scale,
         config.train.log_every_steps,
         env.device,
         Culprit(stepper, recipe.loss, batches, env.group),
-        equipment.gradient_looks(config, env, stepper, telemetry),
+        build.gradient_looks(config, env, stepper, telemetry),
         continuity.totals,
     )
     measuring = Measuring(
@@ -345,7 +346,7 @@ def _train(job: _Job, requests: Requests, start: Start, watchdog: Watchdog) -> N
         )
         train(
             stepper,
-            equipment.compiled(job.model, stepper) if config.train.compile else job.model,
+            build.compiled(job.model, stepper) if config.train.compile else job.model,
             recipe.loss,
             batches,
             job.course,
@@ -368,7 +369,7 @@ def _first_step_done(job: _Job, watchdog: Watchdog) -> None:
 
 def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: float) -> None:
     """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
-    result: dict[str, Any] = closing.result(
+    result: dict[str, Any] = results.result(
         job.config, job.env, job.stepper, job.used, job.recipe.metric, evaluation, watch.totals
     )
     steps = job.course.total_steps
@@ -379,7 +380,7 @@ def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: flo
         )
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if job.env.is_leader:
-        closing.write_files(Path(job.config.run.dir), result, evaluation, job.telemetry)
+        results.write_files(Path(job.config.run.dir), result, evaluation, job.telemetry)
     job.telemetry.emit(
         "end",
         steps,
@@ -391,5 +392,5 @@ def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: flo
         weights_sha256=result["weights_sha256"],
     )
     if job.env.is_leader:
-        closing.mark_end(Path(job.config.run.dir), "done", 0)
-        closing.write_page(Path(job.config.run.dir), job.telemetry)
+        results.mark_end(Path(job.config.run.dir), "done", 0)
+        results.write_page(Path(job.config.run.dir), job.telemetry)

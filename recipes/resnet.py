@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from launcher.images import load_images
+from launcher.data import load_images
 from launcher.recipe import Config, ConfigError, Recipe, cross_entropy, model, model_builder, recipe
 
 SMALL_IMAGE_PIXELS = 64  # up to this height and width, the ImageNet stem would throw most of the image away

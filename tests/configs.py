@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from launcher.config import Config
-from launcher.jobs import Request, compose_jobs
+from launcher.config.resolve import Request, compose_jobs
+from launcher.config.schema import Config
 
 
 @cache

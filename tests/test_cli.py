@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.arguments import Arguments, parse
+from launcher.commands.arguments import Arguments, parse
+from launcher.commands.help import help_text, recipes_text
+from launcher.config.groups import conf_dir
 from launcher.errors import ConfigError
-from launcher.overview import help_text, recipes_text
-from launcher.resources import conf_dir
 
 ROOT = Path(__file__).parents[1]
 WATCHED = """

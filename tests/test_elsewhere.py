@@ -17,15 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher import environment, equipment, worker
+from launcher import worker
 from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load, take
-from launcher.config import Config
-from launcher.data import BatchPlan
+from launcher.config.schema import Config
+from launcher.data.loader import BatchPlan
+from launcher.distributed import process_group
+from launcher.distributed.process_group import LaunchEnv, WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
-from launcher.environment import LaunchEnv, WorkerEnv
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
+from launcher.training import build
 from tests.configs import composed
 from tests.elsewhere import META, Elsewhere, fake_group
 from tests.models import conv_net
@@ -102,8 +104,8 @@ def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(
         config = composed(*RUN, f"model.sync_bn={str(sync_bn).lower()}")
         with fake_group(2) as group:
             env = WorkerEnv(0, 2, 0, 2, torch.device("cpu"), group)
-            assert equipment.build_wire(config, env).overlap is not sync_bn
-            model = equipment.build_model(config, load_recipe(config), env, PLAN)
+            assert build.build_wire(config, env).overlap is not sync_bn
+            model = build.build_model(config, load_recipe(config), env, PLAN)
             groups = [module._group for module in model.modules() if isinstance(module, SyncBatchNorm)]
             assert groups == [group] * 20 * sync_bn
 
@@ -178,7 +180,7 @@ RUN = (
 )
 def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch, words) -> None:
     """Worker, calibration, loop, telemetry, evaluation, checkpoint: none looks at a value in a step."""
-    monkeypatch.setattr(environment, "_device", lambda launch: META)
+    monkeypatch.setattr(process_group, "_device", lambda launch: META)
     seen = []
     for steps in (2, 4):
         config = run_config(tmp_path / str(steps), *words, f"train.max_steps={steps}")
@@ -194,7 +196,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 
 
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(environment, "_device", lambda launch: META)
+    monkeypatch.setattr(process_group, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
     answers = ANSWERS | {"engine/result.py": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]}
     with (

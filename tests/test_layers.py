@@ -1,8 +1,10 @@
-"""The house's one direction: a module imports only from the left of itself, and the engine only itself."""
+"""The house's one direction: a room imports only from its left, and the engine's rooms likewise."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,32 +12,33 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    {
-        "errors",
-        "guardian",
-        "stranded",
-        "streams",
-        "ties",
-        "config",
-        "config_files",
-        "environment_values",
-        "search_path",
-        "resources",
-        "problems",
-        "rules",
-        "shortage",
-        "terminal",
-        "validation",
-    },
-    {"environment", "collectives", "heartbeat", "roll_call", "signals", "telemetry", "arguments", "overview"},
-    {"data", "parquet_images", "images", "recipe", "recipe_errors", "engine", "schedule"},
-    {"checkpoint", "consistency"},
-    {"loop", "saving", "watch", "evaluate", "culprit", "gradients", "report", "export"},
-    {"continuity", "measuring", "meeting", "equipment", "closing", "watchdog", "worker"},
-    {"supervisor", "rendezvous", "overrides", "compose", "completion", "experiments", "jobs", "sweep"},
+    {"errors"},
+    {"process"},
+    {"config"},
+    {"run_dir"},
+    {"distributed", "engine"},
+    {"telemetry", "data"},
+    {"recipe"},
+    {"checkpoint", "report"},
+    {"evaluation"},
+    {"training"},
+    {"worker"},
+    {"supervisor", "sweep"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )
+ENGINE_LAYERS = (
+    {"errors", "limits", "works"},
+    {"precision", "flat"},
+    {"wire", "state"},
+    {"optim", "diagnostics"},
+    {"notices", "arguments", "attachment", "in_place", "sync_batchnorm"},
+    {"step_result", "verdict"},
+    {"stepper"},
+    {"__init__"},
+)
+ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "recipe.py", "errors.py", "py.typed"}
 WITHOUT_TORCH = (
     "torch",
     "launcher.engine",
@@ -46,20 +49,18 @@ WITHOUT_TORCH = (
 )
 FOUND_AT_IMPORT = (
     "__main__",
-    "guardian",
-    "streams",
-    "ties",
     "cli",
-    "rendezvous",
-    "environment",
+    "commands",
     "config",
-    "validation",
-    "jobs",
+    "process",
+    "run_dir",
     "sweep",
     "telemetry",
-    "heartbeat",
+    "distributed/process_group.py",
+    "distributed/handoff.py",
+    "distributed/heartbeat.py",
 )
-WITHOUT_AGENT = ("__init__", "parent", "workers", "signals", "verdict")  # of the supervisor
+WITHOUT_AGENT = ("__init__", "supervise", "worker_count", "signals", "root_cause")  # of the supervisor
 
 
 def imports(file: Path, module_level_only: bool = False) -> Iterator[str]:
@@ -82,49 +83,61 @@ def statements(node: ast.AST, module_level_only: bool) -> Iterator[ast.AST]:
             yield from statements(child, module_level_only)
 
 
-def part_of(file: Path) -> str:
-    """The module or package directly below launcher/ that the file belongs to."""
-    return file.relative_to(ROOT / "launcher").parts[0].removesuffix(".py")
-
-
-def layer_of(part: str) -> int:
-    return next(index for index, parts in enumerate(LAYERS) if part in parts)
-
-
 FILES = sorted(
     file for file in (ROOT / "launcher").rglob("*.py") if file != ROOT / "launcher" / "__init__.py"
 )
+OF_ENGINE = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "engine")]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_module_imports_only_from_its_left(file: Path) -> None:
-    own = layer_of(part_of(file))
-    known = set().union(*LAYERS)
-    used = {name.split(".")[1] for name in imports(file) if name.startswith("launcher.")} & known
-    to_the_right = {part for part in used if layer_of(part) > own}
-    assert not to_the_right
+def room_of(file: Path, house: Path) -> str:
+    """The module or package directly below `house` that the file belongs to."""
+    return file.relative_to(house).parts[0].removesuffix(".py")
 
 
-def test_every_part_has_a_layer() -> None:
-    assert {part_of(file) for file in FILES} <= set().union(*LAYERS)
+def rooms_used(file: Path, house: Path) -> set[str]:
+    """The other rooms of `house` that the file imports from."""
+    prefix = ".".join(house.relative_to(ROOT).parts) + "."
+    names = {name.removeprefix(prefix).split(".")[0] for name in imports(file) if name.startswith(prefix)}
+    rooms = {room_of(other, house) for other in house.rglob("*.py")}
+    return (names & rooms) - {room_of(file, house)}
 
 
-def test_parts_of_one_layer_do_not_import_each_other_in_circles() -> None:
+def layer_of(room: str, layers: tuple[set[str], ...]) -> int:
+    return next(index for index, rooms in enumerate(layers) if room in rooms)
+
+
+HOUSES = [
+    *((file, ROOT / "launcher", LAYERS) for file in FILES),
+    *((file, ROOT / "launcher" / "engine", ENGINE_LAYERS) for file in OF_ENGINE),
+]
+
+
+@pytest.mark.parametrize(("file", "house", "layers"), HOUSES, ids=lambda value: getattr(value, "name", ""))
+def test_a_room_imports_only_from_its_left(file: Path, house: Path, layers: tuple[set[str], ...]) -> None:
+    own = layer_of(room_of(file, house), layers)
+    assert {room for room in rooms_used(file, house) if layer_of(room, layers) > own} == set()
+
+
+@pytest.mark.parametrize(
+    ("house", "layers"), [(ROOT / "launcher", LAYERS), (ROOT / "launcher" / "engine", ENGINE_LAYERS)]
+)
+def test_every_room_has_a_layer_and_no_layer_a_circle(house: Path, layers: tuple[set[str], ...]) -> None:
     uses: dict[str, set[str]] = {}
-    for file in FILES:
-        names = {name.split(".")[1] for name in imports(file) if name.startswith("launcher.")}
-        uses.setdefault(part_of(file), set()).update(names - {part_of(file)})
+    for file in house.rglob("*.py"):
+        if file != ROOT / "launcher" / "__init__.py":
+            uses.setdefault(room_of(file, house), set()).update(rooms_used(file, house))
+    assert uses.keys() == set().union(*layers)
     done: set[str] = set()
-    while ready := {
-        part for part, used in uses.items() if part not in done and not (used & uses.keys()) - done
-    }:
+    while ready := {room for room, used in uses.items() if room not in done and not used - done}:
         done |= ready
     assert uses.keys() - done == set()
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "launcher" / "engine").rglob("*.py")), ids=lambda file: file.name
-)
+def test_the_root_holds_what_it_should_and_no_more() -> None:
+    assert {path.name for path in (ROOT / "launcher").iterdir() if path.is_file()} <= ROOT_FILES
+
+
+@pytest.mark.parametrize("file", OF_ENGINE, ids=lambda file: file.name)
 def test_the_engine_imports_torch_and_itself_alone(file: Path) -> None:
     foreign = ("hydra", "omegaconf", "wandb", "sklearn", "datasets", "tqdm", "pynvml")
     for name in imports(file):
@@ -134,15 +147,33 @@ def test_the_engine_imports_torch_and_itself_alone(file: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.py")), ids=lambda file: file.name)
 def test_recipes_import_what_a_user_would(file: Path) -> None:
-    allowed = ("launcher.recipe", "launcher.data", "launcher.images")
-    assert all(name.startswith(allowed) for name in imports(file) if name.split(".")[0] == "launcher")
+    nodes = ast.walk(ast.parse(file.read_text()))
+    modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    ours = {module for module in modules if module.split(".")[0] == "launcher"}
+    assert ours <= {"launcher.recipe", "launcher.data"}
 
 
 @pytest.mark.parametrize("part", FOUND_AT_IMPORT)
 def test_the_front_door_does_not_load_torch(part: str) -> None:
-    files = [file for file in FILES if part_of(file) == part]
+    place = ROOT / "launcher" / part
+    files = [file for file in FILES if file == place or room_of(file, ROOT / "launcher") == part]
     assert files
     assert_light(files)
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("config", "torch hydra omegaconf"),
+        ("distributed", "torch"),
+        ("cli", "torch hydra"),
+        ("run_dir", "torch"),
+    ],
+)
+def test_importing_it_loads_neither(package: str, absent: str) -> None:
+    code = f"import launcher.{package}, sys; print(*(set({absent.split()!r}) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == ""
 
 
 def test_the_parent_has_its_handlers_before_it_loads_torch() -> None:

@@ -87,7 +87,7 @@ def test_a_wheel_trains_far_from_the_clone(clone, environment, tmp_path) -> None
     }
 
     packages = install(environment, wheel, directory=tmp_path)
-    where = "import launcher.resources as r; print(r.conf_dir(), r.recipes_dir())"
+    where = "import launcher.config.groups as r; print(r.conf_dir(), r.recipes_dir())"
     found = call(environment / "bin" / "python", "-c", where, directory=tmp_path).split()
     assert found == [str(packages / "launcher" / "conf"), str(packages / "launcher" / "recipes")]
 

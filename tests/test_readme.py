@@ -103,14 +103,15 @@ def test_commands_train(command, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", re.findall(r"[\w/]+\.py\b", TEXT.split("## Files and source")[1].split("## ")[0])
-)
-def test_the_tree_names_files_that_are_there(name) -> None:
-    assert list(ROOT.glob(f"launcher/**/{name}")) or list(ROOT.glob(f"*/{name}"))
+TREE = TEXT.split("## Files and source")[1].split("## ")[0]
+ROOMS = [path for path in (ROOT / "launcher").iterdir() if path.name not in ("__init__.py", "__pycache__")]
 
 
-def test_every_module_of_the_program_is_in_the_tree() -> None:
-    tree = TEXT.split("## Files and source")[1].split("## ")[0]
-    missing = [path.name for path in (ROOT / "launcher").glob("*.py") if path.name not in tree]
-    assert missing in ([], ["__init__.py"])
+@pytest.mark.parametrize("name", re.findall(r"\w+/(?=[ \n])", TREE.partition("```")[2]))
+def test_the_tree_names_folders_that_are_there(name) -> None:
+    assert [path for path in (ROOT, *ROOT.glob("launcher/**/")) if (path / name).is_dir()]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
+def test_every_room_is_in_the_tree(room) -> None:
+    assert (f"{room.name}/" if room.is_dir() else room.stem) in TREE.split()

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config import RecipeConfig, RecipesConfig
-from launcher.data import BatchPlan, DeviceBatches
+from launcher.config.schema import RecipeConfig, RecipesConfig
+from launcher.data.loader import BatchPlan, DeviceBatches
 from launcher.errors import ConfigError, DataError
-from launcher.evaluate import macro_metrics
+from launcher.evaluation.evaluate import macro_metrics
 from launcher.recipe import METRICS, Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
 from tests.configs import composed
 
 OWN_RECIPE = """
 from torch import nn
-from launcher.images import load_images
+from launcher.data.images import load_images
 from launcher.recipe import Config, Recipe, cross_entropy, model, model_builder, recipe
 
 @model("perceptron")

@@ -3,11 +3,12 @@
 A checkpoint is a directory `step-00000100` of safetensors and JSON. Nothing here executes what it reads.
 """
 
-from launcher.checkpoint.choice import Agreement, Resumption, agree, resume
-from launcher.checkpoint.files import load, publish
+from launcher.checkpoint.agreement import Agreement, Resumption, agree, resume
+from launcher.checkpoint.async_writer import Due, Report, Writer
+from launcher.checkpoint.catalog import best_intact, newest_intact, retain
+from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.manifest import verify
-from launcher.checkpoint.shelf import best_intact, newest_intact, retain
 from launcher.checkpoint.snapshot import (
     Identity,
     Metric,
@@ -19,7 +20,6 @@ from launcher.checkpoint.snapshot import (
     stage,
     take,
 )
-from launcher.checkpoint.writer import Due, Report, Writer
 
 __all__ = [
     "Agreement",

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from launcher.checkpoint import generators
 from launcher.checkpoint.host_memory import Copies, HostMemory
-from launcher.config import Config
+from launcher.config.schema import Config
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
-from launcher.engine.names import named_buffers, named_parameters, plain_names
-from launcher.engine.scale import ScaleStart
+from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
+from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
-from launcher.environment import WorkerEnv
 from launcher.errors import ConfigError
 
 SHOWN = 3  # differences that an error names; more would hide the rest of it

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from launcher.engine import limits
-from launcher.engine.policy import Policy
-from launcher.engine.refusal import UnusableError
-from launcher.engine.scale import Scaling
-from launcher.engine.wires import Wire
+from launcher.engine.errors import UnusableError
+from launcher.engine.precision.loss_scale import Scaling
+from launcher.engine.precision.policy import Policy
+from launcher.engine.wire.transports import Wire
 
 NEAR = 0.75  # likeness from which a subclass's new name is taken for a misspelt argument; model_name has 0.67
 

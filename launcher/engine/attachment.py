@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from launcher.engine.layout import Layout
-from launcher.engine.names import named_parameters
-from launcher.engine.reducer import Reducer
-from launcher.engine.refusal import UnusableError
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.layout import Layout
+from launcher.engine.flat.names import named_parameters
+from launcher.engine.wire.reducer import Reducer
 
 SHOWN = 3  # parameters that an error names; more would hide the rest of it
 

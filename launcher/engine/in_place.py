@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import works
-from launcher.engine.layout import Layout
-from launcher.engine.refusal import UnusableError
-from launcher.engine.shards import Shards
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.layout import Layout
+from launcher.engine.wire.shards import Shards
 
 SHOWN = 5  # parameters that a text names; more would hide the rest of it
 

@@ -1,7 +1,7 @@
 """The rules of the numbers that the engine is given: by a config, or by a training loop of its user's.
 
-Owns the kinds of rules and the one error that they raise. `launcher.rules` has the same rule for each number
-that a config has a key for.
+Owns the kinds of rules and the one error that they raise. `launcher.config.rules` has the same rule for
+each number that a config has a key for.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from launcher.engine.refusal import UnusableError
-from launcher.engine.tally import VOTES
+from launcher.engine.errors import UnusableError
 
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
 LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
 LARGEST_COUNT = 2**53
+VOTES = 4  # questions on which the ranks may vote in a step; what they mean is the caller's business
 
 
 @dataclass(frozen=True)

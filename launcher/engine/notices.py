@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from launcher.engine.refusal import EngineWarning
+from launcher.engine.errors import EngineWarning
 
 GRADIENT_STEPS = 10  # enough for layers that start at zero, whose neighbours have no gradient at first
 SHOWN = 5  # parameters that a warning names

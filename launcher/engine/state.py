@@ -13,12 +13,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.buffers import HALF
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.buffers import HALF
+from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
-from launcher.engine.names import named_buffers, named_parameters
-from launcher.engine.policy import ScaleMode
-from launcher.engine.refusal import UnusableError
-from launcher.engine.scale import LossScale
+from launcher.engine.precision.loss_scale import LossScale
+from launcher.engine.precision.policy import ScaleMode
 
 
 @dataclass(frozen=True)

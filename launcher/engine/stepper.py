@@ -17,30 +17,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import limits, works
-from launcher.engine.adapter import AdaptedUpdater, TorchOptimizer, refuse_unadaptable
-from launcher.engine.alike import refuse_different_models, take_values_of_rank_0, warn_of_others
 from launcher.engine.arguments import rates_of, refuse_attribute, refuse_group, refuse_kinds, refuse_lazy
 from launcher.engine.attachment import Attachment
-from launcher.engine.buffers import Buffers, bits_of
-from launcher.engine.calibration import dry_pass, safe_exponent
-from launcher.engine.clock import StepClock
-from launcher.engine.compilation import Compilation, choose_compilation
-from launcher.engine.in_place import InPlaceChanges
-from launcher.engine.layout import Layout
-from launcher.engine.mean_loss import WARNING, is_mean
-from launcher.engine.names import named_buffers, named_parameters
-from launcher.engine.notices import Notices
-from launcher.engine.policy import Emulation, Policy, choose_emulation
-from launcher.engine.reducer import Reducer, refuse_sparse
-from launcher.engine.refusal import (
+from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
+from launcher.engine.diagnostics.step_timer import StepClock
+from launcher.engine.errors import (
     NO_GRADIENT,
     UnusableError,
     refuse_loss,
     refuse_optimizer,
 )
-from launcher.engine.result import StepResult
-from launcher.engine.scale import LossScale, ScaleStart, Scaling, nearest_power_of_two
-from launcher.engine.shards import Shards
+from launcher.engine.flat.broadcast import refuse_different_models, take_values_of_rank_0, warn_of_others
+from launcher.engine.flat.buffers import Buffers, bits_of
+from launcher.engine.flat.layout import Layout
+from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.in_place import InPlaceChanges
+from launcher.engine.notices import Notices
+from launcher.engine.optim.compilation import Compilation, choose_compilation
+from launcher.engine.optim.fused import Optimizer, Scalars, Updater
+from launcher.engine.optim.torch_optimizer import AdaptedUpdater, TorchOptimizer, refuse_unadaptable
+from launcher.engine.precision.calibration import dry_pass, safe_exponent
+from launcher.engine.precision.loss_scale import LossScale, ScaleStart, Scaling, nearest_power_of_two
+from launcher.engine.precision.policy import Emulation, Policy, choose_emulation
 from launcher.engine.state import (
     EngineState,
     counters_of,
@@ -48,10 +46,12 @@ from launcher.engine.state import (
     refuse_numbers,
     refuse_other_model,
 )
-from launcher.engine.tally import Tally
-from launcher.engine.update import Optimizer, Scalars, Updater
+from launcher.engine.step_result import StepResult
 from launcher.engine.verdict import Terms, judge, next_rate
-from launcher.engine.wires import Wire, choose_transports
+from launcher.engine.wire.reducer import Reducer, refuse_sparse
+from launcher.engine.wire.shards import Shards
+from launcher.engine.wire.step_counts import Tally
+from launcher.engine.wire.transports import Wire, choose_transports
 
 
 class Stepper:

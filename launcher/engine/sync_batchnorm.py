@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.engine import works
-from launcher.engine.names import named_modules
-from launcher.engine.refusal import UnusableError
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.names import named_modules
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from launcher.engine.reducer import ABANDONED
-from launcher.engine.scale import Scaling, next_state, power_of_two
-from launcher.engine.tally import FIELDS
+from launcher.engine.precision.loss_scale import Scaling, next_state, power_of_two
+from launcher.engine.wire.reducer import ABANDONED
+from launcher.engine.wire.step_counts import FIELDS
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.overview import description
-from launcher.report.figures import FAINT, INK, figure_of, points_of, save, use_log_scale
+from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
+from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_log_scale
 from launcher.report.reading import Warn, events_of, result_of, silent, text_of
-from launcher.resources import choice_file, conf_dir, group_choices, natural_order
+from launcher.run_dir.atomic import write_text
 from launcher.telemetry.events import FILE_NAME
-from launcher.telemetry.files import write_text
-from launcher.telemetry.wording import duration, metric, metric_title, number
+from launcher.telemetry.formatting import duration, metric, metric_title, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.report.exponents import GRADIENTS
-from launcher.report.figures import CONFUSION_MATRIX, CURVES
-from launcher.report.markup import facts, listing, page, picture, preformatted, section, table, tiles
+from launcher.report.gradient_plot import GRADIENTS
+from launcher.report.html import facts, listing, page, picture, preformatted, section, table, tiles
+from launcher.report.plots import CONFUSION_MATRIX, CURVES
 from launcher.report.reading import Warn, bytes_of, events_of, json_of, result_of, silent, text_of
+from launcher.run_dir.atomic import write_text
 from launcher.telemetry.events import FILE_NAME
-from launcher.telemetry.files import write_text
-from launcher.telemetry.verdict import PARTS, time_shares
-from launcher.telemetry.wording import duration, evaluation_cells, metric, metric_title, number
+from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
+from launcher.telemetry.step_time import PARTS, time_shares
 
 MAX_OVERFLOWS = 40  # rows; a run with more of them is described by its curve
 MAX_PARAMETERS = 4  # names in a row of the overflow table

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launcher.run_dir.atomic import read_json, read_regular
 from launcher.telemetry.events import recording_of
-from launcher.telemetry.files import read_json, read_regular
 
 Warn = Callable[[str], None]
 NUMBER = (int, float, type(None))

@@ -19,13 +19,13 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from launcher.checkpoint.shelf import FOLDER, candidates, step_of
+from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.errors import LauncherError, PreemptedError
-from launcher.supervisor.generation import Generation, make_store
-from launcher.supervisor.rank import Work, be_a_rank
+from launcher.process.lifetime import Orphans
+from launcher.supervisor.attempt import Generation, make_store
+from launcher.supervisor.child import Work, be_a_rank
+from launcher.supervisor.root_cause import PREEMPTED, Restarts, RunFailed, Verdict
 from launcher.supervisor.signals import Signals, held_back
-from launcher.supervisor.verdict import PREEMPTED, Restarts, RunFailed, Verdict
-from launcher.ties import Orphans
 
 LOOK_EVERY_S = 0.05
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.telemetry.files import json_line, open_plain, read_regular, restored, write_text
+from launcher.run_dir.atomic import json_line, open_plain, read_regular, restored, write_text
 from launcher.telemetry.stream import Record
 
 FILE_NAME = "metrics.jsonl"

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher.config import Config
+from launcher.config.schema import Config
 from launcher.errors import StorageError
-from launcher.telemetry.console import Console
+from launcher.run_dir.atomic import clear_away
+from launcher.run_dir.records import user_shape
+from launcher.telemetry.console.console import Console
 from launcher.telemetry.events import EventLog, last_run_id, recording_of
-from launcher.telemetry.files import clear_away
-from launcher.telemetry.run_dir import user_shape
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Telemetry
-from launcher.telemetry.tracking import Decision, decide
-from launcher.telemetry.wandb_environment import taken_from
-from launcher.telemetry.wandb_session import Patience, WandbRun
-from launcher.telemetry.wandb_sink import WandbSink, new_run_id, sync_command
+from launcher.telemetry.tracker.mode import Decision, decide
+from launcher.telemetry.tracker.wandb_environment import taken_from
+from launcher.telemetry.tracker.wandb_session import Patience, WandbRun
+from launcher.telemetry.tracker.wandb_sink import WandbSink, new_run_id, sync_command
 
 
 def open_telemetry(

@@ -25,8 +25,8 @@ from torch import nn
 
 from launcher import checkpoint
 from launcher.checkpoint import Identity, Origin, Progress, Snapshot, Writer
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
-from launcher.environment import WorkerEnv
 from launcher.recipe import registry_of
 from scripts.bench.machine import machine
 

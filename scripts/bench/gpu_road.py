@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
-from launcher.engine.layout import Piece
-from launcher.engine.update import Scalars, Updater
+from launcher.engine.flat.layout import Piece
+from launcher.engine.optim.fused import Scalars, Updater
 from launcher.recipe import registry_of
 from scripts.bench.baselines import AutocastLoop, channels_last
 from scripts.bench.gpu_session import SKIPPED

@@ -25,10 +25,10 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from launcher.data import BatchPlan, DeviceBatches
+from launcher.config.resolve import Request, compose_jobs
+from launcher.data.loader import BatchPlan, DeviceBatches
 from launcher.engine import SGD, Policy, Stepper
-from launcher.engine.wires import default_predivide
-from launcher.jobs import Request, compose_jobs
+from launcher.engine.wire.transports import default_predivide
 from launcher.recipe import load_recipe
 from scripts.bench.machine import machine
 

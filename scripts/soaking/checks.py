@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint import verify
-from launcher.checkpoint.files import DAMAGED
-from launcher.checkpoint.shelf import FOLDER
+from launcher.checkpoint.catalog import FOLDER
+from launcher.checkpoint.format import DAMAGED
 from launcher.telemetry.events import read_events
 
 MARK = "LAUNCHER_SOAK"  # the environment variable by which every process of a run is found

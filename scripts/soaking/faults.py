@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from launcher.checkpoint.shelf import FOLDER
-from launcher.telemetry.files import write_text
+from launcher.checkpoint.catalog import FOLDER
+from launcher.run_dir.atomic import write_text
 from scripts.soaking.run import (
     PREEMPTED,
     ROUND_LIMIT_S,

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from launcher.checkpoint.shelf import FOLDER
+from launcher.checkpoint.catalog import FOLDER
 from scripts.bench.machine import machine
 from scripts.soaking.checks import Expected, expected_of, problems_of_run
 from scripts.soaking.faults import AT_THE_END, FAULTS, QUICK, fill_disk, limit_files

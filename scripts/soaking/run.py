@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launcher.checkpoint.shelf import FOLDER
+from launcher.checkpoint.catalog import FOLDER
 from scripts.soaking.checks import MARK, alive_with, described
 
 ROOT = Path(__file__).parents[2]

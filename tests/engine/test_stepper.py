@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, UnusableError, Wire
-from launcher.engine.wires import default_predivide
+from launcher.engine.wire.transports import default_predivide
 from tests.elsewhere import META, Elsewhere
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Planted, conv_net, features, loss_sum, mlp

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
-from launcher.environment import WorkerEnv
 from tests.ranks.harness import run_ranks
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.engine.reducer import ABANDONED, CULPRIT
-from launcher.engine.scale import Scaling
-from launcher.engine.tally import FIELDS
+from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.verdict import Terms, judge, next_rate
+from launcher.engine.wire.reducer import ABANDONED, CULPRIT
+from launcher.engine.wire.step_counts import FIELDS
 
 SUMS = [[4.0, 9.0, 12.0], [4.0, math.inf, 12.0], [4.0, math.nan, 12.0], [0.0, 0.0, 0.0]]
 MARKS = [[0, 0], [CULPRIT, 0], [0, ABANDONED], [ABANDONED, CULPRIT]]

@@ -22,8 +22,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from launcher.config import Config, RunConfig
-from launcher.jobs import Request, compose_jobs
+from launcher.config.resolve import Request, compose_jobs
+from launcher.config.schema import Config, RunConfig
 from launcher.telemetry.events import read_events
 from tests.ranks.harness import _PRELOADED
 
@@ -214,7 +214,10 @@ def _be_a_rank(
     global USER_CODE
     import torch
 
-    from launcher import cli, closing, environment, jobs
+    from launcher import cli
+    from launcher.config import resolve
+    from launcher.distributed import process_group
+    from launcher.training import results
 
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -222,9 +225,9 @@ def _be_a_rank(
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environ)
     torch.set_num_threads(1)
-    environment._divide_threads = lambda launch: None  # two threads change bits, and the cores are shared
-    closing.write_page = lambda run_dir, telemetry: None
-    jobs.compose_jobs = lambda request: [config]
+    process_group._divide_threads = lambda launch: None  # two threads change bits, and the cores are shared
+    results.write_page = lambda run_dir, telemetry: None
+    resolve.compose_jobs = lambda request: [config]
     sys.modules["tests.faults.launching"].USER_CODE = user_code  # type: ignore[attr-defined]
     if prepare is not None:
         prepare()

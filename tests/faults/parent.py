@@ -22,8 +22,8 @@ from tests.ranks.harness import _PRELOADED
 WARM = [
     *_PRELOADED,
     "launcher.supervisor.agent",
-    "launcher.jobs",
-    "launcher.sweep",
+    "launcher.config.resolve",
+    "launcher.sweep.hydra_sweep",
     "launcher.cli",
     "sklearn.metrics",
     "matplotlib.backends.backend_agg",

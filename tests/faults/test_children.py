@@ -153,8 +153,8 @@ def test_what_ended_early_is_let_go(tmp_path: Path) -> None:
 HELD = """
 import os, sys, time
 from pathlib import Path
-from launcher.telemetry.claim import claimed
-from tests.test_run_dir import sample_config
+from launcher.run_dir.claim import claimed
+from tests.run_dir.test_records import sample_config
 
 with claimed(sample_config(sys.argv[1]), []):
     if CHILD == 0:

@@ -23,16 +23,16 @@ import torch
 from safetensors.torch import load_file, save
 
 from launcher.checkpoint import load, publish, verify
+from launcher.checkpoint.export import export
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
 from launcher.engine import Stepper
-from launcher.export import export
+from tests.checkpoint.test_checkpoint import Canary
 from tests.faults.launching import EPOCH, WORDS, Ended, Started, run
 from tests.faults.noisy import Noisy
 from tests.faults.saving import MS_BIND, MS_RDONLY, MS_REMOUNT, _mount, _mount_alone, outcome_of
 from tests.faults.test_checkpoint_faults import flip, truncate, unfinished
 from tests.faults.usercode import is_here, own_rank, slowly, stop_after
 from tests.snapshots import comparable, forge
-from tests.test_checkpoint import Canary
 
 pytestmark = pytest.mark.timeout(90)
 

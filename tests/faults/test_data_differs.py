@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.data import TensorData
+from launcher.data.loader import TensorData
 from launcher.errors import DataError
-from launcher.evaluate import evaluate
-from launcher.meeting import COMPARED, compare_data, fingerprint, refuse_other_data
+from launcher.evaluation.evaluate import evaluate
 from launcher.recipe import Recipe, cross_entropy
-from launcher.telemetry.files import read_json
+from launcher.run_dir.atomic import read_json
+from launcher.training.data_check import COMPARED, compare_data, fingerprint, refuse_other_data
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.collectives import SIZES
+from launcher.distributed.flight_recorder import SIZES
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, own_rank

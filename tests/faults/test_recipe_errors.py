@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import DataError
-from launcher.telemetry.files import read_json
+from launcher.run_dir.atomic import read_json
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, own_rank

@@ -112,7 +112,7 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
 
 
 def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "from launcher import loop\nif RANK == 0:\n    loop.train_on = None")
+    write_recipe(tmp_path, "from launcher.training import loop\nif RANK == 0:\n    loop.train_on = None")
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
         assert error_of(parent) == "error: rank 0 failed: Traceback (most recent call last):"
@@ -141,15 +141,15 @@ def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
 
 
 def slow_end() -> None:
-    from launcher import closing
+    from launcher.training import results
 
-    write = closing.write_files
+    write = results.write_files
 
     def write_files(*arguments: Any) -> None:
         time.sleep(3)
         write(*arguments)
 
-    closing.write_files = write_files
+    results.write_files = write_files
 
 
 def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
     assert re.search(
         r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", outputs[1]
     )
-    assert "launcher/rendezvous.py" not in outputs[1], "a traceback of ours"
+    assert "launcher/distributed/handoff.py" not in outputs[1], "a traceback of ours"
 
 
 def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:

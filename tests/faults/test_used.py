@@ -11,11 +11,11 @@ from wandb.proto import wandb_internal_pb2
 
 from launcher.recipe import Used, load_recipe
 from launcher.report.page import write_report
-from launcher.telemetry.wandb_sink import used_config
+from launcher.telemetry.tracker.wandb_sink import used_config
 from tests.configs import composed
 from tests.faults.launching import EPOCH, Ended, run
 from tests.faults.usercode import stop_after
-from tests.test_tracking import transaction_log
+from tests.telemetry.test_wandb_runs import transaction_log
 
 pytestmark = pytest.mark.timeout(90)
 WORDS = ("train.max_steps=13", "tracker=wandb", "tracker.mode=offline")

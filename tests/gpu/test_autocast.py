@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, Policy, Scaling, Stepper
-from launcher.engine.autocast import HalfArithmetic
-from tests.engine.test_autocast import FUNCTIONS, HALVES, cast, changed
-from tests.engine.test_emulated_functions import IN_HALF, leaves
+from launcher.engine.precision.autocast import HalfArithmetic
+from tests.engine.precision.test_autocast import FUNCTIONS, HALVES, cast, changed
+from tests.engine.precision.test_emulated_functions import IN_HALF, leaves
 
 pytestmark = [
     pytest.mark.gpu,

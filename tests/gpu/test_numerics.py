@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
-from launcher.engine.diagnosis import first_nonfinite_module
-from launcher.engine.layout import Piece
-from launcher.engine.statistics import ExponentCounter
-from launcher.engine.update import DEVICE_CHUNK, Scalars, Updater
-from launcher.engine.wires import WideSum
-from launcher.environment import WorkerEnv
+from launcher.engine.diagnostics.exponents import ExponentCounter
+from launcher.engine.diagnostics.nonfinite import first_nonfinite_module
+from launcher.engine.flat.layout import Piece
+from launcher.engine.optim.fused import DEVICE_CHUNK, Scalars, Updater
+from launcher.engine.wire.transports import WideSum
 from scripts.bench.baselines import AutocastLoop
 from scripts.bench.gpu_road import profiled, resnet_steps
 from tests.configs import composed

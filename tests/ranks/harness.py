@@ -19,7 +19,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "torch.distributed", "torch.nn.functional", "launcher.worker", "launcher.sweep"]
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.functional",
+    "launcher.worker",
+    "launcher.sweep.hydra_sweep",
+]
 
 
 class RankFailure(AssertionError):
@@ -29,8 +35,8 @@ class RankFailure(AssertionError):
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
     """Call `work(env, *args)` on each rank; return what each returned, by rank.
 
-    `work` must be a function at the top level of a module. `env` is a `launcher.environment.WorkerEnv`
-    whose group is open (None for a world of one). Tensors may be returned.
+    `work` must be a function at the top level of a module. `env` is a `WorkerEnv` of
+    `launcher.distributed` whose group is open (None for a world of one). Tensors may be returned.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -83,7 +89,7 @@ def _be_a_rank(
     import torch
     import torch.distributed as dist
 
-    from launcher.environment import WorkerEnv
+    from launcher.distributed.process_group import WorkerEnv
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
-from launcher.environment import WorkerEnv
 from tests.ranks.harness import run_ranks
 
 

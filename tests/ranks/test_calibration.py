@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
-from launcher.environment import WorkerEnv
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from launcher.checkpoint import Identity, Origin, Progress, publish, restore, resume, take
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import AdamW, Stepper, Wire
-from launcher.environment import WorkerEnv
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features

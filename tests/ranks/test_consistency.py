@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.consistency import check_replicas
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire
-from launcher.environment import WorkerEnv
 from launcher.errors import ReplicaError
+from launcher.training.replica_check import check_replicas
 from tests.engine.observe import train
 from tests.models import mlp
 from tests.ranks.harness import run_ranks

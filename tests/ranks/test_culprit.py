@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from launcher.culprit import Culprit
-from launcher.data import Batch, BatchPlan, DeviceBatches, TensorData, epoch_order
+from launcher.data.loader import Batch, BatchPlan, DeviceBatches, TensorData, epoch_order
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
-from launcher.environment import WorkerEnv
 from launcher.recipe import Loss
+from launcher.training.divergence import Culprit
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks

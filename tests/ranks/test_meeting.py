@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher import meeting
-from launcher.environment import WorkerEnv
+from launcher.distributed import preflight
+from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import PreflightError
 from tests.configs import composed
 from tests.ranks.harness import run_ranks
@@ -32,7 +32,7 @@ def meet_with(env: WorkerEnv, folder: str, difference: str) -> str:
     if env.rank == 1 and difference == "torch":
         torch.__version__ = "2.99.0"
     try:
-        return ", ".join(meeting.meet(config, env, store, "0"))
+        return ", ".join(preflight.meet(config, env, store, "0"))
     except PreflightError as error:
         return str(error)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, StepReport, Wire
-from launcher.environment import WorkerEnv
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import conv_net, features, loss_sum
 from tests.ranks.harness import run_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper, Wire
-from launcher.environment import WorkerEnv
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 

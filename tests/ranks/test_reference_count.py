@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from launcher.consistency import check_replicas
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
-from launcher.environment import WorkerEnv
 from launcher.errors import ReplicaError
+from launcher.training.replica_check import check_replicas
 from tests.faults.launching import run
 from tests.models import Planted
 from tests.ranks.harness import run_ranks

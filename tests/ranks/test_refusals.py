@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper, TorchOptimizer, UnusableError, Wire
-from launcher.environment import WorkerEnv
 from tests.models import mlp
 from tests.ranks.harness import run_ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.state import EngineState
-from launcher.environment import WorkerEnv
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net
 from tests.ranks.harness import run_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, Wire
-from launcher.environment import WorkerEnv
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features, loss_sum
 from tests.ranks.harness import run_ranks

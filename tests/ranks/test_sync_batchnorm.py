@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.data import BatchPlan
+from launcher.data.loader import BatchPlan
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.sync_batchnorm import synchronised
-from launcher.environment import WorkerEnv
-from launcher.equipment import refuse_uneven_micro_batches
 from launcher.errors import ConfigError
+from launcher.training.build import refuse_uneven_micro_batches
 from tests.engine.observe import train
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
-from launcher.environment import WorkerEnv
 from tests.engine.observe import train
 from tests.models import Planted, features
 from tests.ranks.harness import run_ranks

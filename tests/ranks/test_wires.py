@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
-from launcher.engine.statistics import ExponentCounter, GradientStatistics
-from launcher.environment import WorkerEnv
+from launcher.engine.diagnostics.exponents import ExponentCounter, GradientStatistics
 from tests.engine.observe import train
 from tests.models import Planted, mlp
 from tests.ranks.harness import run_ranks

@@ -1,0 +1,115 @@
+"""Publishes checkpoints behind the training: a copy in host memory, then one thread.
+
+Owns when one is due and that at most one is on its way. A failure is reported once, as a value: a full disk
+is no reason to leave the other ranks alone. Never touches the device or the process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from launcher.checkpoint.catalog import by_metric, candidates, retain
+from launcher.checkpoint.format import publish
+from launcher.checkpoint.manifest import looks_whole
+from launcher.checkpoint.snapshot import Snapshot, Staged
+from launcher.errors import LauncherError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one checkpoint.
+
+    `path` is None where it was not written; beside a path, `error` is about older ones that had to go.
+    """
+
+    step: int
+    path: Path | None
+    seconds: float
+    size_bytes: int
+    error: LauncherError | None = None
+
+
+class Due:
+    """When a checkpoint is due: every so many steps, and so many seconds after the last one."""
+
+    def __init__(self, every_steps: int | None, every_s: float | None) -> None:
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._last_s = time.monotonic()  # a wall clock may go backwards
+
+    def after_step(self, step: int) -> bool:
+        """The same on all ranks."""
+        return self._every_steps is not None and step % self._every_steps == 0
+
+    def by_clock(self) -> bool:
+        """This rank's own view: only the leader's counts, and all ranks have to be told of it."""
+        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
+
+    def done(self) -> None:
+        self._last_s = time.monotonic()
+
+
+class Writer:
+    """Writes snapshots into `directory` and retains the `keep` newest and the best.
+
+    The same calls are made on all ranks; ranks whose snapshots are None write nothing and start no thread.
+    Leaving the context waits for what is on its way.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self._keep = keep
+        self._own: set[Path] = set()
+        self._pending: Future[Report] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=True)
+
+    def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:
+        """Take a snapshot and start writing it; returns the report of the one before, if not yet given.
+
+        Waits for that one first, so that host memory never holds two. `take` may be a collective.
+        """
+        previous = self.wait()
+        snapshot = take()
+        if snapshot is not None:
+            self._pending = self._thread.submit(self._write, snapshot)
+        return previous
+
+    def poll(self) -> Report | None:
+        """The report of a checkpoint that is done, once; None where there is none or it is on its way."""
+        return self.wait() if self._pending is not None and self._pending.done() else None
+
+    def wait(self) -> Report | None:
+        """Wait for the checkpoint that is on its way, and return its report, once."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def _write(self, taken: Staged | Snapshot) -> Report:
+        snapshot = taken.finished() if isinstance(taken, Staged) else taken
+        began, step, path = time.perf_counter(), snapshot.progress.step, None
+        error, size_bytes = None, 0
+        try:
+            path = publish(self.directory, snapshot)
+            self._own.add(path)
+            size_bytes = sum(file.stat().st_size for file in path.iterdir())
+            self._tidy()
+        except LauncherError as failure:
+            error = failure
+        return Report(step, path, time.perf_counter() - began, size_bytes, error)
+
+    def _tidy(self) -> None:
+        whole = [path for path in candidates(self.directory) if looks_whole(path)]
+        best = by_metric(whole)
+        self._own -= set(retain(self.directory, self._keep, best[0] if best else None, self._own))

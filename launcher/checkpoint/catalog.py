@@ -1,0 +1,164 @@
+"""The checkpoints of a run side by side: which to believe, which to keep.
+
+Owns the order (by step, never by a clock), the search for the newest intact one, and retention. What is
+damaged is named and set aside, never deleted; what is deleted first loses its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.checkpoint.format import DAMAGED, UNFINISHED, read_state, set_aside
+from launcher.checkpoint.manifest import looks_whole, verify
+from launcher.checkpoint.snapshot import Metric
+from launcher.errors import ConfigError, StorageError
+from launcher.run_dir.atomic import restored
+
+FOLDER = "checkpoints"  # of a run
+REPLACED = "replaced-"
+DELETED = ".deleted-"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that was passed over, and why."""
+
+    name: str
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'; '.join(self.problems)})"
+
+
+@dataclass(frozen=True)
+class Found:
+    path: Path | None
+    damaged: tuple[Damage, ...] = ()
+
+
+def step_of(path: Path) -> int:
+    """Of a checkpoint that may have been set aside."""
+    match = _STEP.search(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def candidates(directory: Path) -> list[Path]:
+    """What bears the name of a checkpoint, newest step first. Raises ConfigError for symbolic links.
+
+    StorageError where the directory cannot be read; none where there is no directory.
+    """
+    _refuse_link(directory)
+    try:
+        found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(
+            f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. It must be a "
+            "directory that all ranks can read."
+        ) from error
+    for path in found:
+        _refuse_link(path)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_intact(directory: Path, rename_damaged: bool = True) -> Found:
+    """The checkpoint of the highest step that is as it was written, and the damaged ones above it.
+
+    Those are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for symbolic
+    links and newer formats, StorageError where the directory cannot be read.
+    """
+    return _first_intact(candidates(directory), rename_damaged)
+
+
+def best_intact(directory: Path) -> Path | None:
+    """The intact checkpoint with the best metric; of equal ones the newest. Renames nothing."""
+    return _first_intact(by_metric(candidates(directory)), rename_damaged=False).path
+
+
+def by_metric(paths: Sequence[Path]) -> list[Path]:
+    """Those of `paths` with a metric, best first; equal ones stay in their order."""
+    measured = [(cost, path) for path in paths if (cost := _cost_of(path)) is not None]
+    return [path for _, path in sorted(measured, key=lambda pair: pair[0])]
+
+
+def retain(
+    directory: Path, keep: int, best: Path | None = None, own: Collection[Path] = frozenset()
+) -> list[Path]:
+    """Delete all but the `keep` newest good checkpoints and `best`; returns what was deleted.
+
+    Only what has been verified counts as good, so unfinished or damaged ones push nothing out. Of `own`,
+    which this process has written, the lengths are enough. Also clears away what killed processes have left
+    unfinished. Raises StorageError.
+    """
+    assert keep >= 1
+    good: list[Path] = []
+    for path in candidates(directory):
+        # The last one that stays is found before the first one goes.
+        if len(good) >= keep or (looks_whole(path) if path in own else not verify(path)):
+            good.append(path)
+    deleted = [path for path in good[keep:] if path != best]
+    try:
+        for path in deleted:
+            shutil.rmtree(path.rename(path.with_name(DELETED + path.name)))
+        for rest in (*directory.glob(f"{UNFINISHED}*"), *directory.glob(f"{DELETED}*")):
+            shutil.rmtree(rest)
+    except OSError as error:
+        raise StorageError(
+            f"old checkpoints in {directory} cannot be deleted: {error.strerror or error} "
+            f"({error.filename}). Delete them by hand if they take too much room."
+        ) from error
+    return deleted
+
+
+def set_aside_other_course(directory: Path, resumed: Path | None) -> list[Path]:
+    """Rename to `replaced-...` what does not lead to `resumed`: later steps, or all on a fresh start.
+
+    Otherwise a run that went back would one day be resumed from the course that it left. Raises OSError.
+    """
+    present = candidates(directory)
+    if resumed is not None:
+        if resumed.parent.resolve() != directory.resolve():
+            return []  # only where there is none here that could be mistaken
+        step = step_of(resumed)
+        present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
+    return [set_aside(path, REPLACED) for path in present]
+
+
+def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
+    damaged: list[Damage] = []
+    for path in paths:
+        problems = verify(path)
+        if not problems:
+            return Found(path, tuple(damaged))
+        damaged.append(Damage(path.name, tuple(problems)))
+        if rename_damaged:
+            with contextlib.suppress(OSError):  # it is named in any case, and nobody will load it
+                set_aside(path, DAMAGED)
+    return Found(None, tuple(damaged))
+
+
+def _cost_of(path: Path) -> float | None:
+    """The metric of a checkpoint, negated where higher is better; None where it has none."""
+    try:
+        metric = Metric(**restored(read_state(path)["metric"]))
+        cost = float(metric.value if metric.lower_is_better else -metric.value)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if math.isnan(cost) else cost
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a symbolic link to {path.readlink()}. Checkpoints are not followed out of their run: "
+            "remove the link, or give the place itself with checkpoint.resume=PATH or run.dir=DIR."
+        )

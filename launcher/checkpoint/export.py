@@ -1,0 +1,108 @@
+"""Weights of a run for use elsewhere: one safetensors file with the keys of the model's state_dict.
+
+Owns the conversion from a checkpoint. Reads files only; needs neither the model nor its recipe, and changes
+nothing in the run, which may still be training.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
+from launcher.checkpoint.format import load
+from launcher.checkpoint.snapshot import Snapshot
+from launcher.checkpoint.tensors import write_tensors
+from launcher.errors import ConfigError, StorageError
+from launcher.run_dir.atomic import require_plain
+from launcher.run_dir.records import FILES
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written and where it came from."""
+
+    file: Path
+    checkpoint: Path
+    num_tensors: int
+
+
+def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -> Exported:
+    """Write the weights of the run's newest (or `best`) intact checkpoint to `file`, replacing it.
+
+    Floating-point tensors become `dtype`, others stay as they are. `model.load_state_dict(load_file(file))`
+    takes the result. Raises ConfigError for a wrong request, StorageError where there is nothing intact to
+    export or `file` cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"export: dtype={dtype} must be one of {', '.join(DTYPES)}.")
+    if not os.path.isdir(run_dir):
+        raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
+    _refuse_target(run_dir, file)
+    checkpoint = _choose(run_dir / FOLDER, best)
+    tensors = _converted(load(checkpoint), DTYPES[dtype])
+    _write(file, tensors, {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype})
+    return Exported(file, checkpoint, len(tensors))
+
+
+def _refuse_target(run_dir: Path, file: Path) -> None:
+    rule = "The weights go to a new file or replace a plain one, outside of the run."
+    try:
+        require_plain(file)
+    except OSError as error:
+        raise ConfigError(f"export {file}: {error.strerror}. {rule}") from None
+    if file.resolve().is_relative_to(run_dir.resolve() / FOLDER) or file.absolute() in (
+        run_dir.absolute() / name for name in FILES
+    ):
+        raise ConfigError(f"export {file}: this is a file of the run itself. {rule}")
+
+
+def _choose(directory: Path, best: bool) -> Path:
+    found = newest_intact(directory, rename_damaged=False)
+    path = best_intact(directory) if best else found.path
+    if path is None:
+        seen = f" Damaged: {', '.join(map(str, found.damaged))}." if found.damaged else ""
+        what = "intact checkpoint with a metric" if best else "intact checkpoint"
+        raise StorageError(
+            f"{directory} holds no {what}, so there is nothing to export.{seen} A run writes them every "
+            "checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
+        )
+    return path
+
+
+def _converted(snapshot: Snapshot, dtype: torch.dtype) -> dict[str, Tensor]:
+    tensors = snapshot.engine.weights | snapshot.engine.buffers
+    return {key: _narrowed(key, tensors[name], dtype) for key, name in snapshot.names.items()}
+
+
+def _narrowed(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    narrow = tensor.to(dtype)
+    if not torch.equal(narrow.isfinite(), tensor.isfinite()):
+        raise ConfigError(
+            f"{key} holds values up to {tensor.abs().max().item():g}, beyond the largest that "
+            f"{dtype} has ({torch.finfo(dtype).max:g}). Export it as fp32."
+        )
+    return narrow
+
+
+def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """In one rename: whoever serves the file that is there sees the old one or the new one."""
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_tensors(temporary, tensors, metadata)
+        os.replace(temporary, file)
+    except OSError as error:
+        raise StorageError(
+            f"the weights cannot be written to {file}: {error.strerror or error}. Choose another place."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,258 @@
+"""One checkpoint as files: written whole or not at all, verified before it is believed.
+
+Owns what lies in weights.safetensors (fp32 masters, frozen parameters and buffers by name),
+optimizer.safetensors and state.json. Never leaves a partial file under a final name and never executes what
+it reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint.manifest import (
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    manifest_of,
+    read_regular,
+    step_name,
+    verify,
+)
+from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot
+from launcher.checkpoint.tensors import described, read_tensors, write_bytes, write_tensors
+from launcher.engine.state import EngineState
+from launcher.errors import StorageError
+from launcher.run_dir.atomic import restored, strict
+
+UNFINISHED = ".unfinished-"
+DAMAGED = "damaged-"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux: linux/fcntl.h, linux/fs.h
+BY_RANK = "buffer_by_rank/"  # what only going on needs lies beside the optimizer's states
+
+
+def publish(directory: Path, snapshot: Snapshot) -> Path:
+    """Write `snapshot` as a checkpoint in `directory`; it is on the disk before this returns.
+
+    All of it appears under its final name in one rename. A checkpoint of that step in the same state is left
+    as it is, unless only this one has been evaluated. Raises StorageError, and then leaves nothing behind.
+    """
+    step = snapshot.progress.step
+    final = directory / step_name(step)
+    temporary = directory / f"{UNFINISHED}{final.name}-{secrets.token_hex(4)}"
+    with _failing_as_storage_error(step, directory, temporary):
+        _make_directory(directory)
+        temporary.mkdir()
+        _write_files(temporary, snapshot)
+        sync_directory(temporary)
+        if os.path.lexists(final) and verify(final):
+            set_aside(final, DAMAGED)
+        if os.path.lexists(final) and _same_state(there := read(final), snapshot):
+            if snapshot.metric is not None and there.metric is None:
+                _exchange(temporary, final)
+            shutil.rmtree(temporary)
+        else:
+            os.rename(temporary, final)  # refused where another state of that step lies there
+        sync_directory(directory)
+    return final
+
+
+def load(path: Path) -> Snapshot:
+    """Verify a checkpoint and read it. Raises StorageError for a damaged one, naming what is wrong."""
+    problems = verify(path)
+    if problems:
+        raise StorageError(
+            f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint with checkpoint.resume=PATH."
+        )
+    return read(path)
+
+
+def read(path: Path) -> Snapshot:
+    """Read a checkpoint that has just been verified; its tensors are mapped from the files.
+
+    Raises StorageError where the content is not what state.json says.
+    """
+    both, rest = read_tensors(path / WEIGHTS), read_tensors(path / OPTIMIZER)
+    try:
+        return _snapshot_of(read_state(path), both, rest)
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StorageError(
+            f"{path} does not hold the state of a run: {type(error).__name__}: {error}. "
+            "Take another checkpoint with checkpoint.resume=PATH."
+        ) from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json of a checkpoint. Raises OSError or ValueError."""
+    try:
+        value = json.loads(read_regular(path / STATE))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{STATE} is not a JSON object")
+    return value
+
+
+def set_aside(path: Path, prefix: str) -> Path:
+    """Rename a checkpoint so that nobody takes it for one, and nothing of it is lost. Raises OSError."""
+    number, target = 1, path.with_name(prefix + path.name)
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{prefix}{path.name}-{number}")
+    os.rename(path, target)
+    return target
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(
+            f"the checkpoint of step {step} cannot be written to {directory}: {error.strerror or error}. "
+            "Those before it are intact. Make room there; the directory must be writable and hold no "
+            "checkpoint of that step of another run."
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_files(directory: Path, snapshot: Snapshot) -> None:
+    engine = snapshot.engine
+    metadata = {"format": "pt", "step": str(snapshot.progress.step)}
+    state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
+    files = {
+        WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata),
+        OPTIMIZER: write_tensors(directory / OPTIMIZER, engine.optimizer | _by_rank(snapshot), metadata),
+        STATE: write_bytes(directory / STATE, state.encode()),
+    }
+    write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
+
+
+def _by_rank(snapshot: Snapshot) -> dict[str, Tensor]:
+    return {BY_RANK + name: rows for name, rows in snapshot.rank_buffers.items()}
+
+
+def _state_values(snapshot: Snapshot) -> dict[str, Any]:
+    engine = snapshot.engine
+    return {
+        "progress": asdict(snapshot.progress),
+        "counters": engine.counters,
+        "scale_mode": engine.scale_mode,
+        "metric": None if snapshot.metric is None else strict(asdict(snapshot.metric)),
+        "identity": asdict(snapshot.identity),
+        "origin": asdict(snapshot.origin) | {"reference_count": engine.reference_count or 0},
+        "names": snapshot.names,
+        "extra": strict(snapshot.extra),
+        "weights": described(engine.weights),
+        "buffers": described(engine.buffers),
+        "optimizer": described(engine.optimizer),
+        "rank_buffers": described(_by_rank(snapshot)),
+        "random": {
+            name: [base64.b64encode(row.numpy().tobytes()).decode() for row in rows]
+            for name, rows in snapshot.random.items()
+        },
+    }
+
+
+def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str, Tensor]) -> Snapshot:
+    """`both` holds weights and buffers, `rest` what only going on needs.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for what does not fit.
+    """
+    weights = {name: tensor for name, tensor in both.items() if name not in state["buffers"]}
+    buffers = {name: tensor for name, tensor in both.items() if name in state["buffers"]}
+    engine = EngineState(
+        weights=_exactly(state["weights"], weights),
+        optimizer=_exactly(state["optimizer"], {n: t for n, t in rest.items() if not n.startswith(BY_RANK)}),
+        buffers=_exactly(state["buffers"], buffers),
+        counters={name: int(value) for name, value in state["counters"].items()},
+        reference_count=state["origin"]["reference_count"] or None,
+        scale_mode=state.get("scale_mode"),  # older checkpoints have none
+    )
+    by_rank = {name: tensor for name, tensor in rest.items() if name.startswith(BY_RANK)}
+    by_rank = _exactly(state["rank_buffers"], by_rank)
+    unknown = set(state["names"].values()) - both.keys()
+    if unknown:
+        raise ValueError(f"{STATE} names tensors that are not there: {', '.join(sorted(unknown))}")
+    return Snapshot(
+        engine=engine,
+        progress=Progress(**{name: int(value) for name, value in state["progress"].items()}),
+        identity=Identity(**state["identity"]),
+        origin=Origin(**{name: state["origin"][name] for name in ("world_size", "wire")}),
+        random={name: _random_rows(rows) for name, rows in state["random"].items()},
+        names=state["names"],
+        rank_buffers={name.removeprefix(BY_RANK): rows for name, rows in by_rank.items()},
+        metric=None if state["metric"] is None else Metric(**restored(state["metric"])),
+        extra=restored(state["extra"]),
+    )
+
+
+def _exactly(listed: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` in the order of state.json, if they are those that it lists. Raises ValueError."""
+    found = described(tensors)
+    for name in sorted(listed.keys() | found.keys()):
+        if found.get(name) != listed.get(name):
+            there, should = found.get(name, "missing"), listed.get(name, "nothing of it")
+            raise ValueError(f"{name} is {there}, but {STATE} says {should}")
+    return {name: tensors[name] for name in listed}
+
+
+def _random_rows(rows: list[str]) -> Tensor:
+    """uint8 [ranks, bytes]."""
+    decoded = [bytearray(base64.b64decode(row, validate=True)) for row in rows]
+    return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in decoded])
+
+
+def _same_state(one: Snapshot, other: Snapshot) -> bool:
+    """As where a run goes on and saves again at the same step; its buffers may have been averaged."""
+    pairs = ((one.engine.weights, other.engine.weights), (one.engine.optimizer, other.engine.optimizer))
+    return one.engine.counters == other.engine.counters and all(
+        mine.keys() == theirs.keys() and all(torch.equal(_bits(mine[n]), _bits(theirs[n])) for n in mine)
+        for mine, theirs in pairs
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories in one step: a kill leaves the one or the other under the name of `old`."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None and not renameat2(AT_FDCWD, bytes(new), AT_FDCWD, bytes(old), RENAME_EXCHANGE):
+        return
+    # The file system cannot. Those of earlier steps are there if a kill comes between these two.
+    aside = new.with_name(f"{new.name}-old")
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
+
+
+def _make_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        sync_directory(directory.parent)

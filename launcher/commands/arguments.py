@@ -1,0 +1,131 @@
+"""The command line, sorted into a command, flags and overrides.
+
+Owns which flags exist and how many values each takes, so that they may stand anywhere among the overrides
+(Hydra itself wants them on one side). Pure: reads nothing but its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.config.messages import nearest, shortened, suggestion
+from launcher.errors import ConfigError
+
+COMMANDS = ("recipes", "report", "export")
+INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+SHORT = {
+    "-h": "--help",
+    "-c": "--cfg",
+    "-p": "--package",
+    "-m": "--multirun",
+    "-r": "--run",
+    "-i": "--info",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+    "-cp": "--config-path",
+    "-sc": "--shell-completion",
+}
+SWITCHES = (
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--resolve",
+    "--run",
+    "--multirun",
+    "--shell-completion",
+    "--best",
+)
+WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; none listed: any
+    "--cfg": ("job", "hydra", "all"),
+    "--package": (),
+    "--config-name": (),
+    "--config-dir": (),
+    "--dtype": ("fp32", "fp16"),
+}
+OF_EXPORT = ("--best", "--dtype")
+REFUSED = {
+    "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
+    "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "
+    "overrides.txt), with run.dir=DIR of the run to resume it.",
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    command: str  # "train" where no word names another
+    words: tuple[str, ...]  # overrides, or what the command works on
+    flags: Mapping[str, str | None]  # by long name
+
+    def hydra_flags(self) -> list[str]:
+        """The flags that Hydra shall see, as it wants them."""
+        ours = {"--config-dir", "--config-name"}
+        return [
+            flag if value is None else f"{flag}={value}"
+            for flag, value in self.flags.items()
+            if flag not in ours
+        ]
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Sort argv; raises ConfigError for flags and commands that do not exist."""
+    words: list[str] = []
+    flags: dict[str, str | None] = {}
+    rest = list(argv)
+    if broken := [word for word in rest if "\0" in word]:
+        raise ConfigError(
+            f"{shortened(broken[0])!r}: holds a NUL character, which no path or value may have."
+        )
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("-") and word != "-":
+            flag, value = read_flag(word, rest)
+            flags[flag] = value
+        else:
+            words.append(word)
+    has_command = bool(words) and is_command(words[0])
+    command = known_command(words[0]) if has_command else "train"
+    if command != "export" and (stray := [flag for flag in OF_EXPORT if flag in flags]):
+        raise ConfigError(f"{stray[0]}: belongs to the command export only.")
+    return Arguments(command, tuple(words[has_command:]), flags)
+
+
+def read_flag(word: str, rest: list[str]) -> tuple[str, str | None]:
+    """The flag's long name and value; takes the value off `rest` where it is a word of its own."""
+    written, has_value, value = word.partition("=")
+    flag = SHORT.get(written, written)
+    if flag in REFUSED:
+        raise ConfigError(f"{word}: {REFUSED[flag]}")
+    if flag in SWITCHES and not has_value:
+        return flag, None
+    if flag == "--info":
+        if not has_value:
+            value = rest.pop(0) if rest and rest[0] in INFO_TOPICS else "all"
+        return flag, allowed(flag, value, INFO_TOPICS)
+    if flag in WITH_VALUE:
+        if not has_value and not rest:
+            raise ConfigError(f"{word}: a value is missing after it.")
+        return flag, allowed(flag, value if has_value else rest.pop(0), WITH_VALUE[flag])
+    raise ConfigError(f"{word}: there is no such flag.{suggestion(nearest(flag, ALL_FLAGS))} See --help.")
+
+
+ALL_FLAGS = (*SWITCHES, *WITH_VALUE, "--info")
+
+
+def allowed(flag: str, value: str, choices: Sequence[str]) -> str:
+    if choices and value not in choices:
+        raise ConfigError(f"{flag} {value}: must be one of {', '.join(choices)}.")
+    return value
+
+
+def is_command(word: str) -> bool:
+    return "=" not in word and not word.startswith(("+", "~"))
+
+
+def known_command(word: str) -> str:
+    if word in COMMANDS:
+        return word
+    raise ConfigError(
+        f"{word}: there is no such command.{suggestion(nearest(word, COMMANDS))} "
+        f"Commands: {', '.join(COMMANDS)}. To train: recipe=<name>; the command recipes lists them."
+    )

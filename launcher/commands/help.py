@@ -1,0 +1,64 @@
+"""What the program can do, as text: `--help` and `recipes`.
+
+Reads only the names and the YAML of conf/, so that it answers at once; imports neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.config.groups import choice_file, choice_values, description, group_choices
+from launcher.config.messages import show
+
+HELP = """\
+Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU workers.
+
+  scripts/run recipe=resnet18 [key=value ...]                      all GPUs, or 2 CPU workers
+  torchrun --standalone --nproc-per-node=2 -m launcher recipe=resnet18 [key=value ...]
+  python -m launcher recipe=resnet18 [key=value ...]               one process
+  python -m launcher recipes                                       what can be trained
+  python -m launcher report RUN_DIR ...                            report.html of finished runs
+  python -m launcher export RUN_DIR FILE [--dtype fp16] [--best]   weights as safetensors
+
+Choices (group=name):
+{choices}
+
+Single keys (see conf/config.yaml or --cfg job):
+  train.epochs=5 optim.lr=0.05 data.batch_size=256 seed=1 run.dir=outputs/mine
+
+Flags, anywhere among them:
+  -m, --multirun             a sweep: optim.lr=0.05,0.1 seed=0,1 runs all combinations
+  -c, --cfg job              print the config instead of running; -p optim prints a part of it
+  -cd, --config-dir DIR      a config tree of your own, with the same groups
+  -cn, --config-name NAME    another primary config than config.yaml
+  -i, --info [TOPIC]         how Hydra found the config
+  -sc, --shell-completion    eval "$(python -m launcher -sc install=bash)"; uninstall=bash
+  --hydra-help, --version, -h, --help
+"""
+
+
+def help_text(directories: Sequence[Path]) -> str:
+    choices = group_choices(*directories)
+    width = max(map(len, choices), default=0)
+    listed = [f"  {group:<{width}}  {', '.join(names)}" for group, names in choices.items()]
+    return HELP.format(choices="\n".join(listed))
+
+
+def recipes_text(directories: Sequence[Path]) -> str:
+    """Each recipe with what it is and what it chooses, and the keys of the models and data sets."""
+    lines = ["Recipes (recipe=<name>):"]
+    for name in group_choices(*directories).get("recipe", ()):
+        lines += [f"  {name:<12} {description(choice_file(directories, 'recipe', name))}"]
+    for group in ("model", "data"):
+        lines += ["", f"{group.capitalize()} ({group}=<name>) and the keys that it sets:"]
+        for name in group_choices(*directories).get(group, ()):
+            lines += [f"  {name:<12} {', '.join(own_keys(choice_values(directories, group, name), group))}"]
+    return "\n".join(lines) + "\n"
+
+
+def own_keys(values: Mapping[str, Any], group: str) -> Iterator[str]:
+    for key, value in values.items():
+        if key not in ("name", "defaults"):
+            yield f"{group}.{key}={'{...}' if isinstance(value, Mapping) else show(value)}"

@@ -1,0 +1,268 @@
+"""From group choices and overrides to one tree of values, through Hydra.
+
+Owns every composition and what a YAML file must not contain: code, resolvers, Hydra's own settings. Which
+overrides get here is settled in `launcher.config.resolve`. Never imports torch and creates no file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource as HydraFiles
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from launcher.config import search_path, validation
+from launcher.config.environment_values import (
+    CALL,
+    differing,
+    escaped,
+    leaves,
+    refuse_missing,
+    replaced,
+    texts,
+    typed,
+)
+from launcher.config.files import checked_text
+from launcher.config.groups import conf_dir, group_choices
+from launcher.config.messages import first_line
+from launcher.config.overrides import code_problem
+from launcher.config.schema import Config
+from launcher.errors import ConfigError
+
+HYDRA_VERSION = "1.3"
+PATH_KEYS = (("data", "path"), ("recipes", "path"), ("checkpoint", "resume"))
+NOT_PATHS = ("auto", "never")  # words that may stand in place of a path
+SWEEP = "sweep"  # what an experiment's file asks for; it is spent before a job is composed
+HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A composed tree with its values, and what is recorded in their place, by path."""
+
+    tree: dict[str, Any]
+    recorded: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for: one run, or with `multirun` a sweep."""
+
+    overrides: tuple[str, ...]
+    config_dir: Path | None = None  # a tree of the user's own
+    config_name: str = "config"
+    multirun: bool = False
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where configs are looked for, in this order: the tree that holds the primary config comes first."""
+        if self.config_dir is None:
+            return (conf_dir(), *self.searched)
+        own = self.config_dir.absolute()
+        is_primary = os.path.isfile(own / f"{self.config_name}.yaml")
+        first = (own, *self.searched, conf_dir()) if is_primary else (conf_dir(), own, *self.searched)
+        return tuple(dict.fromkeys(first))
+
+    @cached_property
+    def searched(self) -> tuple[Path, ...]:
+        """The trees of hydra.searchpath: of the command line, else of a primary config of the user's own."""
+        lines = [line for line in self.overrides if line.startswith(f"{search_path.KEY}=")]
+        if lines:
+            parsed = OverridesParser.create().parse_overrides(lines[-1:])
+            return tuple(search_path.directories_of(parsed[0].value()))
+        if self.config_dir is None:
+            return ()
+        own = self.config_dir / f"{self.config_name}.yaml"
+        try:
+            asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"] if own.is_file() else []
+        except (KeyError, TypeError, YAMLError, ValueError):
+            asked = []  # none; a file that is no YAML is refused where it is composed
+        return tuple(search_path.directories_of(asked))
+
+    @property
+    def search_path(self) -> str:
+        """An override, because only this one beats what a primary config may ask for."""
+        listed = (quoted(f"file://{directory}") for directory in self.directories[1:])
+        return f"hydra.searchpath=[{','.join(listed)}]"
+
+
+def config_of(composed: DictConfig) -> Config:
+    """The config of a tree that Hydra composed, without its `hydra` section, for a checked job."""
+    OmegaConf.set_struct(composed, False)
+    composed.pop(SWEEP, None)
+    found = resolved(composed)
+    return validation.parse(with_absolute_paths(found.tree), found.recorded)
+
+
+def resolved(composed: DictConfig) -> Resolved:
+    """The tree with all its values. Raises ConfigError for a variable that is not set."""
+    unresolved = as_plain(composed, resolve=False)
+    refuse_missing(unresolved)
+    tree = as_plain(composed, resolve=True)
+    if not any(CALL.search(text) for _, value in leaves(unresolved) for text in texts(value)):
+        return Resolved(tree, {})
+    recorded = differing(tree, as_plain(OmegaConf.create(escaped(unresolved)), resolve=True))
+    values = {path: value for path, value in leaves(tree) if path in recorded}
+    changes = {path: typed(path, value, recorded[path]) for path, value in values.items()}
+    return Resolved(replaced(tree, changes), recorded)
+
+
+class Forest:
+    """The composed trees by their overrides: jobs of a sweep share what they have in common."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.groups = group_choices(*request.directories)
+        self.fixed_hydra = fixed_hydra_settings() if request.config_dir else None
+        self.trees: dict[tuple[str, ...], Resolved] = {}
+
+    def tree(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+        return self.resolved(overrides).tree
+
+    def resolved(self, overrides: tuple[str, ...]) -> Resolved:
+        if overrides not in self.trees:
+            self.trees[overrides] = self.checked_tree(compose(self.request, overrides))
+        return self.trees[overrides]
+
+    def known(self, choices: tuple[str, ...]) -> set[str]:
+        """The keys of the tree with these group choices."""
+        return set(paths_of(self.tree(choices)))
+
+    def checked_tree(self, composed: DictConfig) -> Resolved:
+        """The tree as plain values; refuses what a YAML file of the user's own must not contain."""
+        if self.fixed_hydra is not None and hydra_settings(composed) != self.fixed_hydra:
+            raise ConfigError(
+                f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They are "
+                "fixed, because they can name code to execute. Remove them; the defaults of "
+                "a primary config begin with `- config`."
+            )
+        OmegaConf.set_struct(composed, False)
+        del composed["hydra"]
+        composed.pop(SWEEP, None)
+        unresolved = as_plain(composed, resolve=False)
+        for key, value in unresolved.items():
+            problem = code_problem(f"`{key}` in the config files", str(key), value)
+            if problem:
+                raise ConfigError(problem)
+        return resolved(composed)
+
+
+def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """Paths of the user's as absolute ones: what the run records must not depend on where it was started."""
+    resolved = dict(tree)
+    for section, key in PATH_KEYS:
+        path = tree[section][key]
+        if path not in NOT_PATHS:
+            resolved[section] = {**resolved[section], key: absolute(path) if path else None}
+    return resolved
+
+
+def absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
+def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition, `hydra` section included, with its failures as ConfigErrors."""
+    try:
+        return hydra.compose(request.config_name, [request.search_path, *overrides], return_hydra_config=True)
+    except RecursionError as error:
+        raise ConfigError(
+            "the config files cannot be composed: a `defaults:` list includes its own file, directly or "
+            "through another. Remove the entry that leads back."
+        ) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise ConfigError(composition_text(error)) from error
+
+
+def composition_text(error: BaseException) -> str:
+    cause = str(error.__cause__) if error.__cause__ else ""
+    reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
+    return "the config files cannot be composed: " + " ".join(reasons[:4])
+
+
+class FileConfigSource(HydraFiles):
+    """Hydra's reader of YAML files, for those of the user's own with the limits of a config file.
+
+    Named as the one that it replaces: Hydra's registry takes a second class for `file://` by its name alone.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path)).resolve()
+        if conf_dir() not in file.parents:
+            checked_text(file)
+        try:
+            return super().load_config(config_path)
+        except ValueError as error:
+            raise ConfigError(f"{file}: {number_text(error)}") from error
+
+
+def number_text(error: ValueError) -> str:
+    """What is wrong with a file on which Python's own reader of numbers failed."""
+    if "integer string conversion" not in str(error):
+        return first_line(error)
+    return f"has a whole number of more than {sys.get_int_max_str_digits():,} digits; no key takes one."
+
+
+def check_files() -> None:
+    """Have Hydra check each YAML file of the user's own before it is read; it offers no hook for that."""
+    Plugins.instance()  # or it would register its own reader later
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
+
+
+@contextmanager
+def hydra_initialised(request: Request) -> Iterator[None]:
+    check_files()
+    with hydra.initialize_config_dir(
+        str(request.directories[0]), version_base=HYDRA_VERSION, job_name="launcher"
+    ):
+        yield
+
+
+def fixed_hydra_settings() -> dict[str, Any]:
+    plain = Request(overrides=())
+    with hydra_initialised(plain):
+        return hydra_settings(compose(plain, ()))
+
+
+def hydra_settings(composed: DictConfig) -> dict[str, Any]:
+    settings = as_plain(composed["hydra"], resolve=False)
+    return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {
+        "env": {key: settings["job"][key] for key in ("env_set", "env_copy")}
+    }
+
+
+def as_plain(value: Any, resolve: bool) -> Any:
+    try:
+        return OmegaConf.to_container(value, resolve=resolve) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the config cannot be resolved: {first_line(error)}") from error
+
+
+def paths_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key of the tree, sections included."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{prefix}{key}.")
+
+
+def quoted(value: str) -> str:
+    """The text as a quoted value of Hydra's grammar."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,109 @@
+"""`${oc.env:NAME}` and `${oc.env:NAME,default}` in the user's own YAML and on the command line.
+
+Owns what of it is allowed and what is recorded. The run uses the value; config.yaml, overrides.txt, the
+tracker and the report get the text that names the variable. Only the user's command line, --config-dir and
+hydra.searchpath may ask for a value: the config of a checkpoint or of an earlier run is compared, never
+resolved. A variable whose name is that of a credential is refused, and so is every other resolver. A resumed
+run resolves again. What identifies a run (seed, names, batch size) is in its checkpoints by value, so that
+another value is refused there; a path shows in what is said of its files, and wandb gets its own keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.config.rules import RULES
+from launcher.errors import ConfigError
+
+CALL = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(,[^{}$]*)?\}")
+OTHER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
+CREDENTIAL = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+
+def resolver_problem(text: str) -> str | None:
+    """Why the text must not be resolved, None if it may be."""
+    if OTHER_CALL.search(CALL.sub("", text)):
+        return "configs cannot call resolvers (${name:...}), but for ${oc.env:NAME}. Write the value itself."
+    for name, _ in CALL.findall(text):
+        if CREDENTIAL.search(name):
+            return f"{name} is named like a credential, which no config may hold. Choose another variable."
+    return None
+
+
+def refuse_missing(unresolved: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a variable that is not set and has no default."""
+    for path, value in leaves(unresolved):
+        for text in texts(value):
+            for name, default in CALL.findall(text):
+                if not default and name not in os.environ:
+                    raise ConfigError(
+                        f"{path}={text}: the environment variable {name} is not set. Set it, or give a "
+                        f"default: ${{oc.env:{name},default}}."
+                    )
+
+
+def escaped(value: Any) -> Any:
+    """The value with each call as plain text, so that resolving leaves it as it is written."""
+    if isinstance(value, str):
+        return CALL.sub(lambda call: f"\\{call[0]}", value)
+    if isinstance(value, Mapping):
+        return {key: escaped(item) for key, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def differing(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """What is recorded, by dotted path, where the environment has a part in the value."""
+    written = dict(leaves(recorded))
+    return {path: written[path] for path, value in leaves(tree) if path in written and written[path] != value}
+
+
+def typed(path: str, value: Any, recorded: Any) -> Any:
+    """A variable's text as what its key wants: 3 is a number for seed, and a text for tracker.group."""
+    if not isinstance(value, str) or not CALL.fullmatch(str(recorded)):
+        return value
+    rule = RULES.get(path)
+    if rule is not None and rule.holds(value):
+        return value
+    read = _scalar(value)
+    return read if rule is None or rule.holds(read) else value
+
+
+def _scalar(text: str) -> Any:
+    words = {"null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of all but sections."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values with those of `changes` at their paths."""
+    return {
+        key: replaced(value, changes, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else changes.get(f"{prefix}{key}", value)
+        for key, value in values.items()
+    }
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts(item)

@@ -1,0 +1,56 @@
+"""Experiments: sweeps with a name. A YAML in conf/experiment says which keys take which values.
+
+Owns the step from `experiment=<name>` to the overrides that a user would have typed. What such a file sets
+beside its `sweep:` is ordinary config, and the command line has the last word over both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launcher.config.composition import SWEEP, Request, quoted
+from launcher.config.groups import choice_file, choice_values, group_choices
+from launcher.config.messages import as_typed, show
+from launcher.errors import ConfigError
+
+GROUP = "experiment"
+
+
+def with_experiment(request: Request) -> Request:
+    """The request as a sweep over what its experiment names; unchanged where it names none.
+
+    A key that the user has given keeps the user's values.
+    """
+    name = chosen(request.overrides)
+    if name is None or name not in group_choices(*request.directories).get(GROUP, ()):
+        return request  # an unknown name is told together with all other problems
+    sweep = choice_values(request.directories, GROUP, name).get(SWEEP)
+    if not isinstance(sweep, Mapping) or not sweep:
+        file = choice_file(request.directories, GROUP, name)
+        raise ConfigError(f"{file}: has no `{SWEEP}:` section with a list of values for each key.")
+    given = {line.partition("=")[0] for line in request.overrides}
+    added = [line for key, line in lines_of(name, sweep) if key not in given]
+    return dataclasses.replace(request, overrides=(*request.overrides, *added), multirun=True)
+
+
+def chosen(overrides: Sequence[str]) -> str | None:
+    """The name in the last `experiment=<name>`, None without one or with null."""
+    names = [line.partition("=")[2] for line in overrides if line.startswith(f"{GROUP}=")]
+    return names[-1] if names and names[-1] != "null" else None
+
+
+def lines_of(name: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Key and override line of each swept key; a key with one value is swept as well."""
+    for key, values in sweep.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(
+                f"{GROUP}={name}: `{SWEEP}.{key}` is {show(values)}; it must be a list of values."
+            )
+        yield key, f"{key}={','.join(map(written, values))}"
+
+
+def written(value: Any) -> str:
+    """A value as Hydra's grammar reads it back."""
+    return quoted(value) if isinstance(value, str) and not value.isidentifier() else as_typed(value)

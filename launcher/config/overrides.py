@@ -1,0 +1,193 @@
+"""What a user may override on the command line.
+
+Owns the checks of single overrides against the known groups and keys, before Hydra composes anything,
+and the texts of what is wrong. Nothing that names code, reads the environment or reshapes the tree passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from launcher.config.environment_values import CALL, resolver_problem
+from launcher.config.messages import nearest, shortened, show, suggestion
+from launcher.config.search_path import KEY as SEARCH_PATH
+
+MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
+MAX_TOTAL = 32_768
+NOT_OFFERED = {  # as the engine says to those who use it alone; it cannot be asked without torch
+    "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
+    "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
+}
+CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
+KnownKeys = Callable[[], Collection[str]]  # called only where they are needed: a composition takes time
+IN_PLACE_OF = {  # what users of Hydra type, and the key that does it here
+    "hydra.run.dir": "The directory of a run is run.dir=DIR.",
+    "hydra.output_subdir": "The files of a run lie in run.dir=DIR.",
+    "hydra.runtime.output_dir": "The directory of a run is run.dir=DIR.",
+    "hydra.job.name": "A run is called as its directory (run.dir=DIR), in wandb as tracker.run_name=NAME.",
+    "hydra.job.chdir": "No run changes the working directory; its files lie in run.dir=DIR.",
+    "hydra.verbose": "What a run logs is in logs/ of run.dir.",
+    "hydra/launcher": "The jobs of a sweep run one after the other; several machines: scripts/README.md.",
+    "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1.",
+}
+SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
+
+
+def size_problem(overrides: Sequence[str]) -> str | None:
+    """What is too long to be parsed in a moment; None if nothing is."""
+    longest = max(overrides, key=len, default="")
+    if len(longest) > MAX_LENGTH:
+        return (
+            f"{shortened(longest)}: an override has at most {MAX_LENGTH:,} characters. Put longer values "
+            "into a YAML of your own (--config-dir DIR)."
+        )
+    total = sum(map(len, overrides))
+    if total > MAX_TOTAL:
+        return (
+            f"{len(overrides):,} overrides of {total:,} characters: at most {MAX_TOTAL:,} are accepted. Put "
+            "them into a YAML of your own (--config-dir DIR)."
+        )
+    return None
+
+
+def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
+    """What is wrong with the override whatever the tree: deletions, additions, code, Hydra's own settings."""
+    line = override.input_line or ""
+    for problem in (
+        prefix_problem(override, known_keys),
+        code_problem(line, override.key_or_group, value_of(override)),
+        hydra_problem(override, multirun),
+        sweep_problem(override, multirun),
+    ):
+        if problem:
+            return problem
+    return None
+
+
+def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
+    if override.is_delete():
+        return f"{override.input_line}: keys cannot be deleted. Override the key with another value instead."
+    if override.is_add() or override.is_force_add():
+        similar = suggestion(nearest(override.key_or_group, known_keys()))
+        return f"{override.input_line}: keys cannot be added, only changed (key=value, without '+').{similar}"
+    if override.package is not None:
+        return f"{override.input_line}: groups have fixed places. Leave out '@{override.package}'."
+    return None
+
+
+def code_problem(line: str, key: str, value: Any) -> str | None:
+    """Problem of anything that would name code or call a resolver; `value` may be nested."""
+    if CODE_KEYS & {*key.split("."), *nested_keys(value)}:
+        return (
+            f"{line}: configs cannot name code ('_target_' and its kin). Names are looked up in registries."
+        )
+    found = (resolver_problem(item) for item in nested_texts(value))
+    return next((f"{line}: {problem}" for problem in found if problem), None)
+
+
+def hydra_problem(override: Override, multirun: bool) -> str | None:
+    key = override.key_or_group
+    if key != "hydra" and not key.startswith(("hydra.", "hydra/")):
+        return None
+    if key == SEARCH_PATH:
+        return "hydra.searchpath takes one list." if override.is_sweep_override() else None
+    if instead := IN_PLACE_OF.get(key):
+        return f"{override.input_line}: is not used here. {instead}"
+    if key not in SWEEP_SETTINGS:
+        return (
+            f"{override.input_line}: Hydra's own settings are fixed, because they can name code to execute. "
+            f"Only these may be set: {', '.join((*SWEEP_SETTINGS, SEARCH_PATH))}."
+        )
+    if not multirun:
+        return (
+            f"{override.input_line}: only a sweep has this setting. Add -m, or set run.dir for a single run."
+        )
+    if override.is_sweep_override():
+        return f"{override.input_line}: a setting of the whole sweep takes one value."
+    return None
+
+
+def sweep_problem(override: Override, multirun: bool) -> str | None:
+    if multirun and override.key_or_group == "run.dir":
+        return (
+            f"{override.input_line}: each job of a sweep has its own directory. Set hydra.sweep.dir instead."
+        )
+    if not override.is_sweep_override():
+        return None
+    if CALL.search(override.input_line or ""):
+        return f"{override.input_line}: ${{oc.env:...}} is one value, and a sweep names its jobs by theirs."
+    if not multirun:
+        return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
+    if not override.is_discrete_sweep():
+        return f"{override.input_line}: an interval has no end of values. List them: key=a,b,c."
+    return None
+
+
+def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:
+    if isinstance(choice, str) and choice in choices:
+        return None
+    if choice is None:
+        return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
+    if reason := NOT_OFFERED.get(f"{group}={choice}"):
+        return f"{group}={choice}: is not offered: {reason}. Choose from {', '.join(choices)}."
+    if name := read_as(choice, choices):
+        return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
+    return (
+        f"{group}={show(choice)}: there is no such {group}.{suggestion(nearest(show(choice), choices))} "
+        f"All: {', '.join(choices)}."
+    )
+
+
+def read_as(value: Any, choices: Sequence[str]) -> str | None:
+    """The choice whose unquoted name Hydra reads as this value, which is no text: nan, 1e3, true."""
+    if isinstance(value, str):
+        return None
+    parser = OverridesParser.create()
+    for name in choices:
+        with contextlib.suppress(HydraException):
+            if repr(parser.parse_override(f"group={name}").value()) == repr(value):
+                return name
+    return None
+
+
+def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Each key of the override, with its value, that the tree does not have; a value may be a section."""
+    if key not in known:
+        yield key, value
+    elif isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from unknown_keys(f"{key}.{inner}", item, known)
+
+
+def value_of(override: Override) -> Any:
+    """The plain value; for a sweep the list of its values."""
+    if override.is_sweep_override() and override.is_discrete_sweep():
+        return list(override.sweep_iterator())
+    return None if override.is_sweep_override() else override.value()
+
+
+def nested_keys(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from nested_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nested_keys(item)
+
+
+def nested_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from nested_texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nested_texts(item)

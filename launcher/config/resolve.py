@@ -1,0 +1,175 @@
+"""From the command line to the checked config of each job.
+
+Owns the order of the checks and that every problem of every job is known before any starts: problems of
+single overrides first, then unknown keys, then values. Never imports torch and creates no file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from launcher.config import messages as texts
+from launcher.config import validation
+from launcher.config.composition import (
+    NOT_PATHS,
+    PATH_KEYS,
+    Forest,
+    Request,
+    Resolved,
+    absolute,
+    hydra_initialised,
+    paths_of,
+    with_absolute_paths,
+)
+from launcher.config.groups import choice_values
+from launcher.config.overrides import choice_problem, form_problem, size_problem, unknown_keys, value_of
+from launcher.config.schema import Config
+from launcher.errors import ConfigError
+
+
+@dataclass
+class Findings:
+    """Problems in the order in which they were found, each once, and the keys that they made us drop."""
+
+    lines: dict[str, None] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+    def add(self, *problems: str) -> None:
+        self.lines.update(dict.fromkeys(problems))
+
+    def raise_if_any(self) -> None:
+        if self.lines:
+            raise ConfigError(texts.summary(list(self.lines)))
+
+
+def compose_jobs(request: Request) -> list[Config]:
+    """The checked config of each job of the request, in Hydra's order; one for a single run.
+
+    Raises one ConfigError with all problems of all jobs. `run.dir` is as the user gave it, or empty.
+    """
+    if request.config_dir is not None and not os.path.isdir(request.config_dir):
+        raise ConfigError(f"--config-dir {request.config_dir}: there is no such directory.")
+    if problem := size_problem(request.overrides):
+        raise ConfigError(problem)
+    findings = Findings()
+    forest = Forest(request)
+    with hydra_initialised(request):
+        overrides = accepted_overrides(request, forest, findings)
+        found = [compose_job(job, forest, findings) for job in expand(overrides)]
+    findings.raise_if_any()
+    return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
+
+
+def swept_keys(request: Request) -> set[str]:
+    """The keys that have several values in a checked request."""
+    parsed = OverridesParser.create().parse_overrides(list(request.overrides))
+    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+
+
+def accepted_overrides(request: Request, forest: Forest, findings: Findings) -> list[Override]:
+    """The overrides that are well-formed and choose among what exists; the others become findings."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    accepted = []
+    for line in request.overrides:
+        try:
+            override = parser.parse_override(line)
+            problems = override_problems(override, forest, request.multirun)
+        except RecursionError:
+            problems = [f"{texts.shortened(line)}: is nested too deeply."]
+        except (HydraException, ValueError) as error:
+            problems = [f"{line}: cannot be read as key=value ({texts.first_line(error)})."]
+        findings.add(*problems)
+        if problems:
+            findings.refused.add(line.partition("=")[0])
+        else:
+            accepted.append(override)
+    return accepted
+
+
+def override_problems(override: Override, forest: Forest, multirun: bool) -> list[str]:
+    problem = form_problem(override, multirun, lambda: forest.known(()))
+    if problem:
+        return [problem]
+    group, groups = override.key_or_group, forest.groups
+    if group not in groups:
+        return []
+    value = value_of(override)
+    values = value if override.is_sweep_override() else [value]
+    found = (choice_problem(group, choice, groups[group]) for choice in values)
+    return [problem for problem in found if problem]
+
+
+def expand(overrides: Sequence[Override]) -> Iterator[tuple[str, ...]]:
+    """The overrides of each job: all combinations of the swept values, the last key fastest as in Hydra."""
+    by_key: dict[str, list[str]] = {}
+    for override in overrides:
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            by_key[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            by_key[key] = [override.input_line or ""]
+    yield from itertools.product(*by_key.values())
+
+
+def compose_job(overrides: tuple[str, ...], forest: Forest, findings: Findings) -> Resolved:
+    """The tree of one job without the overrides that are wrong; those become findings."""
+    choices = tuple(line for line in overrides if line.partition("=")[0] in forest.groups)
+    parser = OverridesParser.create()
+    kept = []
+    for override in parser.parse_overrides(list(overrides)):
+        if override.is_hydra_override():
+            continue
+        key, value = override.key_or_group, value_of(override)
+        known = forest.known(choices) | forest.groups.keys()  # a group may leave no key of its own name
+        unknown = list(unknown_keys(key, value, known))
+        findings.add(*(unknown_problem(key, value, choices, forest) for key, value in unknown))
+        if not unknown:
+            kept.append(override.input_line or "")
+    found = forest.resolved(tuple(kept))
+    findings.add(*tree_problems(found, forest.groups, "recipe" in findings.refused))
+    return found
+
+
+def unknown_problem(key: str, value: Any, choices: tuple[str, ...], forest: Forest) -> str:
+    """The line for a key that the tree lacks, with the choices that have it, or the nearest keys."""
+    written = f"{key}={texts.show(value)}"
+    group, _, inner = key.partition(".")
+    directories = forest.request.directories
+    having = [
+        f"{group}={choice}"
+        for choice in forest.groups.get(group, ())
+        if inner in paths_of(choice_values(directories, group, choice))
+    ]
+    if having:
+        return f"{written}: this key belongs to {' and '.join(having)} only."
+    return texts.unknown_key(written, key, forest.known(choices))
+
+
+def tree_problems(
+    found: Resolved, groups: Mapping[str, Sequence[str]], recipe_refused: bool
+) -> Iterator[str]:
+    tree = found.tree
+    if tree.get("recipe") == {"name": None, "uses": None}:
+        tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
+        if not recipe_refused:
+            recipes = ", ".join(groups.get("recipe", ()))
+            yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
+    yield from validation.find_problems(validation.gather_options(tree), found.recorded)
+    for section, key in PATH_KEYS:
+        path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
+        if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
+            continue
+        if not os.path.exists(Path(path).expanduser()):  # False also for a name that is too long
+            written = found.recorded.get(f"{section}.{key}")
+            where = f"{path}: there is no such file or directory ({absolute(path)})."
+            yield f"{section}.{key}={where if written is None else f'{written}: there is no such file.'}"

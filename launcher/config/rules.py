@@ -1,0 +1,214 @@
+"""The rule of every key: which values it may hold.
+
+Owns the table and the kinds of rules it is made of. Pure; what must hold between keys is in `validation`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config.messages import nearest, show, suggestion
+from launcher.config.schema import OPTIMIZERS
+
+PRECISIONS = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
+
+
+@dataclass(frozen=True)
+class Rule:
+    text: str
+    holds: Callable[[Any], bool]
+    nearest: Callable[[Any], Sequence[Any]] = lambda value: ()
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and as such within the range of a float."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max  # compares any int; isfinite converts it first
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_power_of_two(value: Any) -> bool:
+    return is_whole(value) and value > 0 and value & (value - 1) == 0
+
+
+def whole(low: int, high: int = 2**53) -> Rule:
+    return Rule(
+        f"a whole number of at least {low}",
+        lambda value: is_whole(value) and low <= value <= high,
+        lambda value: (high,) if is_whole(value) and value > high else (),
+    )
+
+
+def number(text: str, holds: Callable[[float], bool]) -> Rule:
+    return Rule(f"a number {text}", lambda value: is_number(value) and holds(value))
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule(
+        f"one of {', '.join(choices)}",
+        lambda value: isinstance(value, str) and value in choices,
+        lambda value: nearest(show(value), choices),
+    )
+
+
+def optional(rule: Rule) -> Rule:
+    return Rule(f"null or {rule.text}", lambda value: value is None or rule.holds(value), rule.nearest)
+
+
+def auto_or(rule: Rule) -> Rule:
+    return Rule(f"auto or {rule.text}", lambda value: value == "auto" or rule.holds(value), rule.nearest)
+
+
+def power_of_two(high: int) -> Rule:
+    return Rule(
+        f"a power of two up to 2**{high.bit_length() - 1}",
+        lambda value: is_power_of_two(value) and value <= high,
+        lambda value: [power for power in surrounding_powers(value) if power <= high] or [high],
+    )
+
+
+def surrounding_powers(value: Any) -> Sequence[int]:
+    if not (is_whole(value) or is_number(value)) or value < 1:
+        return (1,)
+    below = 1 << int(value).bit_length() - 1
+    return (below, 2 * below)
+
+
+def _has_giant(value: Any) -> bool:
+    """Whether a whole number in it, at any depth, is beyond the range of a float."""
+    if isinstance(value, Mapping):
+        return any(map(_has_giant, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_giant, value))
+    return is_whole(value) and not is_number(value)
+
+
+flag = Rule("true or false", lambda value: isinstance(value, bool))
+name = Rule(
+    "a name of letters, digits, '.', '_' and '-' that begins with a letter or digit",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+)
+text = Rule(
+    "a text without NUL characters",
+    lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
+)
+texts = Rule("a list of texts", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value)))
+wandb_name = Rule(
+    "a text of at most 128 characters without / \\ # ? % : and spaces around it",
+    lambda value: (
+        isinstance(value, str)
+        and 0 < len(value) <= 128
+        and value == value.strip()
+        and not set(value) & set("/\\#?%:\0")
+    ),
+)
+options = Rule(
+    "a section with whole numbers below 2**1024",  # of thousands of digits, no record can be written
+    lambda value: (
+        isinstance(value, dict) and all(isinstance(key, str) for key in value) and not _has_giant(value)
+    ),
+)
+predivide = power_of_two(2**16)  # more would flush even the largest fp16 gradients
+loss_scale = power_of_two(2**127)  # the largest of fp32
+positive = number("above 0", lambda value: value > 0)
+seconds = number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)  # no timer can wait for longer
+not_negative = number("of at least 0", lambda value: value >= 0)
+share = number("from 0 to below 1", lambda value: 0 <= value < 1)
+betas = Rule(
+    "two numbers from 0 to below 1",
+    lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(share.holds, value)),
+)
+
+no_compression = Rule(
+    "none (powerSGD, 1-bit and top-k keep an error memory between steps, and with a dynamic loss scale one "
+    "inf poisons it for ever; wire.dtype halves the bytes without a memory)",
+    lambda value: value == "none",
+)
+
+RULES: Mapping[str, Rule] = {
+    "seed": whole(0, 2**63 - 1),
+    "recipe.name": name,
+    "recipe.uses": name,
+    "run.dir": optional(text),
+    "model.name": name,
+    "model.sync_bn": flag,
+    "model.options": options,
+    "data.name": name,
+    "data.path": optional(text),
+    "data.batch_size": whole(1),
+    "data.micro_batch": optional(whole(1)),
+    "data.val_fraction": number("above 0 and below 1", lambda value: 0 < value < 1),
+    "data.drop_last": flag,
+    "data.augment.crop_padding": whole(0),
+    "data.augment.flip": flag,
+    "data.options": options,
+    "train.epochs": whole(1),
+    "train.max_steps": optional(whole(1)),
+    "train.eval_every_epochs": whole(1),
+    "train.log_every_steps": whole(1),
+    "train.compile": flag,
+    "train.channels_last": auto_or(flag),
+    "train.deterministic": flag,
+    "train.tf32": flag,
+    "optim.name": one_of(*OPTIMIZERS),
+    "optim.lr": positive,
+    "optim.momentum": share,
+    "optim.nesterov": flag,
+    "optim.betas": betas,
+    "optim.alpha": share,
+    "optim.eps": positive,
+    "optim.weight_decay": not_negative,
+    "optim.clip_norm": optional(positive),
+    "schedule.name": one_of("constant", "linear", "cosine", "onecycle"),
+    "schedule.warmup_fraction": share,
+    "precision.name": one_of(*PRECISIONS),
+    "precision.emulate": auto_or(flag),
+    "precision.scale.mode": one_of("dynamic", "static", "none", "auto"),
+    "precision.scale.init": loss_scale,
+    "precision.scale.growth_interval": whole(1),
+    "precision.scale.hysteresis": whole(1),
+    "precision.scale.min": loss_scale,
+    "precision.scale.max": loss_scale,
+    "precision.scale.max_bad_losses": whole(1),
+    "precision.scale.max_floor_skips": whole(1),
+    "wire.dtype": one_of("auto", "fp16", "bf16", "fp32"),
+    "wire.sum": one_of("native", "fp32"),
+    "wire.shard": flag,
+    "wire.compression": no_compression,
+    "wire.bucket_mb": auto_or(positive),
+    "wire.overlap": flag,
+    "wire.predivide": auto_or(predivide),
+    "checkpoint.every_steps": optional(whole(1)),
+    "checkpoint.every_s": optional(seconds),
+    "checkpoint.keep": whole(1),
+    "checkpoint.resume": text,
+    "checkpoint.on_error": one_of("warn", "stop"),
+    "consistency.every_steps": optional(whole(1)),
+    "tracker.name": one_of("wandb", "none"),
+    "tracker.project": wandb_name,
+    "tracker.mode": one_of("auto", "online", "offline"),
+    "tracker.group": optional(text),
+    "tracker.tags": texts,
+    "tracker.entity": optional(wandb_name),
+    "tracker.run_name": optional(text),
+    "tracker.run_id": optional(wandb_name),
+    "telemetry.gradients_every_steps": optional(whole(0)),
+    "launch.nproc": auto_or(whole(1)),
+    "launch.max_restarts": whole(0),
+    "launch.init_timeout_s": seconds,
+    "launch.stall_s": seconds,
+    "launch.grace_s": seconds,
+    "recipes.path": optional(text),
+}
+
+
+def value_problem(path: str, value: Any, rule: Rule) -> str:
+    return f"{path}={show(value)}: must be {rule.text}.{suggestion(map(show, rule.nearest(value)))}"

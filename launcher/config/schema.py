@@ -1,0 +1,279 @@
+"""The typed config of a run.
+
+Owns what may be configured and how a resolved config travels (as JSON). `validation` decides which values are
+allowed, `composition` reads them. Never imports torch or Hydra.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    name: str  # what the user chose, and the folder its runs lie in: resnet18
+    uses: str  # the name in the registry of recipes: resnet
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str  # resolved by the leader before any worker sees it
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str
+    sync_bn: bool  # BatchNorm statistics over the samples of all ranks in training
+    options: dict[str, Any]  # the model's own keys, as its YAML lists them
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    crop_padding: int  # pixels added on each side before a random crop; 0: none
+    flip: bool  # mirror horizontally with probability 1/2
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str
+    path: str | None
+    batch_size: int  # GLOBAL: samples per update over all ranks and micro-batches
+    micro_batch: int | None  # per rank and forward; null: batch_size / world
+    val_fraction: float  # share held out where the data set has no split of its own
+    drop_last: bool  # leave the last, smaller batch of an epoch out
+    augment: AugmentConfig
+    options: dict[str, Any]  # the data set's own keys, as its YAML lists them
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int
+    max_steps: int | None
+    eval_every_epochs: int
+    log_every_steps: int
+    compile: bool
+    channels_last: str | bool  # auto: on CUDA
+    deterministic: bool
+    tf32: bool
+
+
+@dataclass(frozen=True)
+class SgdConfig:
+    name: str
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    name: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """Adam, NAdam and RAdam of torch.optim; weight decay is added to the gradient."""
+
+    name: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class RmspropConfig:
+    name: str
+    lr: float
+    alpha: float
+    eps: float
+    momentum: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class AdagradConfig:
+    name: str
+    lr: float
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConfig
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: str  # constant, linear, cosine, onecycle
+    warmup_fraction: float
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    mode: str  # dynamic, static, none, auto (dynamic, from a start found by one dry backward)
+    init: int  # powers of two
+    growth_interval: int
+    hysteresis: int
+    min: int
+    max: int
+    max_bad_losses: int  # non-finite losses in a row that end the run
+    max_floor_skips: int  # overflows in a row at the smallest scale that end the run
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    name: str  # fp32, amp_fp16, fp16, pure_fp16, bf16, amp_bf16
+    emulate: str | bool  # auto: where the processor has no such arithmetic
+    scale: ScaleConfig
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    dtype: str  # auto, fp16, bf16, fp32
+    sum: str  # native: in the wire's dtype; fp32: exchanged in half, summed in fp32, rounded once
+    shard: bool  # masters and optimizer states divided among the ranks
+    compression: str  # none; everything else is refused with the reason
+    bucket_mb: str | float  # auto or MB
+    overlap: bool
+    predivide: str | int  # auto or a power of two
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int | None
+    every_s: float | None  # seconds after the last one; null in both: only at the end and when stopped
+    keep: int  # the newest so many, and the best
+    resume: str  # auto: go on if run.dir holds a checkpoint; never; the path of a checkpoint or run
+    on_error: str  # warn: go on training where one cannot be written; stop
+
+
+@dataclass(frozen=True)
+class ConsistencyConfig:
+    every_steps: int | None  # compare the ranks' replicas, bit by bit; null: only where it must be
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    name: str  # wandb, none
+    project: str
+    mode: str  # auto, online, offline
+    group: str | None
+    tags: tuple[str, ...]
+    entity: str | None  # null: that of the API key
+    run_name: str | None  # null: <recipe>-<name of the run's directory>
+    run_id: str | None  # null: one of its own, kept when the run resumes
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    gradients_every_steps: int | None  # how they lie in the range of fp16; null or 0: never
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    nproc: str | int  # auto: all GPUs of this machine, one process where there are fewer than two
+    max_restarts: int  # from the newest intact checkpoint, after a failure that a restart can mend
+    init_timeout_s: float  # until all ranks have met and finished their first step
+    stall_s: float  # longest a rank may stay in one phase of a step after that
+    grace_s: float  # after SIGTERM, until the workers are killed
+
+
+@dataclass(frozen=True)
+class RecipesConfig:
+    path: str | None  # a Python file with a recipe of your own
+
+
+@dataclass(frozen=True)
+class Config:
+    seed: int
+    recipe: RecipeConfig
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    precision: PrecisionConfig
+    wire: WireConfig
+    checkpoint: CheckpointConfig
+    consistency: ConsistencyConfig
+    tracker: TrackerConfig
+    telemetry: TelemetryConfig
+    launch: LaunchConfig
+    recipes: RecipesConfig
+    # What is recorded in place of values of the environment, by dotted path as people type it.
+    from_environment: dict[str, Any] = field(default_factory=dict)
+
+
+OPTIMIZERS: dict[str, type[OptimConfig]] = {
+    "sgd": SgdConfig,
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "nadam": AdamConfig,
+    "radam": AdamConfig,
+    "rmsprop": RmspropConfig,
+    "adagrad": AdagradConfig,
+}
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as JSON values, the inverse of `from_dict`."""
+    plain = as_json(asdict(config))
+    assert isinstance(plain, dict)
+    if not plain["from_environment"]:
+        del plain["from_environment"]
+    return plain
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The config from values known to be valid: from `to_dict`, or checked in `validation`."""
+    config = build(Config, {"from_environment": {}, **values})
+    assert isinstance(config, Config)
+    return config
+
+
+def section_types(name: str | None) -> dict[str, Any]:
+    """The type of each section (for `optim`, of the optimizer called `name`) and plain key."""
+    hints = get_type_hints(Config)
+    del hints["from_environment"]  # no section of a tree
+    hints["optim"] = OPTIMIZERS.get(name or "", SgdConfig)
+    return hints
+
+
+def as_json(value: Any) -> Any:
+    """Tuples as lists, at any depth."""
+    if isinstance(value, dict):
+        return {key: as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value
+
+
+def build(kind: Any, value: Any) -> Any:
+    """`value` as a `kind`: dataclasses from dictionaries, tuples from lists, floats from integers."""
+    if value is None:
+        return None
+    if kind == OptimConfig:
+        return build(OPTIMIZERS[value["name"]], value)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        parts = {each.name: build(hints[each.name], value[each.name]) for each in fields(kind)}
+        assert isinstance(kind, type)
+        return kind(**parts)
+    if get_origin(kind) is tuple:
+        return tuple(build(get_args(kind)[0], item) for item in value)
+    if get_origin(kind) in (Union, types.UnionType):
+        return float(value) if float in get_args(kind) and type(value) is int else value
+    return float(value) if kind is float else value

@@ -1,0 +1,250 @@
+"""Labelled images from parquet files or the Hugging Face hub, decoded into uint8 tensors.
+
+Owns the reading of columns `img` (or `image`) and `label` through the `datasets` library, and every way in
+which such files can be wrong. Never writes beside the data: files are streamed, so that a read-only folder
+and several ranks at once need no cache; only a download from the hub is cached, where `datasets` does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import socket
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from launcher.data.loader import TensorData
+from launcher.errors import ConfigError, DataError, PreflightError
+
+IMAGE_COLUMNS = ("img", "image")
+LABEL_COLUMN = "label"
+SPLITS = ("train", "test")
+ROWS_PER_READ = 4096
+HUB_PROBE_TIMEOUT_S = 5.0
+
+Splits = tuple[TensorData, TensorData]
+UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def load_parquet_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str, ...]]:
+    """(train, test) with columns image uint8 [n, 3, h, w] and label int64 [n], and the names of the classes.
+
+    path: a folder with train*.parquet and test*.parquet; None: `hub_name` from the hub or its cache.
+    """
+    datasets = _datasets_library()
+    with _from_hub(datasets, hub_name) if path is None else _from_folder(datasets, path) as dataset:
+        parts = [_read_split(dataset[name], f"{path or hub_name} ({name})") for name in SPLITS]
+        classes = _class_names(dataset["train"], [labels for _, labels in parts])
+    for name, (images, labels) in zip(SPLITS, parts, strict=True):
+        _check_labels(labels, len(classes), f"{path or hub_name} ({name})")
+        if images.shape[1:] != parts[0][0].shape[1:]:
+            raise DataError(
+                f"{path or hub_name}: images are {_size(parts[0][0])} in train, {_size(images)} in {name}."
+            )
+    train, test = (_tensors(images, labels) for images, labels in parts)
+    return (train, test), classes
+
+
+def _datasets_library() -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise PreflightError(
+            "data=cifar10 needs the `datasets` package, which is not installed: "
+            "pip install 'fp16-launcher[data]'"
+        ) from error
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what fails is raised; it need not be printed too
+    datasets.disable_progress_bars()
+    module: ModuleType = datasets
+    return module
+
+
+@contextlib.contextmanager
+def _from_folder(datasets: ModuleType, path: str) -> Iterator[Any]:
+    folder = Path(path).expanduser()
+    files = {name: [str(file) for file in _split_files(folder, name)] for name in SPLITS}
+    # A private cache folder: streaming keeps no data there, but its lock file would have to be writable.
+    with tempfile.TemporaryDirectory() as cache:
+        how = {"streaming": True, "cache_dir": cache, "batch_size": ROWS_PER_READ}
+        with _reading(str(folder)):
+            dataset = datasets.load_dataset("parquet", data_files=files, **how)
+        yield dataset
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # pyarrow's errors are one of these
+        raise DataError(f"{where}: a parquet file cannot be read: {_first_line(error)}") from error
+
+
+def _split_files(folder: Path, name: str) -> list[Path]:
+    if not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(
+            f"data.path={folder} {kind}. Give the folder with train*.parquet and test*.parquet."
+        )
+    files = sorted(folder.glob(f"{name}*.parquet"))
+    if not files:
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
+        raise DataError(f"data.path={folder} has no {name}*.parquet. It has: {found}.")
+    return files
+
+
+@contextlib.contextmanager
+def _from_hub(datasets: ModuleType, hub_name: str) -> Iterator[Any]:
+    try:
+        with _offline_if_unreachable(datasets):
+            yield datasets.load_dataset(hub_name)
+    except (OSError, ValueError) as error:  # no network, no such set, a damaged cache
+        raise DataError(
+            f"{hub_name} is neither in the cache nor could it be fetched from the hub: {_first_line(error)}. "
+            f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
+        ) from error
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
+    """Without a network the hub's client retries for 24 s; told that it is offline, it looks at its cache."""
+    import huggingface_hub
+
+    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    if not _reachable(huggingface_hub.constants.ENDPOINT):
+        for switch in switches:
+            switch.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
+
+
+def _reachable(url: str) -> bool:
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.getproxies().get(parts.scheme):
+        return True  # the proxy resolves the name; whether it can is found out by asking it
+    try:
+        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        socket.create_connection(address, timeout=HUB_PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read_split(rows: Any, where: str) -> tuple[UInt8Array, Int64Array]:
+    """images uint8 [n, h, w, 3], labels int64 [n] of one split."""
+    image_column = _image_column(rows.column_names, where)
+    images: list[UInt8Array] = []
+    labels: list[Int64Array] = []
+    first_row = 0
+    for table in _tables(rows, where):
+        images.append(_decode_column(table.column(image_column).to_pylist(), first_row, where))
+        labels.append(_label_values(table.column(LABEL_COLUMN), where))
+        if images[-1].shape[1:] != images[0].shape[1:]:
+            raise DataError(
+                f"{where}: row {first_row} is {_size(images[-1])} pixels, row 0 {_size(images[0])}."
+            )
+        first_row += len(table)
+    if not images:
+        raise DataError(f"{where} has no rows.")
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _tables(rows: Any, where: str) -> Iterator[Any]:
+    with _reading(where):
+        yield from rows.with_format("arrow").iter(batch_size=ROWS_PER_READ)
+
+
+def _image_column(columns: list[str], where: str) -> str:
+    image_column = next((name for name in IMAGE_COLUMNS if name in columns), None)
+    if image_column is None or LABEL_COLUMN not in columns:
+        raise DataError(
+            f"{where} has columns {', '.join(columns)}. Needed are {' or '.join(IMAGE_COLUMNS)} "
+            f"(encoded images) and {LABEL_COLUMN} (class numbers)."
+        )
+    return image_column
+
+
+def _decode_column(cells: list[Any], first_row: int, where: str) -> UInt8Array:
+    """uint8 [n, h, w, 3] from cells of {bytes, path} or bytes."""
+    decoded: UInt8Array | None = None
+    for index, cell in enumerate(cells):
+        pixels = _decode(cell, f"{where}, row {first_row + index}")
+        if decoded is None:
+            decoded = np.empty((len(cells), *pixels.shape), dtype=np.uint8)
+        if pixels.shape != decoded.shape[1:]:
+            raise DataError(
+                f"{where}: row {first_row + index} is {pixels.shape[1]} x {pixels.shape[0]} pixels, row "
+                f"{first_row} {_size(decoded)}. All images need the same size: resize them first."
+            )
+        decoded[index] = pixels
+    assert decoded is not None, "the reader gives no empty tables"
+    return decoded
+
+
+def _decode(cell: Any, where: str) -> UInt8Array:
+    from PIL import Image
+
+    encoded = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(encoded, bytes):
+        raise DataError(f"{where} holds no image: its bytes are {type(encoded).__name__}.")
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+    ) as error:  # SyntaxError: broken PNG
+        raise DataError(f"{where} holds an image that cannot be decoded: {_first_line(error)}") from error
+
+
+def _label_values(column: Any, where: str) -> Int64Array:
+    if column.null_count or not str(column.type).startswith(("int", "uint")):
+        raise DataError(
+            f"{where}: column {LABEL_COLUMN} has type {column.type} and {column.null_count} empty rows. "
+            f"Needed are class numbers (integers) in every row."
+        )
+    values: Int64Array = column.to_numpy().astype(np.int64)
+    return values
+
+
+def _class_names(rows: Any, labels: list[Int64Array]) -> tuple[str, ...]:
+    """From the schema's metadata; numbers where it has none."""
+    names = getattr(rows.features[LABEL_COLUMN], "names", None)
+    return tuple(names) if names else tuple(map(str, range(max(int(part.max()) for part in labels) + 1)))
+
+
+def _check_labels(labels: Int64Array, num_classes: int, where: str) -> None:
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(wrong):
+        raise DataError(
+            f"{where}: {len(wrong)} labels are outside 0..{num_classes - 1}, the first in row {wrong[0]}: "
+            f"{labels[wrong[0]]}."
+        )
+
+
+def _tensors(images: UInt8Array, labels: Int64Array) -> TensorData:
+    channels_first = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    return TensorData({"image": torch.from_numpy(channels_first), "label": torch.from_numpy(labels)})
+
+
+def _size(images: UInt8Array) -> str:
+    return f"{images.shape[2]} x {images.shape[1]}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,179 @@
+"""What each rank called last, and whether the ranks called the same.
+
+Owns the use of torch's flight recorder after a rank was lost. Gloo aborts a rank that receives more than it
+expects, which is seldom the one that called the wrong collective; the others' records say more. Costs nothing
+before a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from launcher.distributed.process_group import OF_ANOTHER, TIMED_OUT, LaunchEnv
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+DUMP = "_dump_fr_trace_json"
+COMPARED = 16  # of a rank's latest collectives: more than a step keeps in flight
+ANSWER_S = 2.0  # for the others, where more than one is missing: who waits for another rank notices later
+# Those whose input has the same shape on all ranks. Of the others only the names are compared.
+ALIKE = frozenset({"all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter"})
+SIZES = "Received data size doesn't match expected size"  # in Gloo's words
+RULE = (
+    "Every rank must call the same collectives in the same order with the same sizes: look for one in the "
+    "recipe that depends on the rank or on its data."
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as a rank called it."""
+
+    text: str
+    size_bytes: int = 0  # of its input
+
+
+Calls = Mapping[str, Call]  # by process group and number within it, oldest first
+
+
+def latest_calls() -> dict[str, Call]:
+    """This rank's latest collectives over Gloo; empty where torch keeps no record of them."""
+    from torch import _C
+
+    try:
+        recorded = getattr(_C._distributed_c10d, DUMP)(includeCollectives=True, onlyActive=False)
+        entries = [entry for entry in json.loads(recorded)["entries"] if not entry["is_p2p"]]
+        return dict(_call(entry) for entry in entries[-COMPARED:])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return {}  # a private function: another version of torch may lack it or write another form
+
+
+def _call(entry: Mapping[str, Any]) -> tuple[str, Call]:
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    sizes, dtypes, group = entry["input_sizes"], entry["input_dtypes"], entry["process_group"]
+    key = f"{group[0]}/{entry['collective_seq_id']}"
+    if name not in ALIKE:
+        return key, Call(name)
+    inputs = ", ".join(f"{dtype.lower()} {size}" for dtype, size in zip(dtypes, sizes, strict=True))
+    lengths = (_item_bytes(dtype) * math.prod(size) for dtype, size in zip(dtypes, sizes, strict=True))
+    return key, Call(f"{name} of {inputs}", sum(lengths))
+
+
+def _item_bytes(dtype: str) -> int:
+    import torch
+
+    return int(getattr(getattr(torch, dtype.lower(), None), "itemsize", 1))
+
+
+def last_call(calls: Calls) -> str:
+    """The text of the latest call; empty where none is known."""
+    return list(calls.values())[-1].text if calls else ""
+
+
+def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, Calls]:
+    """The latest calls by rank. To be called by all that have lost a rank.
+
+    Returns as soon as a single rank is missing, which is the lost one.
+    """
+    from torch.distributed import DistError
+
+    said: dict[int, Calls] = {}
+    unknown = deque(range(launch.world_size))
+    with suppress(DistError):
+        own = {key: asdict(call) for key, call in latest_calls().items()}
+        store.set(_key(job, launch.rank), json.dumps(own))
+        deadline = time.monotonic() + ANSWER_S
+        while len(unknown) > 1 and time.monotonic() < deadline:
+            rank = unknown.popleft()
+            if store.check([_key(job, rank)]):
+                found = json.loads(store.get(_key(job, rank)))
+                said[rank] = {key: Call(**call) for key, call in found.items()}
+            else:
+                unknown.append(rank)
+                time.sleep(0.005)
+    return said
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of Gloo says that another rank has closed its connection."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and bool(OF_ANOTHER.search(text)) and not TIMED_OUT.search(text)
+
+
+def disagreement(said: Mapping[int, Calls], world_size: int) -> str:
+    """The first collective about which the ranks in `said` disagree, as an error; empty where they agree.
+
+    Names the ranks that most others contradict. A rank that is missing was aborted by Gloo, which sent it
+    more than it expected: a single one is counted among those with the smaller size. Without a majority, as
+    with two ranks, nobody is blamed.
+    """
+    keys = dict.fromkeys(key for rank in sorted(said) for key in said[rank])
+    for key in keys:
+        calls = {rank: said[rank][key] for rank in sorted(said) if key in said[rank]}
+        if len(set(calls.values())) > 1:
+            return f"{_difference(calls, world_size)}. {RULE}"
+    return ""
+
+
+def _difference(calls: Mapping[int, Call], world_size: int) -> str:
+    votes = Counter(calls.values())
+    smallest = min(call.size_bytes for call in votes)
+    small = [call for call in votes if call.size_bytes == smallest]
+    if len(calls) == world_size - 1 and len(small) == 1:
+        votes[small[0]] += 1
+    usual, most = votes.most_common(1)[0]
+    listed = ", ".join(f"rank {rank}: {call.text}" for rank, call in calls.items())
+    if 2 * most <= world_size:
+        return f"the ranks called different collectives at the same place ({listed})"
+    odd = ", ".join(str(rank) for rank, call in calls.items() if call != usual)
+    return f"rank {odd} called another collective than the other ranks ({listed})"
+
+
+def loss(said: Mapping[int, Calls], world_size: int) -> str:
+    """Who was lost, as far as those in `said` know, who do not disagree; empty where they know nothing."""
+    lost = sorted(set(range(world_size)) - said.keys())
+    last = {rank: text for rank, calls in said.items() if (text := last_call(calls))}
+    if not lost or not last:
+        return ""
+    if len(lost) > 1:
+        return (
+            f'Another rank was lost; {called(last)}. If one\'s stderr says "{SIZES}", the ranks called '
+            "collectives of different sizes, and any of them may be wrong."
+        )
+    return (
+        f"Rank {lost[0]} has ended or does not answer; {called(last)}. What it said is on its stderr."
+        f"{of_sizes(lost[0], last, world_size)}"
+    )
+
+
+def called(last: Mapping[int, str]) -> str:
+    """The last calls of some ranks as a sentence."""
+    ranks: dict[str, list[str]] = {}
+    for rank, text in sorted(last.items()):
+        ranks.setdefault(text, []).append(str(rank))
+    return " and ".join(f"rank {', '.join(those)} called {text}" for text, those in ranks.items())
+
+
+def of_sizes(lost: int, last: Mapping[int, str], world_size: int) -> str:
+    """What Gloo's message means: it aborts whoever receives more than it expects, right or wrong."""
+    agree = max(Counter(last.values()).values(), default=0)
+    if 2 * agree > world_size:
+        blame = f"rank {lost} called a collective of a smaller size than the others."
+    else:
+        blame = (
+            f"the ranks called collectives of different sizes, rank {lost} the smaller one; either side may "
+            "be wrong."
+        )
+    return f' If that is "{SIZES}", {blame}'
+
+
+def _key(job: str, rank: int) -> str:
+    return f"job/{job}/calls/{rank}"

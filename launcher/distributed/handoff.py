@@ -1,0 +1,307 @@
+"""How the ranks of one launch agree on what to run.
+
+Owns the hand-over of each job from rank 0, which alone reads argv and runs Hydra, to the other ranks; the
+confirmation that all have left a job before the next begins; and the way in which the end of rank 0
+reaches the others. Never composes a config, and imports torch only when it opens the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.config.messages import first_line
+from launcher.config.schema import Config, from_dict, to_dict
+from launcher.distributed.flight_recorder import is_loss, last_call, latest_calls
+from launcher.distributed.process_group import (
+    ASSEMBLE_S,
+    OF_ANOTHER,
+    LaunchEnv,
+    first_failure,
+    limit_silence,
+    memory,
+    open_store,
+)
+from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError
+from launcher.process.shortage import shortage_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+OWN_RANK = re.compile(r"\brank ?\d+")
+RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long one side waits for the other before it gives up."""
+
+    first_job_s: float = 300.0  # followers: until rank 0 has composed the config
+    next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw pictures and upload
+    leave_s: float = 60.0  # all ranks, once one has left a job
+    abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once, unless it was lost
+    goodbye_s: float = 10.0  # rank 0: until everyone has heard that this is the end
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How one rank left a job; `error` is empty if it ended well."""
+
+    rank: int
+    time_s: float
+    error: str = ""
+    exit_code: int = 0
+    shared: bool = False  # the error concerns other ranks, which its text names
+    last_call: str = ""  # the collective in which it lost another rank
+    gone: bool = False  # ended by its watchdog: it takes part in no further job
+
+    @property
+    def explained(self) -> bool:
+        """Whether the error is a message, rather than a traceback or the loss of another rank."""
+        lost = self.exit_code == 1 and not self.shared and OF_ANOTHER.search(self.error)
+        return not lost and not self.error.startswith("Traceback ")
+
+
+def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
+    """The error of `blamed` with its rank, or without one where other ranks left with the same message.
+
+    `departures` are those of all ranks that said something, of `blamed` among them.
+    """
+    error, of_rank = blamed.error, f"rank {blamed.rank} "
+    if blamed.shared:
+        return error
+    alike = sum(_without_ranks(each.error) == _without_ranks(error) for each in departures)
+    if blamed.explained and alike > 1:
+        return f"each rank {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
+    return error if error.startswith(of_rank) else f"{of_rank}failed: {error}"
+
+
+def _without_ranks(error: str) -> str:
+    """What two ranks have in common that fail alike: all but their own numbers and logs."""
+    return OWN_RANK.sub("rank", error)
+
+
+class JobFailed(LauncherError):
+    """The job failed on some rank, whose departure says why."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Leader:
+    """Rank 0, or the only process: hands out jobs, runs its own part, and says when it is over.
+
+    The store is opened with the first message, so that a config is composed before torch is imported.
+    """
+
+    def __init__(self, launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> None:
+        self.launch = launch
+        self._run_job = run_job
+        self._patience = patience or Patience()
+        self._goodbye_s = self._patience.goodbye_s
+        self._store: dist.Store | None = None
+        self._messages = itertools.count()
+        self._jobs = 0
+
+    def run(self, config: Config) -> None:
+        """Run one job on all ranks; raises what failed first, on whichever rank.
+
+        Raises StalledError if a rank is still in the job long after another left it: there can be no next.
+        """
+        job, self._jobs = str(self._jobs), self._jobs + 1
+        store = self._send({"job": job, "config": to_dict(config)})
+        limit_silence(config.launch.stall_s)
+        try:
+            self._run_job(config, self.launch, store, job)
+        except (StalledError, CollectiveError):
+            # The rank that hangs or was aborted will never hear it.
+            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
+            raise
+        except Exception as error:
+            own = departure_of(self.launch.rank, error)
+            departures = self._departures(store, job, own)
+            first = self._first_failure(store, job, departures)
+            stopped = first.exit_code == PreemptedError.exit_code
+            if first is own and (stopped or len(departures) == 1 or not own.explained):
+                raise
+            text = attributed(first, departures)
+            if text == own.error:
+                raise
+            raise JobFailed(text, first.exit_code) from error
+        departures = self._departures(store, job, departure_of(self.launch.rank))
+        first = self._first_failure(store, job, departures)
+        if first.error:
+            raise JobFailed(attributed(first, departures), first.exit_code)
+
+    def recalled(self, config: Config) -> Config:
+        """The config with the directory that an earlier attempt of this launch gave to the job.
+
+        Without `run.dir` a restart would otherwise begin anew in a directory of its own.
+        """
+        if config.run.dir or not self.launch.restart_count:
+            return config
+        store, key = memory(self._opened(), self.launch), self._directory_key()
+        if store is None or not store.check([key]):
+            return config
+        return replace(config, run=replace(config.run, dir=store.get(key).decode()))
+
+    def remember(self, config: Config) -> None:
+        """Write down which directory the job has."""
+        store = memory(self._opened(), self.launch)
+        if store is not None:
+            store.set(self._directory_key(), config.run.dir)
+
+    def dismiss(self, exit_code: int, reason: str = "") -> None:
+        """Tell the others to leave with this exit code, and wait until they have heard it."""
+        from torch.distributed import DistError
+
+        with contextlib.suppress(DistError):  # where the store is gone nobody can be told
+            store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
+            if store is not None:
+                heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
+                arrived(store, heard, self._goodbye_s)  # who has not heard it has died: nothing to add
+
+    def _send(self, message: dict[str, Any]) -> dist.Store | None:
+        store = self._opened()
+        if store is not None:
+            store.set(f"message/{next(self._messages)}", json.dumps(message))
+        return store
+
+    def _opened(self) -> dist.Store | None:
+        self._store = self._store or open_store(self.launch, self._patience.first_job_s)
+        return self._store
+
+    def _directory_key(self) -> str:
+        return f"directory/{self._jobs}"
+
+    def _departures(self, store: dist.Store | None, job: str, own: Departure) -> list[Departure]:
+        """How each rank left the job, in rank order; StalledError where one does not leave."""
+        if store is None:
+            return [own]
+        others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
+        if not arrived(store, others, self._patience.leave_s):
+            missing = [rank for rank, key in enumerate(others, start=1) if not arrived(store, [key], 0.01)]
+            raise StalledError(
+                f"rank {', '.join(map(str, missing))} did not leave job {job} within "
+                f"{self._patience.leave_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
+            )
+        return [own, *(Departure(**json.loads(store.get(key))) for key in others)]
+
+    def _first_failure(
+        self, store: dist.Store | None, job: str, departures: Sequence[Departure]
+    ) -> Departure:
+        """The earliest failed departure of all ranks, our own departure if none failed."""
+        failed = [departure for departure in departures if departure.error]
+        first = None if store is None else first_failure(store, job)
+        # Who fails because another did may still leave before it: the claim decides, then the time.
+        return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
+
+
+def follow(
+    launch: LaunchEnv,
+    run_job: RunJob,
+    patience: Patience | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> tuple[int, str]:
+    """Run the jobs that rank 0 hands out, until it ends; returns its exit code and reason.
+
+    `on_end` is called before rank 0 is let go: torchrun ends the ranks that are left once one has failed.
+    Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 says nothing.
+    """
+    patience = patience or Patience()
+    store = reach_leader(launch, patience.first_job_s)
+    failure: Exception | None = None
+    wait_s = patience.first_job_s
+    for number in itertools.count():
+        message = receive(store, number, wait_s, launch.rank, failure)
+        if "end" in message:
+            on_end()
+            store.set(f"heard/{launch.rank}", "")
+            break
+        failure = run_as_follower(store, message, launch, run_job)
+        wait_s = patience.leave_s if failure else patience.next_job_s
+        if isinstance(failure, CollectiveError):
+            wait_s = min(wait_s, patience.abandoned_s)  # rank 0 knows it too, or was aborted
+    return message["exit_code"], message["reason"]
+
+
+def reach_leader(launch: LaunchEnv, wait_s: float) -> dist.Store:
+    from torch.distributed import DistError
+
+    try:
+        store = open_store(launch, wait_s)
+    except DistError as error:
+        raise StalledError(
+            f"rank {launch.rank} could not reach rank 0 within {wait_s:g} s: {first_line(error)} "
+            "Rank 0 was not started, has died, or MASTER_ADDR and MASTER_PORT do not lead to it."
+        ) from error
+    assert store is not None, "a process on its own has nobody to follow"
+    return store
+
+
+def run_as_follower(
+    store: dist.Store, message: dict[str, Any], launch: LaunchEnv, run_job: RunJob
+) -> Exception | None:
+    """Run this rank's part of the job, tell rank 0 how it ended, and return the failure, if any."""
+    from torch.distributed import DistError
+
+    job, config, failure = message["job"], from_dict(message["config"]), None
+    limit_silence(config.launch.stall_s)
+    try:
+        run_job(config, launch, store, job)
+    except Exception as error:
+        failure = error
+    departure = departure_of(launch.rank, failure)
+    try:
+        store.set(f"job/{job}/left/{launch.rank}", json.dumps(asdict(departure)))
+    except DistError as error:
+        failure = failure or error
+    return failure
+
+
+def receive(
+    store: dist.Store, number: int, wait_s: float, rank: int, failure: Exception | None
+) -> dict[str, Any]:
+    key = f"message/{number}"
+    if not arrived(store, [key], wait_s):
+        raise failure or StalledError(
+            f"rank {rank} waited {wait_s:g} s for rank 0 to hand over {'the' if number == 0 else 'the next'} "
+            "job. Rank 0 is still starting, hangs, or has died: its output says which."
+        )
+    message = json.loads(store.get(key))
+    assert isinstance(message, dict)
+    return message
+
+
+def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
+    """Whether all keys are there within the time. A store that is gone counts as not arrived."""
+    from torch.distributed import DistError
+
+    try:
+        store.wait(keys, timedelta(seconds=wait_s))
+    except DistError:
+        return False
+    return True
+
+
+def departure_of(rank: int, error: BaseException | None = None) -> Departure:
+    """A failure that explains itself travels as its text, an unexpected one with its traceback."""
+    if error is None:
+        return Departure(rank, time.time())
+    error = shortage_of(error, f"rank {rank}") or error
+    if isinstance(error, LauncherError):
+        shared = isinstance(error, CollectiveError)
+        return Departure(rank, time.time(), str(error), error.exit_code, shared)
+    text = "".join(traceback.format_exception(error))
+    return Departure(
+        rank, time.time(), text, 1, last_call=last_call(latest_calls()) if is_loss(error) else ""
+    )

@@ -1,0 +1,71 @@
+"""The ranks of a job meet: what each runs on, and whether all were started alike.
+
+Owns the facts that have to be the same everywhere and that nothing else would notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from launcher.config.schema import Config, to_dict
+from launcher.distributed.process_group import WorkerEnv
+from launcher.errors import PreflightError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[str]:
+    """What each rank runs on, in rank order. All ranks call it; the store waits for those that are late.
+
+    Raises PreflightError, on all ranks alike, where they were not started alike.
+    """
+    device = (
+        torch.cuda.get_device_name(env.device)
+        if env.device.type == "cuda"
+        else f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
+    )
+    if store is None:
+        return [device]
+    store.set(f"{job}/meeting/{env.rank}", json.dumps({"device": device, "facts": facts(config)}))
+    said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
+    refuse_differences([words["facts"] for words in said])
+    return [words["device"] for words in said]
+
+
+def facts(config: Config) -> dict[str, str]:
+    """What has to be the same on all ranks: versions, and digests of the config and of a recipe file."""
+    recipe = Path(config.recipes.path).read_bytes() if config.recipes.path else b""
+    return {
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "the seed": str(config.seed),
+        "the digest of the config": _digest(json.dumps(to_dict(config), sort_keys=True).encode()),
+        "the digest of the recipe file": _digest(recipe),
+    }
+
+
+def refuse_differences(by_rank: list[dict[str, str]]) -> None:
+    """Raise PreflightError unless all ranks say the same as rank 0."""
+    first = by_rank[0]
+    lines = [
+        f"rank {rank}: {key} is {value}, and {first[key]} on rank 0"
+        for rank, own in enumerate(by_rank)
+        for key, value in own.items()
+        if value != first[key]
+    ]
+    if lines:
+        raise PreflightError(
+            f"the ranks were not started alike: {'; '.join(lines)}. Start all of them from the same "
+            "installation, with the same files and arguments."
+        )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -1,0 +1,377 @@
+"""What started this process, and its place among the others: rank, world, device, process group.
+
+Owns every read of RANK and its kin, the choice of device, the threads, and the life of the process group.
+Importing it imports no torch, so that a bad config is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from launcher.errors import LauncherError, PreemptedError, PreflightError, StalledError
+
+TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
+# How a rank fails because another one did: in Gloo, NCCL or the store. Matched in the error's own words only.
+OF_ANOTHER = re.compile(
+    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
+    r"Application timeout|Connection (closed|reset)",
+    re.IGNORECASE,
+)
+# Torch's watchdog only logs a timeout, and its monitor ends no process: `training.watchdog` does, with a name.
+# torchrun sets the first one to 1 for its workers, so what is found there is nobody's wish.
+NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
+PRINT_S = 0.3
+LEAVE_S = 4.0  # for an answer of the store, once this rank has failed
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """What torchrun (or a scheduler that sets the same variables) says about this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+    run_id: str = "none"
+    launched: bool = False  # by something that sets RANK, rather than by hand
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, ...; without RANK this process is alone.
+
+        Raises PreflightError for variables that contradict each other.
+        """
+        if "RANK" not in environ:
+            return cls()
+        numbers = {}
+        for key, default in (
+            ("RANK", None),
+            ("WORLD_SIZE", None),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ):
+            text = environ.get(key, default)
+            if text is None or not text.isdecimal():
+                raise PreflightError(
+                    f"{key}={text!r} in the environment, but RANK is set, so {key} must be a whole number. "
+                    "Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+                )
+            numbers[key] = int(text)
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            raise PreflightError(
+                f"RANK={numbers['RANK']} with WORLD_SIZE={numbers['WORLD_SIZE']}: ranks count from 0."
+            )
+        return cls(
+            rank=numbers["RANK"],
+            world_size=numbers["WORLD_SIZE"],
+            local_rank=numbers["LOCAL_RANK"],
+            local_world_size=numbers["LOCAL_WORLD_SIZE"],
+            restart_count=numbers["TORCHELASTIC_RESTART_COUNT"],
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            launched=True,
+        )
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """One rank's place in a running job. `group` is None for a job of one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank writes the files and speaks to people. Never a reason to skip a collective."""
+        return self.rank == 0
+
+
+def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
+    """The key-value store in which the ranks of this launch meet; None for one process.
+
+    Under torchrun it is the agent's; under a plain scheduler rank 0 hosts it on MASTER_ADDR:MASTER_PORT.
+    Keys are private to this attempt of this launch, so a restart never reads what a dead one wrote.
+    """
+    if launch.world_size == 1:
+        return None
+    import torch.distributed as dist
+
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(key):
+            raise PreflightError(f"{key} is not set, so rank {launch.rank} cannot find the others.")
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
+
+
+def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
+    """What outlives an attempt: keys of the launch as a whole, which a restart finds again.
+
+    Only under torchrun, whose agent keeps its store between attempts, also for a single process.
+    """
+    import torch.distributed as dist
+
+    if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return None if store is None else dist.PrefixStore(f"launcher/{launch.run_id}/memory", store)
+
+
+def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
+    """Say that this rank failed, before the others can notice it: of all claims the first one counts.
+
+    Clocks of different machines cannot tell who was first; the store can.
+    """
+    if store is None:
+        return
+    from torch.distributed import DistError
+
+    limit_silence(LEAVE_S)
+    with suppress(DistError):  # a store that is gone makes no difference: the others find out by themselves
+        store.compare_set(f"job/{job}/first_failure", "", str(rank))
+
+
+def limit_silence(seconds: float) -> None:
+    """From here on the machine of the store may stay silent for so long before a call of the store fails.
+
+    The timeouts of a TCPStore are those of waiting for a key. The answer to a request is waited for as long
+    as the kernel sends it again to a machine that is gone, which takes a quarter of an hour.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    for descriptor in map(int, os.listdir("/proc/self/fd") if port else ()):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                _limit_silence(os.dup(descriptor), int(port), seconds)
+
+
+def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
+    """Only where the socket is connected to that port. Closes the descriptor."""
+    with socket.socket(fileno=descriptor) as end:
+        if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                end.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 3)))
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def first_failure(store: dist.Store, job: str) -> int | None:
+    """The rank that failed before all others, if any said so."""
+    key = f"job/{job}/first_failure"
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError | None:
+    """The failure that ended the others, with its rank and exit code, where another rank than `rank` had it.
+
+    Waits a moment for the departure of the rank that was the first to fail. None where none was written.
+    """
+    from torch.distributed import DistError
+
+    with suppress(DistError, ValueError):
+        first = first_failure(store, job)
+        if first in (None, rank):
+            return None
+        store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
+        said = json.loads(store.get(key))
+        if said["error"] and said["exit_code"] != PreemptedError.exit_code:
+            own = "" if said["shared"] else f"rank {first} failed: "
+            failure = LauncherError(f"{own}{said['error']}")
+            failure.exit_code = said["exit_code"]
+            return failure
+    return None
+
+
+def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:
+    """Say why this rank fails to those whose main thread cannot find out: see `reason_of`."""
+    if store is None:
+        return
+    from torch.distributed import DistError
+
+    exit_code = error.exit_code if isinstance(error, LauncherError) else 1
+    text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
+    with suppress(DistError):
+        store.set(f"job/{job}/reason/{rank}", json.dumps([text, exit_code]))
+
+
+def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
+    """Why a rank that has claimed the first failure failed, and its exit code. Raises DistError."""
+    key = f"job/{job}/reason/{rank}"
+    if not store.check([key]):
+        return f"rank {rank} failed. Its log and its stderr say why.", LauncherError.exit_code
+    text, exit_code = json.loads(store.get(key))
+    return text if text.startswith("rank ") else f"rank {rank} failed: {text}", exit_code
+
+
+def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
+    """Say that this rank leaves for good, in place of its main thread, and that nobody need wait for it.
+
+    Returns when all ranks but 0 have said so, or after a moment: torchrun ends whoever is left once the first
+    has gone, rank 0 too, which would not have printed why it failed.
+    """
+    from torch.distributed import DistError
+
+    limit_silence(LEAVE_S)
+    said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code}
+    said |= {"shared": True, "gone": True}  # the text names the rank that it is about
+    with suppress(DistError):
+        store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
+        store.set(f"heard/{launch.rank}", "")
+        others = [f"job/{job}/left/{rank}" for rank in range(1, launch.world_size)]
+        store.wait(others, timedelta(seconds=ASSEMBLE_S))
+        time.sleep(PRINT_S)
+
+
+def stall_of(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> StalledError | None:
+    """Which ranks a collective has waited for in vain, if that is what `error` says; None for all else.
+
+    Those that waited say so in the store; who has not said it a moment later is the one that hangs.
+    """
+    if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(str(error))):
+        return None
+    from torch.distributed import DistError
+
+    deadline, missing = time.monotonic() + ASSEMBLE_S, list(range(launch.world_size))
+    try:
+        store.set(f"job/{job}/gave_up/{launch.rank}", "")
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
+    except DistError:
+        return StalledError(
+            f"rank {launch.rank} waited for a collective in vain, and rank 0's machine "
+            f"({os.environ.get('MASTER_ADDR')}), where the ranks meet, does not answer: that machine, or the "
+            "link to it, is gone. launch.stall_s says how long a collective may take."
+        )
+    if not missing:
+        return StalledError("a collective took too long although all ranks came: the network stalls.")
+    return StalledError(
+        f"rank {', '.join(map(str, missing))} did not come to a collective in time: it hangs or has been "
+        "stopped. launch.stall_s (before the first step launch.init_timeout_s) says how long others wait."
+    )
+
+
+@contextmanager
+def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float) -> Iterator[WorkerEnv]:
+    """Be one rank of a job: device bound, threads divided, process group open; always left again.
+
+    `timeout_s` holds until `tighten` shortens it: meeting and compiling may take minutes, a step may not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = _device(launch)
+    _refuse_shared_gpu(launch, store, job, device)
+    _divide_threads(launch)
+    if store is None:
+        yield WorkerEnv(0, 1, 0, 1, device, None)
+        return
+    _prefer_loopback(launch)
+    os.environ.update(NCCL)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        # A fresh prefix per job: a second group in one launch would otherwise read the first one's keys.
+        store=dist.PrefixStore(f"group/{job}", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    group = dist.group.WORLD
+    try:
+        yield WorkerEnv(
+            launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, device, group
+        )
+    except BaseException:
+        if device.type == "cuda":
+            # The others may sit in a collective that this rank will never join: waiting would hang.
+            torch.distributed.distributed_c10d._abort_process_group()
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def tighten(env: WorkerEnv, timeout_s: float) -> None:
+    """From here on a collective that takes longer than `timeout_s` is an error."""
+    if env.group is not None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        _set_pg_timeout(timedelta(seconds=timeout_s), env.group)
+
+
+def _device(launch: LaunchEnv) -> torch.device:
+    """Number `local_rank` of the visible GPUs; the only one where a scheduler shows each task its own."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count > 1:
+        raise PreflightError(
+            f"rank {launch.rank} is number {launch.local_rank} on this machine, which has {count} GPU(s). "
+            f"Start at most {count} processes per machine (torchrun --nproc-per-node={count})."
+        )
+    device = torch.device("cuda", launch.local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, device: torch.device) -> None:
+    """Raise PreflightError where another rank uses this rank's GPU: NCCL cannot connect the two.
+
+    Ranks that see one GPU each may see the same one or one of their own; only its UUID tells them apart.
+    """
+    if store is None or device.type != "cuda":
+        return
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    first = int(store.compare_set(f"job/{job}/gpu/{uuid}", "", str(launch.rank)))
+    if first != launch.rank:
+        count = torch.cuda.device_count()
+        raise PreflightError(
+            f"ranks {first} and {launch.rank} use the same GPU ({uuid}); each needs one of its own, and rank "
+            f"{launch.rank} sees {count} GPU(s). Start at most as many processes per machine as it has GPUs, "
+            "and show each process all of them or a different one."
+        )
+
+
+def _divide_threads(launch: LaunchEnv) -> None:
+    """Share the cores among the ranks of this machine, unless the user has set OMP_NUM_THREADS > 1."""
+    import torch
+
+    # torchrun itself sets OMP_NUM_THREADS=1 where nobody did, so 1 says nothing about the user's wish.
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+
+
+def _prefer_loopback(launch: LaunchEnv) -> None:
+    """Keep single-machine Gloo traffic on the loopback device, off every other interface."""
+    if launch.local_world_size < launch.world_size or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,0 +1,111 @@
+"""Where the ranks of a job are, asked through the store once one of them waits too long.
+
+Owns the keys of the question and its answers, and the conclusion. A rank that does not answer hangs with the
+interpreter's lock, was stopped, or is gone. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from launcher.distributed.heartbeat import FINISHING, Beat, where
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+ANSWER_S = 4.0  # for all ranks, whose watchdogs look for a question every second
+LOOK_AGAIN_S = 0.1
+# Long work in which no rank waits for another, before the first step is done.
+LOCAL = frozenset({"starting", "loading data", "building the model", "restoring", "data", "compute"})
+LIMITS = "launch.stall_s (before the end of the first step launch.init_timeout_s) says how long ranks wait."
+
+
+class RollCall:
+    """One rank's part in the roll calls of a job. Every method raises DistError where the store is gone."""
+
+    def __init__(self, store: dist.Store, job: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._prefix = f"job/{job}/roll_call"
+        self._rank, self._world_size = rank, world_size
+        self._answered = 0
+
+    def answer(self, beat: Beat) -> None:
+        """Say where this rank is, where another has asked since the last call."""
+        number = self._latest()
+        if number > self._answered:
+            self._answered = number
+            self._store.set(self._place(number, self._rank), json.dumps(asdict(beat)))
+
+    def ask(self, beat: Beat) -> dict[int, Beat | None]:
+        """Where each rank is, by rank: None for one that has left the job. Who does not answer is missing."""
+        self._store.add(f"{self._prefix}/number", 1)
+        self.answer(beat)
+        deadline, found = time.monotonic() + ANSWER_S, self._found()
+        while len(found) < self._world_size and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_S)
+            self.answer(beat)  # of two that ask at the same time both take the later question
+            found = self._found()
+        return found
+
+    def leave(self) -> None:
+        """This rank has done its part of the job, and answers no more."""
+        self._store.set(f"{self._prefix}/left/{self._rank}", "")
+
+    def _latest(self) -> int:
+        key = f"{self._prefix}/number"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _found(self) -> dict[int, Beat | None]:
+        found: dict[int, Beat | None] = {}
+        for rank in range(self._world_size):
+            key = self._place(self._answered, rank)
+            if self._store.check([key]):
+                found[rank] = Beat(**json.loads(self._store.get(key)))
+            elif self._store.check([f"{self._prefix}/left/{rank}"]):
+                found[rank] = None
+        return found
+
+    def _place(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
+
+
+def missing(places: Mapping[int, Beat | None], world_size: int) -> list[int]:
+    """The ranks that have not answered."""
+    return [rank for rank in range(world_size) if rank not in places]
+
+
+def who_stalls(places: Mapping[int, Beat | None], world_size: int, under_way: bool) -> str:
+    """Whom the others wait for, as an error; empty where no rank waits for another.
+
+    `under_way` where the first step is done: before, ranks that all load or build for long wait for nobody.
+    """
+    if silent := missing(places, world_size):
+        others = "; ".join(f"rank {rank} is {where(beat)}" for rank, beat in places.items() if beat)
+        return (
+            f"rank {_listed(silent)} does not answer: it hangs, has been stopped, or is gone ({others}). "
+            f"{LIMITS}"
+        )
+    behind = last_ranks(places)
+    beat = next(iter(behind.values()))
+    place = f"{where(beat)} for {max(each.age_s for each in behind.values()):.0f} s"
+    present = [each for each in places.values() if each is not None]
+    if len(behind) == len(present) and beat.phase in (FINISHING if under_way else LOCAL | FINISHING):
+        return ""
+    if len(behind) < world_size:
+        return f"rank {_listed(list(behind))} hangs: {place}. {LIMITS}"
+    return f"all ranks wait {place}: the network or a device stalls. {LIMITS}"
+
+
+def last_ranks(places: Mapping[int, Beat | None]) -> dict[int, Beat]:
+    """Those that answered and are behind all others, or all of them where they are at one place."""
+    beats = {rank: beat for rank, beat in places.items() if beat is not None}
+    last = min(beat.order for beat in beats.values())
+    return {rank: beat for rank, beat in beats.items() if beat.order == last}
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,99 @@
+"""Ends torchrun on a host that has lost the machine of torchrun's store.
+
+With `--rdzv-backend c10d` torchrun asks its store for news ten times a second, and waits for the answer for
+as long as the kernel repeats the request to a machine that is gone: a quarter of an hour, by
+net.ipv4.tcp_retries2, whatever timeouts it was given. Meanwhile it neither notices that its workers have
+ended nor obeys SIGTERM, whose handler is Python code; and no other process can shorten the wait. So a worker
+that has failed leaves a small process behind, which sends SIGKILL to torchrun where the kernel says that it
+waits in this way. torchrun with restarts left is not ended: it restarts once the link is up again.
+
+Run as a file, by path: it must start in an instant, so it imports nothing of this package and no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+REPEATED = 4  # requests without an answer, at intervals that double: at least 3 s of silence
+GRACE_S = (
+    2.0  # in which torchrun may end by itself, and other workers of this machine write down why they end
+)
+WATCH_S = 10.0
+ESTABLISHED = "01"  # in /proc/net/tcp
+
+
+def watch(environ: Mapping[str, str]) -> None:
+    """Leave a process behind that ends this worker's torchrun if it waits for a machine that is gone.
+
+    To be called by a worker that has failed, last of all. Does nothing unless torchrun started this process
+    as one of several machines, with no restart left.
+    """
+    several = int(environ.get("WORLD_SIZE", 1)) > int(environ.get("LOCAL_WORLD_SIZE", 1))
+    used, allowed = (environ.get(f"TORCHELASTIC_{key}") for key in ("RESTART_COUNT", "MAX_RESTARTS"))
+    agent = os.getppid()
+    if not several or used is None or used != allowed or not _is_agent(agent):
+        return
+    from launcher.process.guardian import VARIABLE
+
+    handle = os.pidfd_open(agent)  # while it cannot be another process: ours is its child
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(agent), str(handle)],
+        # Without the mark by which this process's guardian would find it.
+        env={key: value for key, value in environ.items() if key != VARIABLE},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[handle],
+        start_new_session=True,
+    )
+
+
+def _is_agent(pid: int) -> bool:
+    """Whether this parent is torchrun, rather than a shell in between, which inherited its variables."""
+    try:
+        return b"TORCHELASTIC_RUN_ID=" not in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def end_if_stranded(agent: int, handle: int) -> None:
+    """Wait for the end of torchrun; SIGKILL where it waits for an answer of another machine."""
+    ended = select.poll()
+    ended.register(handle, select.POLLIN)
+    began = time.monotonic()
+    while not ended.poll(200) and (waited_s := time.monotonic() - began) < WATCH_S:
+        if waited_s >= GRACE_S and is_stranded(agent):
+            print(
+                f"error: torchrun (pid {agent}) waits for its store on a machine that does not answer, and "
+                "would for a quarter of an hour: it is ended with SIGKILL.",
+                file=sys.stderr,
+            )
+            return signal.pidfd_send_signal(handle, signal.SIGKILL)
+
+
+def is_stranded(pid: int) -> bool:
+    """Whether another machine does not acknowledge what a connection of the process has sent."""
+    process = Path(f"/proc/{pid}")
+    try:
+        inodes = {os.readlink(end)[8:-1] for end in (process / "fd").iterdir()}  # of socket:[number]
+        tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
+    except OSError:
+        return False
+    rows = (row.split() for table in tables for row in table.splitlines()[1:])
+    return any(row[9] in inodes and row[3] == ESTABLISHED and _is_unanswered(row) for row in rows)
+
+
+def _is_unanswered(row: list[str]) -> bool:
+    """By the kernel's count of repetitions; where the own link is down and nothing leaves, of probes."""
+    is_waiting = int(row[4].partition(":")[0], 16) > 0
+    return is_waiting and max(int(row[6], 16), int(row[8])) >= REPEATED
+
+
+if __name__ == "__main__":
+    end_if_stranded(*map(int, sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What is looked up after a step: non-finite gradients, exponents, time."""

@@ -1,0 +1,258 @@
+"""What became not finite first: one forward or backward pass, watched module by module.
+
+Owns the hooks of that one pass and takes them off again whatever happens. It looks only when asked, after
+something has gone wrong, and changes neither weights nor buffers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from launcher.engine.flat.names import named_buffers, named_modules, named_parameters
+
+Kind = Literal["nan", "inf"]
+MAX_ROWS = 64  # rows of an output that are named; more would say nothing
+
+
+@dataclass(frozen=True)
+class ModuleFinding:
+    """A module whose output was not finite.
+
+    `input_range` is the smallest and largest finite value that went in, None where nothing finite did.
+    `rows` are the first positions along the output's first dimension that hold such a value, out of
+    `num_rows`: the samples, where the model keeps them apart.
+    """
+
+    name: str  # without torch.compile's prefixes; "" is the model itself
+    type: str
+    kind: Kind  # nan where the output holds both
+    position: int  # calls of modules that had ended before it, in this pass
+    inputs_finite: bool
+    input_range: tuple[float, float] | None
+    rows: tuple[int, ...]
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What one forward pass showed.
+
+    `origin` is the first module that made a value that is not finite from values that were; `first` the
+    first whose output was not finite, whatever it was given. `largest` names the module with the largest
+    finite output, as a measure of how near the rest was to overflow.
+    """
+
+    origin: ModuleFinding | None
+    first: ModuleFinding | None
+    input_finite: bool  # of the whole model
+    parameters: tuple[str, ...]  # those that hold a value that is not finite
+    largest: tuple[str, float] | None
+
+    @property
+    def finding(self) -> ModuleFinding | None:
+        return self.origin or self.first
+
+
+@dataclass(frozen=True)
+class BackwardDiagnosis:
+    """What one backward pass showed. A module stands for the gradient of its output.
+
+    `module` is the first on the way back whose gradient was not finite, with its type and kind, None where
+    all were; `largest` the one with the largest gradient among those that were finite before it.
+    """
+
+    module: tuple[str, str, Kind] | None
+    largest: tuple[str, float] | None
+    parameters: tuple[str, ...]  # those whose own gradient was not finite
+
+
+def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
+    """The first module of `model` whose output is not finite although its inputs were.
+
+    `run` does the forward pass, in whatever context it needs; None where no module is to blame. A module
+    counts when its call ends, so of a module and its parent the inner one is named.
+    """
+    return diagnose(model, run).origin
+
+
+def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
+    """Watch one forward pass. Buffers that it moves (BatchNorm statistics) are put back."""
+    observer = _Observer()
+    with torch.no_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
+        for name, module in named_modules(model):
+            for hook in (
+                module.register_forward_pre_hook(observer.enter, with_kwargs=True),
+                module.register_forward_hook(observer.leaver(name), with_kwargs=True),
+            ):
+                hooks.callback(hook.remove)
+        run()
+    return Diagnosis(
+        observer.origin,
+        observer.first,
+        observer.input_finite,
+        tuple(nonfinite_parameters(model)),
+        observer.largest,
+    )
+
+
+def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]]) -> BackwardDiagnosis:
+    """Watch one backward pass: `run` does a forward pass, then gives the gradients by parameter name.
+
+    Buffers that it moves are put back.
+    """
+    observer = _BackwardObserver()
+    with torch.enable_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
+        for name, module in named_modules(model):
+            hooks.callback(module.register_forward_hook(observer.watcher(name)).remove)
+        gradients = run()
+    bad = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
+    return BackwardDiagnosis(observer.module, observer.largest, bad)
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that hold inf or nan, as the model computes with them."""
+    return [name for name, p in named_parameters(model).items() if not bool(p.detach().isfinite().all())]
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model's buffers hold the values that they held before."""
+    before = {name: buffer.detach().clone() for name, buffer in named_buffers(model).items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in named_buffers(model).items():
+                buffer.copy_(before[name])
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled modules run as written: a compiler would trace the hooks, or leave them out."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
+
+
+@dataclass
+class _Inputs:
+    finite: bool
+    range: tuple[float, float] | None
+
+
+@dataclass
+class _Observer:
+    """Sees every call of a module begin and end. Inputs are read first: the module may overwrite them."""
+
+    origin: ModuleFinding | None = None
+    first: ModuleFinding | None = None
+    input_finite: bool = True
+    largest: tuple[str, float] | None = None
+    _open: list[_Inputs] = field(default_factory=list)
+    _ended: int = 0
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = list(_floats((args, kwargs)))
+        inputs = _Inputs(all(_finite(tensor) for tensor in tensors), _range(tensors))
+        if not self._open and not self._ended:
+            self.input_finite = inputs.finite
+        self._open.append(inputs)
+
+    def leaver(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._leave(name, module, list(_floats(output)))
+
+        return leave
+
+    def _leave(self, name: str, module: nn.Module, outputs: list[Tensor]) -> None:
+        inputs = self._open.pop()
+        bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
+        if bad is None:
+            self._compare(name, _range(outputs))
+        elif self.origin is None:
+            finding = ModuleFinding(
+                name,
+                type(module).__name__,
+                _kind(bad),
+                self._ended,
+                inputs.finite,
+                inputs.range,
+                _rows(bad),
+                len(bad) if bad.ndim else 1,
+            )
+            self.first = self.first or finding
+            self.origin = finding if inputs.finite else None
+        self._ended += 1
+
+    def _compare(self, name: str, ends: tuple[float, float] | None) -> None:
+        if ends is not None:
+            size = max(map(abs, ends))
+            if self.largest is None or size > self.largest[1]:
+                self.largest = (name, size)
+
+
+@dataclass
+class _BackwardObserver:
+    """Hangs a hook on every module's output; autograd calls them in the order of the way back."""
+
+    module: tuple[str, str, Kind] | None = None
+    largest: tuple[str, float] | None = None
+
+    def watcher(self, name: str) -> Callable[..., None]:
+        def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+            for tensor in _floats(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._see, name, module))  # type: ignore[no-untyped-call]
+
+        return watch
+
+    def _see(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+        if self.module is not None:
+            return
+        if not _finite(gradient):
+            self.module = (name, type(module).__name__, _kind(gradient))
+        elif (size := float(gradient.abs().max())) > (self.largest or ("", 0.0))[1]:
+            self.largest = (name, size)
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return "nan" if bool(tensor.isnan().any()) else "inf"
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors within, however nested, that have elements."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _floats(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _floats(item)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _range(tensors: list[Tensor]) -> tuple[float, float] | None:
+    finite = [tensor[tensor.isfinite()] for tensor in tensors]
+    ends = [part.aminmax() for part in finite if part.numel()]
+    if not ends:
+        return None
+    return min(float(low) for low, _ in ends), max(float(high) for _, high in ends)
+
+
+def _rows(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.ndim == 0:
+        return (0,)
+    bad = ~tensor.isfinite().flatten(1).all(1) if tensor.ndim > 1 else ~tensor.isfinite()
+    return tuple(bad.nonzero().flatten()[:MAX_ROWS].tolist())

@@ -1,0 +1,1 @@
+"""Flat memory: layout, allocation, buffers, and their copies from rank 0."""

@@ -1,0 +1,72 @@
+"""All ranks begin alike: the same tensors, with the values of rank 0.
+
+Owns the comparison of the ranks' models and the broadcasts before the first step. Collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launcher.engine import works
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.buffers import Buffers
+from launcher.engine.flat.layout import Layout
+from launcher.engine.flat.names import named_buffers, named_parameters
+
+
+def refuse_different_models(
+    model: nn.Module, reference_count: int | None, group: dist.ProcessGroup | None
+) -> None:
+    """All ranks must hold the same tensors in the same order, and be given the same reference count.
+
+    Raises UnusableError on all ranks alike.
+    """
+    if group is None:
+        return
+    tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
+    lines = [f"{n} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    lines.append(f"reference_count {reference_count}")
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
+    device = tensors[0][1].device if tensors else None
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    works.run(dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True), both)
+    if both[0] != -both[1]:
+        raise UnusableError(
+            "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
+            "or order), or were given different reference counts. Build the same model on all of them; "
+            f"rank {dist.get_rank(group)} has {len(tensors)} of them, the first is "
+            f"{lines[0] if tensors else 'none'}. Its reference count is {reference_count}."
+        )
+
+
+def warn_of_others(group: dist.ProcessGroup | None) -> None:
+    """Without a group among several ranks the replicas would drift apart unseen."""
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"group=None: this Stepper trains alone, beside {dist.get_world_size() - 1} others. To train "
+            "together pass group=torch.distributed.group.WORLD.",
+            stacklevel=3,
+        )
+
+
+def take_values_of_rank_0(
+    layout: Layout, model: nn.Module, buffers: Buffers, group: dist.ProcessGroup | None
+) -> None:
+    """Parameters, frozen ones too, and buffers, bit for bit."""
+    if group is None:
+        return
+    for segment in layout.segments:
+        exact = segment.weight if segment.master is None else segment.master
+        works.run(dist.broadcast(exact, group=group, group_src=0, async_op=True), exact)
+    layout.round_weights()
+    for p in model.parameters():
+        if not p.requires_grad:
+            values = p.detach().contiguous()
+            works.run(dist.broadcast(values, group=group, group_src=0, async_op=True), values)
+            p.detach().copy_(values)
+    buffers.broadcast()

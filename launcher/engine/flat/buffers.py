@@ -1,0 +1,131 @@
+"""A model's buffers (BatchNorm statistics and the like) as one transaction per step.
+
+Owns their snapshot, their roll-back after a skipped step, and their mean over the ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.engine import works
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.names import named_modules
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Buffers:
+    """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy.
+
+    Those in half precision become fp32: statistics of many steps need its digits, under every policy.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        for buffer in model.buffers():
+            if buffer.dtype in HALF:
+                buffer.data = buffer.data.float()
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            if buffer.numel():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        self._flat = [_flatten(group) for group in by_dtype.values()]
+        self._before = [torch.empty_like(flat) for flat in self._flat]
+        self._homes = [
+            (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach())
+            for prefix, module in named_modules(model)
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held here, the snapshot included."""
+        return [*self._flat, *self._before]
+
+    def snapshot(self) -> None:
+        """Remember the present values: the state to return to if the coming step is skipped.
+
+        Called before a step's first forward pass, and by whoever changes buffers between steps.
+        """
+        for before, flat in zip(self._before, self._flat, strict=True):
+            before.copy_(flat)
+
+    def restore_if(self, skipped: Tensor) -> None:
+        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true; after `collect`."""
+        if skipped.device.type == "cpu" and not skipped:
+            return
+        for before, flat in zip(self._before, self._flat, strict=True):
+            flat.copy_(torch.where(skipped, before, flat))
+
+    def restore(self) -> None:
+        """Return to the snapshot, whatever a forward pass has put in a buffer's place."""
+        for _, module, key, buffer, place in self._homes:
+            buffer.data = place
+            module._buffers[key] = buffer
+        for before, flat in zip(self._before, self._flat, strict=True):
+            flat.copy_(before)
+
+    def average(self) -> None:
+        """Replace floating-point buffers by their mean over the ranks. A collective: all ranks call it.
+
+        Called before an evaluation, so that BatchNorm statistics are those of all samples. Not before a
+        checkpoint: that keeps each rank's own, or saving would change the course of the run.
+        """
+        if self._group is None:
+            return
+        for flat in self._flat:
+            if flat.is_floating_point():
+                total = flat.double()  # exact for equal values: averaging twice changes nothing
+                works.run(dist.all_reduce(total, group=self._group, async_op=True), total)
+                flat.copy_(total / dist.get_world_size(self._group))
+        self.snapshot()
+
+    def broadcast(self) -> None:
+        """Take rank 0's values. A collective: all ranks call it."""
+        if self._group is not None:
+            for flat in self._flat:
+                values = flat.view(torch.uint8)  # of any dtype
+                works.run(dist.broadcast(values, group=self._group, group_src=0, async_op=True), values)
+
+    def collect(self) -> None:
+        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.
+
+        Also what `buffer.data = ...` put there, and another Stepper that shares the buffer. Raises
+        UnusableError for another shape or dtype.
+        """
+        for name, module, key, buffer, place in self._homes:
+            new = module._buffers.get(key)
+            if new is buffer and buffer.data_ptr() == place.data_ptr():
+                continue
+            if new is None or not _fits(new, place):
+                raise UnusableError(
+                    f"buffer {name} ({place.dtype}, {tuple(place.shape)}) was replaced by "
+                    f"{None if new is None else (new.dtype, tuple(new.shape))}. A buffer may change its "
+                    "values only: register it with its final shape and dtype."
+                )
+            place.copy_(new.detach())
+            buffer.data = place
+            module._buffers[key] = buffer
+
+
+def _fits(new: Tensor, place: Tensor) -> bool:
+    """Whether `place` can hold these values: a forward pass in half precision gives half ones."""
+    widened = new.dtype in HALF and place.dtype == torch.float32
+    return new.shape == place.shape and (new.dtype == place.dtype or widened)
+
+
+def bits_of(buffer: Tensor) -> Tensor:
+    """A copy of its bytes: uint8, flat. Equal for NaNs of the same pattern."""
+    return buffer.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _flatten(buffers: list[Tensor]) -> Tensor:
+    """One flat tensor with the values of `buffers`, which become views of it."""
+    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    offset = 0
+    for buffer in buffers:
+        buffer.data = flat[offset : offset + buffer.numel()].view(buffer.shape)
+        offset += buffer.numel()
+    return flat

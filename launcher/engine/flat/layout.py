@@ -1,0 +1,279 @@
+"""One flat layout shared by weights, wire gradients, masters and optimizer states.
+
+Owns where each trainable parameter lies in the flat buffers and makes the model's parameters views of
+them. Matrices (two or more dimensions) and vectors form two segments, because half policies keep vectors
+in fp32. Offsets follow the reverse order of registration, about the order in which autograd finishes; runs
+of parameters that travel together are cut here too, so that each divides evenly among the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.allocation import flat_zeros
+from launcher.engine.flat.names import named_parameters
+from launcher.engine.precision.policy import Policy
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
+MAX_ALIGNED_RANKS = 64  # beyond, padding would be more than pieces of that size are worth
+FIRST_RUN_BYTES = 1 << 20  # small, so that the wire starts early
+MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: `numel` elements from `offset` in each flat buffer of its segment."""
+
+    name: str
+    index: int  # position in the order of all slots of a layout
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat buffer, in the parameter's shape and memory format."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    def flat(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat buffer as it lies in memory, [numel]."""
+        return flat[self.offset : self.offset + self.numel]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parameters that lie side by side and travel together: elements [start, end) of a segment.
+
+    The length is a multiple of the number of ranks, so that each rank can own an equal piece; up to
+    MAX_ALIGNED_RANKS each piece begins at a multiple of ALIGNMENT elements.
+    """
+
+    slots: tuple[Slot, ...]
+    start: int
+    end: int
+
+    def gaps(self) -> list[slice]:
+        """The elements that belong to no parameter: padding behind each."""
+        ends = [slot.offset + slot.numel for slot in self.slots]
+        nexts = [*(slot.offset for slot in self.slots[1:]), self.end]
+        return [slice(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
+
+    def piece(self, rank: int, world_size: int) -> slice:
+        """The elements that `rank` owns where the optimizer is sharded."""
+        length = (self.end - self.start) // world_size
+        return slice(self.start + rank * length, self.start + (rank + 1) * length)
+
+
+@dataclass
+class Segment:
+    """The parameters of one kind. Buffers are flat, `numel` elements long, padding included.
+
+    `weight` is what the model computes with; `master` is fp32 and the same tensor as `weight` where the
+    weights are fp32, None where a policy has no masters; `grad` is in the dtype of the wire.
+    """
+
+    name: str
+    runs: list[Run]
+    weight: Tensor
+    master: Tensor | None
+    grad: Tensor
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for run in self.runs for slot in run.slots]
+
+    @property
+    def numel(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def half(self) -> bool:
+        """Whether the model's weights are a rounded copy rather than the masters themselves."""
+        return self.weight.dtype != torch.float32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank updates: flat tensors of equal length.
+
+    `master` is fp32, the same tensor as `weight` where the weights are fp32, and None where a policy has no
+    masters. `grad` is the reduced gradient, in the dtype of the wire or its fp32 sum.
+    """
+
+    weight: Tensor
+    master: Tensor | None
+    grad: Tensor
+
+    @property
+    def half(self) -> bool:
+        return self.weight.dtype != torch.float32
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
+
+
+class Layout:
+    """The flat form of a model's trainable parameters. Building it moves the parameters into it.
+
+    Raises UnusableError for what cannot be trained here: no trainable parameter, parameters on two devices,
+    a dtype other than fp32, fp16, bf16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        wire: torch.dtype | None = None,
+        world_size: int = 1,
+        run_bytes: int | None = None,
+    ) -> None:
+        trainable = [(n, p) for n, p in named_parameters(model).items() if p.requires_grad]
+        _refuse_untrainable(model, trainable)
+        self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
+        self.device = trainable[0][1].device
+        self.world_size = world_size
+        halves = half_in(model, policy)
+        matrices = [n for n, p in self.parameters.items() if p in halves]
+        vectors = [n for n, p in self.parameters.items() if p not in halves]
+        wire = wire or policy.wire
+        run_bytes = run_bytes or default_run_bytes(
+            sum(self.parameters[n].numel() for n in matrices) * wire.itemsize
+            + sum(self.parameters[n].numel() for n in vectors) * 4
+        )
+        self.segments: list[Segment] = []
+        for name, members, weight, grad in (
+            ("matrices", matrices, policy.weights, wire),
+            ("vectors", vectors, torch.float32, torch.float32),
+        ):
+            if members:
+                runs = self._cut(members, run_bytes // grad.itemsize)
+                masters = policy.masters or weight == torch.float32
+                self.segments.append(self._move(name, runs, weight, grad, masters))
+        _round_frozen(model, policy)
+
+    def _cut(self, members: Sequence[str], run_numel: int) -> list[Run]:
+        """Give the named parameters offsets, and group them into runs of about `run_numel` elements.
+
+        The first run of the first segment is small, so that the wire starts while backward has far to go.
+        """
+        index = sum(len(segment.slots) for segment in self.segments)
+        # Compiled kernels clone whatever does not begin at a multiple of 16 bytes: so pieces do.
+        world_size = self.world_size
+        aligned = world_size <= MAX_ALIGNED_RANKS
+        stride = ALIGNMENT * world_size if aligned else math.lcm(ALIGNMENT, world_size)
+        runs: list[Run] = []
+        slots: list[Slot] = []
+        start = end = 0
+        for position, member in enumerate(members):
+            p = self.parameters[member]
+            slots.append(Slot(member, index + position, p.shape, _dense_stride(p), end, p.numel()))
+            end += _round_up(p.numel(), ALIGNMENT)
+            limit = run_numel if runs or self.segments else min(run_numel, FIRST_RUN_BYTES // 2)
+            following = (
+                self.parameters[members[position + 1]].numel() if position + 1 < len(members) else None
+            )
+            if following is None or end - start + following > limit:
+                end = start + _round_up(end - start, stride)
+                runs.append(Run(tuple(slots), start, end))
+                slots, start = [], end
+        return runs
+
+    def _move(
+        self, name: str, runs: list[Run], weight: torch.dtype, grad: torch.dtype, masters: bool
+    ) -> Segment:
+        """Copy the parameters of these runs into flat memory, and make them views of it."""
+        exact = flat_zeros(runs[-1].end, torch.float32, self.device)
+        slots = [slot for run in runs for slot in run.slots]
+        for slot in slots:
+            slot.view(exact).copy_(self.parameters[slot.name].detach())
+        weights = exact
+        if weight != torch.float32:
+            weights = flat_zeros(len(exact), weight, self.device).copy_(exact)
+        for slot in slots:
+            p = self.parameters[slot.name]
+            existing, p.grad = p.grad, None  # torch refuses one of another dtype than the parameter's
+            p.data = slot.view(weights)
+            p.grad = None if existing is None else existing.to(weight)
+        grads = flat_zeros(len(exact), grad, self.device)
+        return Segment(name, runs, weights, exact if masters else None, grads)
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        """All slots, segment by segment, in the order of `Slot.index`."""
+        return (slot for segment in self.segments for slot in segment.slots)
+
+    def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Views by parameter name of flat tensors, one per segment, each as long as its segment."""
+        return {
+            slot.name: slot.view(flat)
+            for segment, flat in zip(self.segments, flats, strict=True)
+            for slot in segment.slots
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Views of the wire gradients by parameter name; scaled, valid from step() to the next backward."""
+        return self.named([segment.grad for segment in self.segments])
+
+    def round_weights(self) -> None:
+        """weights = RNE(masters), after the masters were set from outside."""
+        for segment in self.segments:
+            if segment.half and segment.master is not None:
+                segment.weight.copy_(segment.master)
+
+
+def default_run_bytes(total_bytes: int) -> int:
+    """An eighth of the model, within limits: runs of 25 MB never overlap on a model of 16 MB."""
+    return min(max(total_bytes // 8, MIN_RUN_BYTES), MAX_RUN_BYTES)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]]) -> None:
+    if not trainable:
+        raise UnusableError(
+            f"{type(model).__name__} has no trainable parameter. At least one needs requires_grad=True."
+        )
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UnusableError(f"parameters lie on {len(devices)} devices ({devices}). Move the model to one.")
+    for name, p in trainable:
+        if p.dtype not in _FLOATS or p.layout != torch.strided:
+            raise UnusableError(
+                f"parameter {name} is {p.dtype}, {p.layout}. Trainable parameters are dense and "
+                "float32, float16 or bfloat16: convert it, or freeze it with requires_grad_(False)."
+            )
+
+
+def _dense_stride(p: Tensor) -> tuple[int, ...]:
+    """Strides without gaps that keep the parameter's order of dimensions (so channels_last survives)."""
+    return torch.empty_like(p, device="meta").stride()
+
+
+def half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
+    """The parameters that are half where a policy has half weights: matrices, and all of an RNN's.
+
+    cuDNN wants the parameters of one RNN in one dtype, and autocast refuses to mix them.
+    """
+    halves = {p for p in model.parameters() if p.ndim >= 2}
+    if policy.weights != torch.float32:
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                halves.update(module.parameters())
+    return halves
+
+
+def _round_frozen(model: nn.Module, policy: Policy) -> None:
+    """Frozen parameters take part in half arithmetic like trainable ones."""
+    halves = half_in(model, policy)
+    for p in model.parameters():
+        if not p.requires_grad and p.dtype in _FLOATS:
+            p.data = p.data.to(policy.weights if p in halves else torch.float32)

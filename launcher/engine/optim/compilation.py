@@ -1,0 +1,168 @@
+"""Whether torch.compile works here: tried on 32 elements before a run relies on it.
+
+That a compiler is installed says little: C compiler, Python's headers, the GPU's generation, all of it may be
+wrong, and would end the run in its first step. The trial compiles what the steps will run, for any length, so
+it costs no second compilation. All ranks take the same form of the update: values differ between the two
+within rounding, and replicas must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.engine import works
+from launcher.engine.flat.layout import Layout, Piece
+from launcher.engine.optim.fused import Optimizer, Scalars, Updater
+from launcher.engine.optim.torch_optimizer import TorchOptimizer
+from launcher.engine.precision.loss_scale import LossScale, Scaling
+from launcher.engine.verdict import Terms, Verdict, judge
+from launcher.engine.wire.grad_norm import BLOCKS, SMALL, SumOfSquares
+from launcher.engine.wire.step_counts import FIELDS
+
+NUMEL = 32
+STEPS = 3
+TOLERANCE = 1e-5  # relative, of compiled and plain masters after so few steps: some roundings of fp32
+SHOWN = 300  # characters of a compiler's message
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Whether passes over memory are compiled; `reason`, for people, why not although it was asked for."""
+
+    used: bool
+    reason: str = ""
+
+
+class _Wrong(Exception):
+    """The compiled pass gives other values than the plain one."""
+
+
+def choose_compilation(
+    wanted: bool, optimizer: Optimizer | TorchOptimizer, layout: Layout, group: dist.ProcessGroup | None
+) -> Compilation:
+    """Try it where it is `wanted`. A collective, also where it is not: ranks may be told differently."""
+    objection = "" if wanted else "compiled=False on this rank"
+    if wanted:
+        try:
+            _try(optimizer, layout)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler may fail in any way, and a plain update needs none of it
+            objection = _first_words(error)
+    others = _objecting(bool(objection), layout.device, group)
+    if not (objection or others):
+        return Compilation(True)
+    if not wanted:
+        return Compilation(False)
+    return Compilation(False, f"compiling failed on {_named(others)}{objection or 'this one could compile'}")
+
+
+def _objecting(objects: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks on which it does not work. A collective."""
+    if group is None:
+        return []
+    found = torch.zeros(dist.get_world_size(group), device=device)
+    found[dist.get_rank(group)] = float(objects)
+    works.run(dist.all_reduce(found, group=group, async_op=True), found)
+    return [rank for rank, number in enumerate(found.tolist()) if number]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "32 elements: "
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank(s) {shown}: "
+
+
+def _first_words(error: BaseException) -> str:
+    """What went wrong and the first line of a compiler's output, without what torch adds to any error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    own = [line for line in lines if not line.startswith(("backend=", "Set TORCHDYNAMO_VERBOSE"))]
+    output = own.index("Output:") + 1 if "Output:" in own else 1  # behind the command, which is long
+    text = ": ".join([*own[:1], *own[output : output + 1]])[:SHOWN]
+    return text if isinstance(error, _Wrong) else f"{type(error).__name__}: {text}"
+
+
+def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout) -> None:
+    """Raises what the compiler raises, or _Wrong."""
+    if torch._dynamo.config.disable:
+        raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
+    if layout.device.type == "cpu":
+        _compare_sums(layout.segments[0].grad.dtype)
+    else:  # on a CPU the judgement of a step is not compiled
+        _compare_judgements(layout)
+    if not isinstance(optimizer, TorchOptimizer):
+        _compare_updates(optimizer, layout)
+
+
+def _compare_sums(dtype: torch.dtype) -> None:
+    values = torch.linspace(-2, 2, max(SMALL, BLOCKS[0])).to(dtype)
+    sums = [SumOfSquares(values.device, compiled).over([values])() for compiled in (True, False)]
+    if not torch.allclose(sums[0], sums[1], rtol=TOLERANCE):
+        raise _Wrong(f"a compiled sum of squares is {sums[0].item()}, not {sums[1].item()}")
+
+
+def _compare_judgements(layout: Layout) -> None:
+    """Of a clean step, and of one with an overflow."""
+    compiled, terms = torch.compile(judge), Terms(1.0, 1.0, Scaling())
+    state = LossScale(Scaling(), layout.device).state
+    ones = partial(torch.ones, dtype=torch.float64, device=layout.device)
+    marks, tally, rates = ones(layout.world_size) - 1, ones(FIELDS), ones(1)
+    tally[2] = 0.0  # losses that are not finite
+    for largest in (4.0, math.inf):
+        sums = ones(len(list(layout.slots))) * largest
+        found, expected = (run(terms, sums, marks, tally, state, rates) for run in (compiled, judge))
+        for field, one, other in zip(Verdict._fields, found, expected, strict=True):
+            if not torch.allclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True):
+                raise _Wrong(f"a compiled judgement of a step has another {field} than the plain one")
+
+
+def _compare_updates(optimizer: Optimizer, layout: Layout) -> None:
+    """Some updates and a skipped one of a piece of each kind, compiled and plain."""
+    compiled, plain = (Updater(_pieces(layout), optimizer, compiled=form) for form in (True, False))
+    for number in range(STEPS + 1):
+        before = [tensor.clone() for tensor in _written(compiled)]
+        for updater in (compiled, plain):
+            updater.step(_scalars(layout.device, number, skip=number == STEPS))
+        if number == STEPS and not all(map(torch.equal, before, _written(compiled))):
+            raise _Wrong("a skipped update writes")
+    for one, other in zip(_written(compiled), _written(plain), strict=True):
+        rounding = torch.finfo(one.dtype).eps if one.dtype != torch.float32 else TOLERANCE
+        if not torch.allclose(one.float(), other.float(), rtol=2 * rounding, atol=rounding):
+            difference = float((one.float() - other.float()).abs().max())
+            raise _Wrong(f"a compiled update differs from the plain one by {difference}")
+    for piece in compiled.pieces:
+        if piece.master is not None and not torch.equal(piece.weight, piece.master.to(piece.weight.dtype)):
+            raise _Wrong("half weights are not the rounded masters after a compiled update")
+
+
+def _pieces(layout: Layout) -> list[Piece]:
+    """One of each kind that the layout has, with values that need no generator."""
+    exact = torch.linspace(-2, 2, NUMEL, device=layout.device)
+    pieces = []
+    for segment in layout.segments:
+        weight = exact.to(segment.weight.dtype, copy=True)
+        master = None if segment.master is None else exact.clone() if segment.half else weight
+        pieces.append(Piece(weight, master, exact.flip(0).to(segment.grad.dtype)))
+    return pieces
+
+
+def _scalars(device: torch.device, number: int, skip: bool) -> Scalars:
+    return Scalars(
+        torch.full((), 0.3, device=device),
+        torch.full((), 0.01, dtype=torch.float64, device=device),
+        torch.full((), number + 1, dtype=torch.int64, device=device),
+        torch.full((), skip, dtype=torch.bool, device=device),
+    )
+
+
+def _written(updater: Updater) -> list[Tensor]:
+    exact = [piece.master for piece in updater.pieces if piece.master is not None]
+    return [*(piece.weight for piece in updater.pieces), *exact, *updater.tensors()]

@@ -1,0 +1,195 @@
+"""Any other `torch.optim` optimizer, on fp32 masters, with skip and clip as for our own.
+
+Owns the translation between the flat layout and the parameter lists that torch's optimizers take. It is
+correct, not fast: the gradient is widened into memory of its own, and the host looks at the verdict.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.engine import limits
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.layout import Layout, Piece, half_in
+from launcher.engine.flat.names import named_parameters
+from launcher.engine.optim.fused import Scalars
+from launcher.engine.precision.policy import Policy
+from launcher.engine.state import refuse_other_names
+from launcher.engine.wire.shards import Shards
+
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times per step, and a step here is one reduced gradient",
+    "SparseAdam": "it takes sparse gradients, and gradients travel in dense buckets",
+}
+
+
+@dataclass(frozen=True, init=False)
+class TorchOptimizer:
+    """A class from `torch.optim` with its options: `TorchOptimizer(torch.optim.Adam, 1e-3, eps=1e-6)`.
+
+    Options are given as keywords, as a mapping, or both. Raises UnusableError for what is no such class,
+    options that the class does not have or refuses, and optimizers that cannot work on reduced gradients
+    (LBFGS, SparseAdam).
+    """
+
+    kind: type[torch.optim.Optimizer]
+    lr: float
+    options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        lr: float,
+        options: Mapping[str, Any] | None = None,
+        **more_options: Any,
+    ) -> None:
+        given = {**(options or {}), **more_options}
+        for name, value in (("kind", kind), ("lr", lr), ("options", given)):
+            object.__setattr__(self, name, value)
+        _refuse_kind(kind)
+        limits.not_negative.require(f"{kind.__name__} lr", lr)
+        _refuse_options(kind, lr, given)
+
+
+def _refuse_kind(kind: object) -> None:
+    if isinstance(kind, torch.optim.Optimizer) or not isinstance(kind, type):
+        what = (
+            f"an instance of {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        )
+        raise UnusableError(
+            f"TorchOptimizer was given {what}. Give the class and its options: "
+            "TorchOptimizer(torch.optim.Adam, lr=1e-3)."
+        )
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise UnusableError(f"{kind.__name__} is not a torch.optim.Optimizer.")
+    reason = _REFUSED.get(kind.__name__)
+    if reason is not None:
+        raise UnusableError(f"{kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
+
+
+def _refuse_options(kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any]) -> None:
+    """Raise UnusableError for options that `kind` does not take, before any model is touched."""
+    parameters = inspect.signature(kind).parameters.values()
+    known = [p.name for p in parameters if p.name not in ("params", "lr")]
+    unknown = [name for name in options if name not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        nearest = difflib.get_close_matches(unknown[0], known, n=1)
+        advice = f" Nearest: {nearest[0]}." if nearest else ""
+        raise UnusableError(
+            f"{kind.__name__} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}."
+        )
+    errors = [_objection(kind, lr, options, [torch.zeros(shape)]) for shape in ((1, 1), (1,))]
+    if all(errors):  # one of the shapes alone may be at fault: Muon takes matrices only
+        raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {errors[0]}")
+
+
+def _objection(
+    kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any], tensors: Iterable[Tensor]
+) -> str:
+    """The error of `kind` for parameters like `tensors`; empty if it takes them."""
+    try:
+        kind([nn.Parameter(tensor) for tensor in tensors], lr=lr, **options)  # type: ignore[call-arg]
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, sharded: bool) -> None:
+    """Raise UnusableError for a TorchOptimizer that cannot train `model`, which is left as it is."""
+    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if not isinstance(optimizer, TorchOptimizer) or not trainable:
+        return
+    kind = optimizer.kind.__name__
+    matrices = half_in(model, policy).intersection(trainable.values())
+    if matrices and sharded:
+        raise UnusableError(
+            f"{kind} cannot be sharded: it needs whole parameters. "
+            "Use SGD or AdamW, or a wire that is not sharded."
+        )
+    if matrices and not policy.masters and policy.weights != torch.float32:
+        raise UnusableError(
+            f"{kind} needs fp32 masters, and policy {policy.name} has none. "
+            "Use SGD or AdamW, or a policy with masters."
+        )
+    lr, options = optimizer.lr, optimizer.options
+    for name, p in trainable.items():
+        if error := _objection(optimizer.kind, lr, options, [p.detach().float()]):
+            raise UnusableError(
+                f"{kind} refuses parameter {name}, {tuple(p.shape)}: {error}. Freeze it with "
+                "requires_grad_(False) before building the Stepper, or use another optimizer."
+            )
+
+
+class AdaptedUpdater:
+    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`.
+
+    For what `refuse_unadaptable` has let through.
+    """
+
+    def __init__(self, layout: Layout, pieces: Sequence[Piece], optimizer: TorchOptimizer) -> None:
+        self._layout = layout
+        self._pieces = list(pieces)
+        self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's own are per parameter, not flat
+        masters = layout.named([piece.master for piece in pieces if piece.master is not None])
+        self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
+        self._optimizer = optimizer.kind(
+            self._masters.values(),
+            lr=optimizer.lr,  # type: ignore[call-arg]  # every torch.optim optimizer takes one
+            **optimizer.options,
+        )
+
+    def step(self, scalars: Scalars) -> None:
+        """Apply one update, or touch nothing where `scalars.skip` is true. Waits for the device."""
+        if bool(scalars.skip):
+            return
+        gradients = [piece.grad.float().mul_(scalars.multiplier) for piece in self._pieces]
+        for name, gradient in self._layout.named(gradients).items():
+            self._masters[name].grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(scalars.lr)
+        self._optimizer.step()
+        for master in self._masters.values():
+            master.grad = None
+        for piece in self._pieces:
+            if piece.half and piece.master is not None:
+                piece.weight.copy_(piece.master)
+
+    def named_states(self, shards: Shards) -> dict[str, Tensor]:
+        """The optimizer's tensors by `state/parameter`; empty before the first update."""
+        return {
+            f"{state}/{name}": value
+            for name, master in self._masters.items()
+            for state, value in self._optimizer.state[master].items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor]) -> None:
+        """Take the optimizer's tensors by `state/parameter`. Raises ValueError for unknown parameters."""
+        given = {name for _, _, name in (key.partition("/") for key in named)}
+        refuse_other_names("optimizer states", set(self._masters) if given else set(), given)
+        self._optimizer.state.clear()
+        on_device = any(self._optimizer.defaults.get(key) for key in ("capturable", "fused"))
+        for key, value in named.items():
+            state, _, name = key.partition("/")
+            master = self._masters[name]
+            # torch counts steps on the host, unless the whole optimizer runs on the device
+            stays = state == "step" and not on_device
+            self._optimizer.state[master][state] = (
+                value.clone() if stays else value.to(master.device, copy=True)
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """All states."""
+        return [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]

@@ -1,0 +1,1 @@
+"""Which values are rounded to half, and how the loss is scaled."""

@@ -1,0 +1,182 @@
+"""Native half arithmetic: `torch.autocast`, and the operators that its lists leave out.
+
+Autocast's lists differ by device and have gaps: on CUDA no decomposition of torch.linalg is in them, so that
+these are refused in half, and `matrix_exp` multiplies in half even what is fp32; on CPUs the exponentials and
+sums are missing; RNNs compute in fp16 whatever the dtype asked for. Here kernels for what is missing are
+registered on the Autocast dispatch keys, by the classes of `emulation`: an operator in a list costs nothing
+more, and the compiler traces these kernels as it does torch's own.
+
+The registration is the process's and made once. Outside of the contexts of this module its kernels pass each
+call on as if they were not there. What torch composes in Python (svd_lowrank, pca_lowrank, lobpcg) has the
+classes of its parts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch._ops import OpOverload
+from torch.library import Library
+
+from launcher.engine.precision.emulation import (
+    CURVES,
+    MARK,
+    PRODUCTS,
+    PROMOTING,
+    WIDE,
+    any_fp32,
+    map_tensors,
+    picks_rows,
+    widen,
+)
+
+Kernel = Callable[..., Any]
+
+RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# Their backward passes sum in fp32 on CUDA; widening would copy the whole table at each call.
+SUMMED_IN_FP32 = {"cuda": ("embedding", "embedding_bag"), "cpu": ()}
+
+
+class HalfArithmetic(torch.autocast):
+    """`torch.autocast` to `dtype` on `device_type`, with the operators that its lists leave out."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        super().__init__(device_type, dtype=dtype)
+        _register(device_type)
+        self._outer: list[bool] = []
+
+    def __enter__(self) -> Self:
+        self._outer.append(torch.is_autocast_enabled(MARK))
+        torch.set_autocast_enabled(MARK, True)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.set_autocast_enabled(MARK, self._outer.pop())
+
+
+@contextmanager
+def repeating_forward() -> Iterator[None]:
+    """The context of a backward pass: what activation checkpointing repeats there enters autocast itself."""
+    outer = torch.is_autocast_enabled(MARK)
+    torch.set_autocast_enabled(MARK, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(MARK, outer)
+
+
+@functools.cache
+def _register(device_type: str) -> Library | None:
+    """The registration for one type of device, which lasts as long as the process."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(device_type)
+    if key is None:
+        return None
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for operator, compute in _missing(device_type, key):
+        kernel = functools.partial(_compute, operator, compute, device_type, getattr(torch.DispatchKey, key))
+        library.impl(operator, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
+    """Operators without a kernel on `key`, and what computes them."""
+    curves = [f"special_{name}" for name in CURVES.split()]
+    promoting = _names(PROMOTING) - {*SUMMED_IN_FP32[device_type]}
+    table = {
+        **dict.fromkeys(_names(PRODUCTS), _in_half),
+        **dict.fromkeys(RNNS, _rnn),
+        **dict.fromkeys(promoting, _promoted),
+        **dict.fromkeys(_names(WIDE), _in_fp32),
+        **dict.fromkeys(curves, _curve),
+    }
+    if device_type == "cpu":  # CUDA's backward pass sums in fp32
+        table["index"] = _index
+    for name, compute in table.items():
+        for operator in _overloads(name):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(str(operator._name), key):
+                yield operator, compute
+
+
+def _names(functions: Iterable[Callable[..., Any]]) -> set[str]:
+    """What torch calls the operators of these functions: it names them alike."""
+    return {function.__name__ for function in functions}
+
+
+def _overloads(name: str) -> Iterator[OpOverload]:
+    """The overloads of an aten operator that give new tensors of a dtype that the caller leaves open."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        operator = getattr(packet, overload)
+        if operator._schema.is_mutable or overload.endswith("_dtype"):
+            continue
+        if torch._C._dispatch_has_kernel(str(operator._name)):
+            yield operator
+
+
+def _compute(
+    operator: OpOverload,
+    compute: Kernel,
+    device_type: str,
+    key: torch.DispatchKey,
+    keyset: torch.DispatchKeySet,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.is_autocast_enabled(MARK):  # someone else's torch.autocast
+        return operator.redispatch(keyset.remove(key), *args, **kwargs)
+    dtype = torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        return compute(operator, dtype, args, kwargs)
+    finally:
+        torch.set_autocast_enabled(device_type, True)
+
+
+def _in_fp32(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    return operator(*map_tensors(widen, args), **map_tensors(widen, kwargs))
+
+
+def _curve(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    half = any(isinstance(each, torch.Tensor) and each.dtype == dtype for each in args)
+    result = _in_fp32(operator, dtype, args, kwargs)
+    return result.to(dtype) if half else result
+
+
+def _in_half(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    narrow = functools.partial(_narrow, dtype)
+    return operator(*map_tensors(narrow, args), **map_tensors(narrow, kwargs))
+
+
+def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """All tensors in one dtype, which cuDNN demands of weights.
+
+    bf16 is rounded and then computed in fp32: autocast would cast it to fp16 for cuDNN.
+    """
+    args = map_tensors(functools.partial(_narrow, dtype), args)
+    if dtype != torch.bfloat16:
+        return operator(*args, **kwargs)
+    return map_tensors(functools.partial(_narrow, dtype), _in_fp32(operator, dtype, args, kwargs))
+
+
+def _promoted(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """fp32 inside, for sums in the backward pass too; half results where no input is fp32."""
+    result = _in_fp32(operator, dtype, args, kwargs)
+    return result if any_fp32((args, kwargs)) else map_tensors(functools.partial(_narrow, dtype), result)
+
+
+def _index(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    table, index = args
+    return (_promoted if picks_rows(table, tuple(index)) else OpOverload.__call__)(
+        operator, dtype, args, kwargs
+    )
+
+
+def _narrow(dtype: torch.dtype, value: Any) -> Any:
+    eligible = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return value.to(dtype) if eligible else value

@@ -1,0 +1,126 @@
+"""A start for the loss scale, from one dry backward instead of a run of skipped steps.
+
+Owns the choice of the exponent. The dry pass runs in fp32 with the weights widened, so nothing overflows,
+and leaves no trace: weights, gradients, buffers and random state are as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.engine import works
+from launcher.engine.errors import refuse_count
+
+FP16_MAX = 65504.0
+HEADROOM = 4.0  # two octaves: gradients grow in the first steps
+UNKNOWN = -(2**31)
+
+
+Loss = Callable[[], Tensor | tuple[Tensor, int | Tensor]]
+
+
+@dataclass(frozen=True)
+class DryPass:
+    """What one dry backward has shown. `octave`: no gradient of any rank is above 2^octave.
+
+    It is None where no rank saw a gradient other than zero, or any saw one that is not finite. `count` is
+    that of this rank's own loss, None where that came without one.
+    """
+
+    octave: int | None
+    count: int | Tensor | None
+
+
+def dry_pass(
+    model: nn.Module,
+    loss: Loss | None,
+    gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
+    growth: float,
+    group: dist.ProcessGroup | None,
+) -> DryPass:
+    """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` what it gives.
+
+    `loss` is None where the rank has no micro-batch. `growth` is how many times larger a parameter's
+    gradient may be on the wire. A collective.
+    """
+    largest: float | None = None
+    count: int | Tensor | None = 0
+    if loss is not None:
+        largest, count = _largest_gradient(model, loss, gradients_of, growth)
+    agreed = torch.tensor(_octave(largest), dtype=torch.int64)
+    if group is not None:
+        agreed = agreed.to(next(model.parameters()).device)
+        works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
+    octave = int(agreed)
+    return DryPass(None if octave in (UNKNOWN, -UNKNOWN) else octave, count)
+
+
+def safe_exponent(octave: int, reference_count: int) -> int:
+    """The largest s at which 2^s / n0 times 2^octave stays two octaves below 65504."""
+    return math.floor(math.log2(FP16_MAX / HEADROOM * reference_count)) - octave
+
+
+def _octave(largest: float | None) -> int:
+    """ceil(log2(largest)) as an integer, so that a MAX over ranks loses no NaN."""
+    if largest is None or largest == 0:
+        return UNKNOWN
+    return math.ceil(math.log2(largest)) if math.isfinite(largest) else -UNKNOWN
+
+
+def _largest_gradient(
+    model: nn.Module,
+    loss: Loss,
+    gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
+    growth: float,
+) -> tuple[float, int | Tensor | None]:
+    """Of the outputs of modules, and of parameters times `growth`: what fp16 must hold; with the count."""
+    seen: list[Tensor] = []
+    with _widened(model), _watched_outputs(model, seen):
+        given = loss()
+        loss_sum, count = given if isinstance(given, tuple) else (given, None)
+        if count is not None:
+            refuse_count(count)
+        seen += [growth * g.float().abs().amax() for g in gradients_of(loss_sum).values()]
+        largest = float(torch.stack([value.float() for value in seen]).amax()) if seen else 0.0
+    return largest, count
+
+
+@contextmanager
+def _widened(model: nn.Module) -> Iterator[None]:
+    """Half parameters as fp32 while the context lasts; the random state is put back."""
+    halves = [(p, p.data) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    devices = [torch.cuda.current_device()] if any(p.is_cuda for p in model.parameters()) else []
+    with torch.random.fork_rng(devices):
+        try:
+            for p, half in halves:
+                p.data = half.float()
+            yield
+        finally:
+            for p, half in halves:
+                p.data = half
+
+
+@contextmanager
+def _watched_outputs(model: nn.Module, seen: list[Tensor]) -> Iterator[None]:
+    """Put the largest gradient of each module's output into `seen`."""
+
+    def watch(module: nn.Module, inputs: object, output: object) -> None:
+        # A scalar is a loss, and losses are fp32.
+        if isinstance(output, Tensor) and output.requires_grad and output.ndim:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: seen.append(gradient.detach().abs().amax())
+            )
+
+    hooks = [module.register_forward_hook(watch) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,184 @@
+"""The loss-scale automaton, on the device, in integers.
+
+Owns how the scale S = 2^s moves and the counters that must survive a crash. Integers make S and 1/S exact:
+neither can become 0 or inf. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from launcher.engine import limits
+from launcher.engine.errors import UnusableError
+from launcher.engine.precision.policy import Policy, ScaleMode
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the loss scale starts and moves; all scales are powers of two.
+
+    dynamic: an overflow takes one of `hysteresis` lives, and halves the scale when none is left; a clean
+    step restores all lives; `growth_interval` clean steps in a row double the scale. static: `init` for
+    ever. none: 1. Scales are ints up to 2**127. Raises UnusableError for other values.
+    """
+
+    mode: ScaleMode = "dynamic"
+    init: int = 65536
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min: int = 1
+    max: int = 2**24
+
+    @classmethod
+    def of(cls, policy: Policy) -> Scaling:
+        """What a policy uses unless told otherwise; a static scale is 1024, which rarely overflows."""
+        return cls(policy.scale_mode, init=1024 if policy.scale_mode == "static" else 65536)
+
+    def __post_init__(self) -> None:
+        for name in ("init", "min", "max"):
+            limits.loss_scale.require(f"loss scale {name}", getattr(self, name))
+        for name in ("growth_interval", "hysteresis"):
+            limits.at_least_one.require(f"loss scale {name}", getattr(self, name))
+        if self.mode not in get_args(ScaleMode):
+            raise UnusableError(
+                f"loss scale mode={self.mode!r}: it must be one of {', '.join(get_args(ScaleMode))}."
+            )
+        if not self.min <= self.init <= self.max:
+            raise UnusableError(
+                f"loss scale needs min <= init <= max, not {self.min}, {self.init}, {self.max}."
+            )
+
+
+@dataclass(frozen=True)
+class ScaleStart:
+    """Where the loss scale stands after a state was loaded.
+
+    `restored`: whether that is where the state's stood. Else `reason` says, for people, why it is not.
+    """
+
+    exponent: int
+    restored: bool
+    reason: str = ""
+
+
+class LossScale:
+    """The automaton's state: one int64 tensor on the device, a field a row.
+
+    exponent s; clean steps in a row `t`; lives `h`; applied and skipped steps; overflows in a row at the
+    smallest scale; non-finite losses in a row.
+    """
+
+    FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
+
+    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+        self.scaling = scaling
+        start = 0 if scaling.mode == "none" else _exponent(scaling.init)
+        fields = [start, 0, scaling.hysteresis, 0, 0, 0, 0]
+        self.state = torch.tensor(fields, dtype=torch.int64, device=device)
+
+    @property
+    def exponent(self) -> Tensor:
+        return self.state[0]
+
+    @property
+    def applied(self) -> Tensor:
+        return self.state[3]
+
+    def start_at(self, exponent: int) -> int:
+        """Set s, within its limits, before the first step; returns it."""
+        low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
+        exponent = min(max(exponent, low), high)
+        self.state[0] = exponent
+        return exponent
+
+    def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
+        """Take the counters of a run whose scale moved by `mode`; None: unknown, taken for that of this run.
+
+        Applied and skipped steps, and losses in a row that were not finite, are always taken. The scale, with
+        what belongs to it, is taken only from a dynamic one into a dynamic one that allows it; a scale that
+        does not move is this run's own in any case.
+        """
+        scaling = self.scaling
+        own = 0 if scaling.mode == "none" else _exponent(scaling.init)
+        fields = dict.fromkeys(self.FIELDS, 0) | {"exponent": own, "lives": scaling.hysteresis}
+        fields |= {name: counters[name] for name in ("applied", "skipped", "bad_losses")}
+        reason = self._objection(counters["exponent"], mode or scaling.mode)
+        if not reason and scaling.mode == "dynamic":
+            fields["exponent"] = counters["exponent"]
+            fields["clean"] = min(counters["clean"], scaling.growth_interval - 1)
+            fields["lives"] = min(counters["lives"], scaling.hysteresis)
+        if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
+            fields["floor_skips"] = counters["floor_skips"]
+        values = [fields[name] for name in self.FIELDS]
+        self.state.copy_(torch.tensor(values, dtype=torch.int64))
+        return ScaleStart(fields["exponent"], not reason, reason)
+
+    def _objection(self, exponent: int, mode: ScaleMode) -> str:
+        """Why a run does not take a scale of 2^exponent that moved by `mode`; empty where it does."""
+        scaling, saved = self.scaling, f"{mode} loss scale of 2^{exponent}"
+        if mode == "none":
+            saved = "run without a loss scale"
+        if scaling.mode == "dynamic":
+            inside = _exponent(scaling.min) <= exponent <= _exponent(scaling.max)
+            if mode == "dynamic" and inside:
+                return ""
+            limits = "" if mode != "dynamic" else f", which is not within {scaling.min} to {scaling.max}"
+            return f"starts at {scaling.init}, not from the state's: that is of a {saved}{limits}"
+        own = 1 if scaling.mode == "none" else scaling.init
+        if mode == scaling.mode and exponent == _exponent(own):
+            return ""
+        return f"{scaling.mode}, {own} throughout: the state is of a {saved}"
+
+    def value(self) -> Tensor:
+        """S as fp32, 0-dim: built from its bits, so it is exact."""
+        return power_of_two(self.exponent)
+
+    def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor) -> None:
+        """Move by one step. All flags are bool, 0-dim, equal on all ranks.
+
+        `overflow` is a step whose gradient is not finite although every loss was; only that lowers the
+        scale. A non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes
+        nothing, and is not counted.
+        """
+        self.state.copy_(next_state(self.scaling, self.state, skipped, bad_loss, overflow, abandoned))
+
+
+def next_state(
+    scaling: Scaling, state: Tensor, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor
+) -> Tensor:
+    """The automaton's state after a step with these flags (see `LossScale.advance`), int64 [FIELDS]."""
+    s, t, h, applied, skips, floor, bad = state.unbind()
+    clean, at_floor = ~skipped, overflow
+    if scaling.mode == "dynamic":
+        low, high = _exponent(scaling.min), _exponent(scaling.max)
+        at_floor = overflow & (s == low)
+        grown = clean & (t >= scaling.growth_interval - 1)
+        lowered = overflow & (h <= 1)
+        s = (s + grown).add(lowered, alpha=-1).clamp(low, high)
+        t = (t + clean) * ~(grown | overflow)
+        h = torch.where(clean, scaling.hysteresis, h.add(overflow, alpha=-1))
+    floor, bad = (floor + at_floor) * skipped, (bad + bad_loss) * skipped
+    after = torch.stack([s, t, h, applied + clean, skips + skipped, floor, bad])
+    return torch.where(abandoned, state, after)
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """2^exponent as fp32 or fp64, exact, for integer exponents in [-126, 127]; same shape."""
+    if dtype == torch.float64:
+        return ((exponent + 1023) << 52).view(torch.float64)
+    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
+
+
+def nearest_power_of_two(value: float) -> int:
+    """The power of two >= 1 nearest to `value` on the logarithmic scale."""
+    return 1 << max(0, round(math.log2(max(value, 1.0))))
+
+
+def _exponent(power: int) -> int:
+    return power.bit_length() - 1

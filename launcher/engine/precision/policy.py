@@ -1,0 +1,140 @@
+"""Precision policies: which tensors and operations are fp16, bf16 or fp32.
+
+Owns the table of the six policies and the choice between native half arithmetic and its emulation.
+A policy is a value; it never touches a model.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from launcher.engine.precision.autocast import HalfArithmetic, repeating_forward
+from launcher.engine.precision.emulation import RoundedArithmetic
+
+ScaleMode = Literal["dynamic", "static", "none"]
+FIRST_FP16, FIRST_BF16 = (7, 0), (8, 0)  # compute capabilities: Volta, Ampere
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which parameters, operations and gradients have which dtype.
+
+    `weights`: tensors of two or more dimensions in the model; vectors and buffers are always fp32.
+    `arithmetic`: inputs and outputs of matrix products and convolutions.
+    `wire`: gradients of the matrices as they travel between ranks; those of vectors travel in fp32.
+    `masters`: whether half weights have an fp32 copy that the optimizer updates.
+    `scale_mode`: how the loss scale moves unless the caller says otherwise.
+    """
+
+    name: str
+    weights: torch.dtype
+    arithmetic: torch.dtype
+    wire: torch.dtype
+    masters: bool
+    scale_mode: ScaleMode
+
+    @classmethod
+    def fp32(cls) -> Policy:
+        """All fp32 (TF32 where the caller allows it); known as O0."""
+        return cls("fp32", torch.float32, torch.float32, torch.float32, True, "none")
+
+    @classmethod
+    def amp_fp16(cls) -> Policy:
+        """fp32 weights, fp16 matrix products; known as O1, torch AMP."""
+        return cls("amp_fp16", torch.float32, torch.float16, torch.float16, True, "dynamic")
+
+    @classmethod
+    def fp16(cls) -> Policy:
+        """fp16 weights with fp32 masters; known as O2."""
+        return cls("fp16", torch.float16, torch.float16, torch.float16, True, "dynamic")
+
+    @classmethod
+    def pure_fp16(cls) -> Policy:
+        """fp16 weights without masters; known as O3. Only to show what masters are for."""
+        return cls("pure_fp16", torch.float16, torch.float16, torch.float16, False, "static")
+
+    @classmethod
+    def bf16(cls) -> Policy:
+        """bf16 weights with fp32 masters; bf16 has the range of fp32 and needs no loss scale."""
+        return cls("bf16", torch.bfloat16, torch.bfloat16, torch.bfloat16, True, "none")
+
+    @classmethod
+    def amp_bf16(cls) -> Policy:
+        """fp32 weights, bf16 matrix products."""
+        return cls("amp_bf16", torch.float32, torch.bfloat16, torch.bfloat16, True, "none")
+
+    @classmethod
+    def named(cls, name: str) -> Policy:
+        """The policy of that name; ValueError lists the names there are."""
+        of_fp16, of_bf16 = (cls.amp_fp16(), cls.fp16(), cls.pure_fp16()), (cls.bf16(), cls.amp_bf16())
+        policies = {policy.name: policy for policy in (cls.fp32(), *of_fp16, *of_bf16)}
+        if name not in policies:
+            raise ValueError(f"precision policy {name!r} does not exist. There are: {', '.join(policies)}.")
+        return policies[name]
+
+    def forward(self, device: torch.device, emulate: bool) -> AbstractContextManager[object]:
+        """The context in which the model's forward pass keeps this policy on `device`."""
+        if self.arithmetic == torch.float32:
+            return nullcontext()
+        if emulate:
+            return RoundedArithmetic(self.arithmetic)
+        return HalfArithmetic(device.type, self.arithmetic)
+
+    def backward(self, emulate: bool) -> AbstractContextManager[object]:
+        """The context of a backward pass: activation checkpointing repeats forward passes there."""
+        if self.arithmetic == torch.float32:
+            return nullcontext()
+        return RoundedArithmetic(self.arithmetic) if emulate else repeating_forward()
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Whether half arithmetic is emulated, and why: the reason is for people to read."""
+
+    used: bool
+    reason: str
+
+
+def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = None) -> Emulation:
+    """Decide between native and emulated half arithmetic; `wish` (not None) overrules the measurement.
+
+    CPU kernels for fp16 products are 50 to 100 times slower than fp32 unless the processor has fp16
+    arithmetic of its own (AMX-FP16 here; oneDNN uses it), so there the emulation is chosen. So it is for bf16
+    on GPUs before Ampere.
+    """
+    kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.arithmetic)
+    if kind is None:
+        return Emulation(False, "fp32 arithmetic needs none")
+    if wish is not None:
+        return Emulation(wish, "as asked for")
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        return _on_gpu(kind, torch.cuda.get_device_capability(device))
+    if device.type != "cpu":
+        return Emulation(False, f"{device.type} has {kind} arithmetic")
+    if _cpu_has(policy.arithmetic):
+        return Emulation(False, f"this CPU has {kind} arithmetic")
+    return Emulation(True, f"this CPU has no {kind} arithmetic")
+
+
+def _on_gpu(kind: str, capability: tuple[int, int]) -> Emulation:
+    """By compute capability: `torch.cuda.is_bf16_supported` counts what torch emulates, tensor by tensor.
+
+    fp16 is native in any case: without matrix units its products still accumulate in fp32.
+    """
+    gpu = "this GPU (compute capability {}.{})".format(*capability)
+    if capability >= (FIRST_BF16 if kind == "bf16" else FIRST_FP16):
+        return Emulation(False, f"{gpu} has {kind} matrix units")
+    if kind == "bf16":
+        return Emulation(True, f"{gpu} has no bf16 arithmetic; precision=fp16 is faster on it")
+    return Emulation(False, f"{gpu} has no fp16 matrix units: fp16 saves memory on it, little time")
+
+
+def _cpu_has(dtype: torch.dtype) -> bool:
+    mkldnn = torch.ops.mkldnn
+    if dtype == torch.float16:
+        return torch.cpu._is_amx_fp16_supported() and bool(mkldnn._is_mkldnn_fp16_supported())
+    return torch.cpu._is_avx512_bf16_supported() and bool(mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,123 @@
+"""What a step tells about itself, without making the step wait for the device.
+
+Owns the copy of a step's numbers to the host and their decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.engine.diagnostics.step_timer import Spans
+from launcher.engine.limits import VOTES
+from launcher.engine.notices import NO_SAMPLES, Notices
+from launcher.engine.precision.loss_scale import LossScale
+from launcher.engine.wire.reducer import ABANDONED, CULPRIT
+from launcher.engine.wire.step_counts import FIELDS
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks.
+
+    A step that some rank has abandoned has no samples: `loss` and `grad_norm` are NaN, `votes` are 0.
+    """
+
+    loss: float
+    grad_norm: float  # of the mean gradient, before clipping
+    scale: float  # the loss scale that this step used
+    lr: float
+    count: float  # samples (or tokens) of the step, over all ranks and micro-batches
+    skipped: bool
+    bad_losses: int  # micro-batches whose loss was not finite, over all ranks
+    applied_steps: int  # after this step
+    skipped_steps: int  # after this step
+    floor_skips: int  # overflows in a row at the smallest scale
+    bad_loss_steps: int  # steps in a row with a loss that was not finite
+    wire_bytes: int  # handed to collectives by this rank for gradients
+    culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
+    culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
+    votes: tuple[int, ...]  # ranks that voted for each question of the caller's
+    spans_ms: dict[str, float]  # compute, wire (exposed waiting), update; and what the caller has marked
+    abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
+
+
+class StepResult:
+    """A step's numbers on their way to the host. Reading them late costs no wait."""
+
+    def __init__(
+        self,
+        packed: Tensor,
+        ready: torch.cuda.Event | None,
+        names: list[str],
+        num_ranks: int,
+        wire_bytes: int,
+        spans: Spans,
+        notices: Notices,
+    ) -> None:
+        self._packed = packed
+        self._ready = ready
+        self._names = names
+        self._num_ranks = num_ranks
+        self._wire_bytes = wire_bytes
+        self._spans = spans
+        self._notices = notices
+
+    @classmethod
+    def capture(
+        cls,
+        packed: Tensor,
+        names: list[str],
+        num_ranks: int,
+        wire_bytes: int,
+        spans: Spans,
+        notices: Notices,
+    ) -> StepResult:
+        """`packed`, fp64: [5 values, tally, automaton state, marks of ranks, sums by parameter]."""
+        # A meta tensor has nothing to copy: there a step is only traced for what it asks the host.
+        host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
+        if packed.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        return cls(host, ready, names, num_ranks, wire_bytes, spans, notices)
+
+    def read(self) -> StepReport:
+        """The numbers. Waits until the step is done on the device, so read one step late.
+
+        Warns, once per Stepper, of a step without samples: it is skipped and its loss is nan; and of
+        parameters whose gradient was zero in the first applied steps that were read.
+        """
+        if self._ready is not None:
+            self._ready.synchronize()
+        head = 5 + FIELDS + len(LossScale.FIELDS)
+        numbers, marks, sums = torch.split(self._packed, [head, self._num_ranks, len(self._names)])
+        loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = numbers.tolist()
+        votes, automaton = map(int, more[:VOTES]), map(int, more[VOTES:])
+        if count == 0 and not (marks == ABANDONED).any():
+            self._notices.warn(NO_SAMPLES, stacklevel=2)
+        if not skipped:
+            self._notices.gradients(self._names, sums, stacklevel=2)
+        _, _, _, applied, skips, floor_skips, bad_loss_steps = automaton
+        return StepReport(
+            loss=loss,
+            grad_norm=grad_norm,
+            scale=scale,
+            lr=lr,
+            count=count,
+            skipped=bool(skipped),
+            bad_losses=int(bad_losses),
+            applied_steps=applied,
+            skipped_steps=skips,
+            floor_skips=floor_skips,
+            bad_loss_steps=bad_loss_steps,
+            wire_bytes=self._wire_bytes,
+            culprit_ranks=tuple((marks == CULPRIT).nonzero().flatten().tolist()),
+            culprit_parameters=tuple(
+                self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()
+            ),
+            votes=tuple(votes),
+            spans_ms=self._spans.read_ms(),
+            abandoned_ranks=tuple((marks == ABANDONED).nonzero().flatten().tolist()),
+        )

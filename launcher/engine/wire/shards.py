@@ -1,0 +1,143 @@
+"""Who updates what: whole segments on every rank, or a piece of each run on its owner.
+
+Owns the pieces that the optimizer works on, and the way back from pieces to parameters by name. Sharding
+divides the memory of masters and optimizer states by the number of ranks; vectors are small and stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.engine.flat.layout import Layout, Piece, Segment, Slot
+from launcher.engine.wire.transports import ShardedSum, Transport, all_gather
+
+
+class Shards:
+    """The pieces of a layout, in the order in which an updater holds its states.
+
+    Building it drops the full masters of sharded segments: from then on each rank has its pieces alone.
+    """
+
+    def __init__(
+        self, layout: Layout, transports: Mapping[str, Transport], group: dist.ProcessGroup | None
+    ) -> None:
+        self._layout = layout
+        self._group = group
+        self._transports = transports
+        self.pieces: list[Piece] = []
+        self._owners: list[Segment] = []  # by piece
+        for segment in layout.segments:
+            new = self._pieces_of(segment)
+            self.pieces += new
+            self._owners += [segment] * len(new)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters by name, in the order of the layout."""
+        return {slot.name: slot.shape for slot in self._layout.slots}
+
+    def collect(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """fp32 values by parameter name from one flat tensor per piece.
+
+        Views where every rank holds all; gathered copies where it does not. A collective in that case.
+        """
+        return self._layout.named([self._whole(segment, tensors) for segment in self._layout.segments])
+
+    def masters(self) -> list[Tensor]:
+        """fp32 values by piece: the masters, or widened weights where there are none."""
+        return [p.weight.float() if p.master is None else p.master for p in self.pieces]
+
+    def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
+        """The way back: copy values by parameter name into one flat tensor per piece."""
+        for segment in self._layout.segments:
+            whole = torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
+            for slot in segment.slots:
+                slot.view(whole).copy_(named[slot.name])
+            own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
+            for tensor, part in zip(own, self._parts(segment), strict=True):
+                tensor.copy_(whole[part])
+
+    def load_masters(self, named: Mapping[str, Tensor]) -> None:
+        """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
+        exact = [p.weight.float() if p.master is None else p.master for p in self.pieces]
+        self.spread(named, exact)
+        for piece, values in zip(self.pieces, exact, strict=True):
+            if piece.half:
+                piece.weight.copy_(values)
+        self.gather_weights()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether masters and states of some parameters have one owner each among the ranks."""
+        return any(isinstance(transport, ShardedSum) for transport in self._transports.values())
+
+    def rounded(self) -> list[tuple[Segment, Slot]]:
+        """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
+        halves = zip(self.pieces, self._owners, strict=True)
+        owners = {owner.name for piece, owner in halves if piece.half and piece.master is not None}
+        return [
+            (owner, slot) for owner in self._layout.segments if owner.name in owners for slot in owner.slots
+        ]
+
+    def take_weights(self, segment: Segment, slot: Slot) -> None:
+        """Where this rank's masters of a parameter do not round to its weights, set them to the weights."""
+        for master, weight in self._masters_and_weights(segment, slot):
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+
+    def differs(self, segment: Segment, slot: Slot) -> Tensor:
+        """Bool, 0-dim, on the device: whether an own master does not round to its weight. NaNs are alike."""
+        found = torch.zeros((), dtype=torch.bool, device=self._layout.device)
+        for master, weight in self._masters_and_weights(segment, slot):
+            found |= ((master.to(weight.dtype) != weight) & ~(master.isnan() & weight.isnan())).any()
+        return found
+
+    def gather_weights(self) -> None:
+        """After an update: give all ranks the weights of all pieces. A collective where sharded."""
+        for segment in self._layout.segments:
+            transport = self._transports[segment.name]
+            if isinstance(transport, ShardedSum):
+                transport.gather_weights(segment)
+
+    def _masters_and_weights(self, segment: Segment, slot: Slot) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of a parameter's masters, flat, with the weights of the same elements."""
+        own = [piece for owner, piece in zip(self._owners, self.pieces, strict=True) if owner is segment]
+        for piece, part in zip(own, self._parts(segment), strict=True):
+            start, end = max(part.start, slot.offset), min(part.stop, slot.offset + slot.numel)
+            if piece.master is not None and start < end:
+                inside = slice(start - part.start, end - part.start)
+                yield piece.master[inside], piece.weight[inside]
+
+    def _pieces_of(self, segment: Segment) -> list[Piece]:
+        transport = self._transports[segment.name]
+        if not isinstance(transport, ShardedSum):
+            return [Piece(segment.weight, segment.master, segment.grad)]
+        pieces = []
+        for run, part in zip(segment.runs, self._parts(segment), strict=True):
+            weight, master = segment.weight[part], None
+            if segment.master is not None:
+                master = segment.master[part].clone() if segment.half else weight
+            pieces.append(Piece(weight, master, transport.owned(segment, run)))
+        if segment.half:
+            segment.master = None
+        return pieces
+
+    def _parts(self, segment: Segment) -> list[slice]:
+        """Which elements of a segment this rank's pieces are."""
+        if not isinstance(self._transports[segment.name], ShardedSum):
+            return [slice(0, segment.numel)]
+        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return [run.piece(rank, world_size) for run in segment.runs]
+
+    def _whole(self, segment: Segment, tensors: Sequence[Tensor]) -> Tensor:
+        own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
+        if not isinstance(self._transports[segment.name], ShardedSum):
+            return own[0]
+        assert self._group is not None
+        whole = torch.empty(segment.numel, dtype=torch.float32, device=self._layout.device)
+        for run, tensor in zip(segment.runs, own, strict=True):
+            all_gather(whole[run.start : run.end], tensor, self._group)
+        return whole

@@ -1,0 +1,69 @@
+"""What travels with each step beside the gradients: samples, the sum of their losses, bad losses, votes.
+
+Owns the one small collective of a step. It is launched right before the first bucket, on every rank, so the
+order of collectives is the same everywhere, and what was added until then can be taken back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.engine import works
+from launcher.engine.limits import VOTES
+
+FIELDS = 3 + VOTES
+
+
+class Tally:
+    """Sums over the micro-batches of this rank, then over the ranks: one fp64 tensor [FIELDS]."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._sums = torch.zeros(FIELDS, dtype=torch.float64, device=device)
+        self._newest: Tensor | None = None  # [3] of the micro-batch that may still be taken back
+        self._work: dist.Work | None = None
+        self._sent = False
+
+    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
+        loss = loss_sum.detach().double()
+        n = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, float(count))
+        self._include_newest()
+        self._newest = torch.stack([n.reshape(()), loss, (loss - loss != 0).double()])
+
+    def take_back(self) -> None:
+        """Forget the micro-batch that was added last."""
+        assert not self._sent, "the counts of this step are on their way"
+        self._newest = None
+
+    def vote(self, question: int) -> None:
+        """Count this rank among those in favour."""
+        assert not self._sent, "the votes of this step are on their way"
+        self._sums[3 + question] = 1
+
+    def send(self) -> None:
+        """Start summing over the ranks. Once per step."""
+        self._include_newest()
+        self._sent = True
+        if self._group is not None:
+            self._work = works.started(dist.all_reduce(self._sums, group=self._group, async_op=True))
+
+    def totals(self) -> Tensor:
+        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
+        if self._work is not None:
+            works.wait_for(self._work, self._sums)
+            self._work = None
+        return self._sums
+
+    def restart(self) -> None:
+        """Begin the next step."""
+        self._sums.zero_()
+        self._newest = None
+        self._sent = False
+
+    def _include_newest(self) -> None:
+        if self._newest is not None:
+            self._sums[:3].add_(self._newest)
+            self._newest = None

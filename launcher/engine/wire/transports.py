@@ -1,0 +1,308 @@
+"""How one bucket of gradients travels between the ranks: three wires with the same bytes.
+
+Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each wire sums over the
+ranks; none divides in half precision. They differ in where the sum is rounded:
+
+native   all-reduce in the dtype of the wire; the library rounds at each hop
+fp32     all-to-all, sum in fp32, one rounding, all-gather
+sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers the new weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.engine import limits, works
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.layout import Layout, Run, Segment, Slot
+from launcher.engine.wire.side_stream import SideStream
+
+WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Sum = Literal["native", "fp32"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How gradients travel. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
+
+    `sum`: `native`, all-reduced in the dtype of the wire, or `fp32`, exchanged in half and summed in fp32.
+    `shard`: masters and optimizer states are divided among the ranks; sums are then fp32 in any case.
+    `predivide` (native sums) None: 1 up to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps
+    fp16 sums of many ranks in range.
+    """
+
+    dtype: torch.dtype | None = None
+    bucket_bytes: int | None = None
+    overlap: bool = True
+    predivide: int | None = None
+    sum: Sum = "native"
+    shard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sum not in get_args(Sum):
+            raise UnusableError(f"wire sum={self.sum!r}: it must be one of {', '.join(get_args(Sum))}.")
+        if self.dtype not in (None, *WIRE_DTYPES):
+            raise UnusableError(
+                f"wire dtype={self.dtype}: it must be None or one of {', '.join(map(str, WIRE_DTYPES))}."
+            )
+        if self.bucket_bytes is not None:
+            limits.at_least_one.require("wire bucket_bytes", self.bucket_bytes)
+        if self.predivide is not None:
+            limits.predivide.require("wire predivide", self.predivide)
+        for name in ("overlap", "shard"):
+            limits.flag.require(f"wire {name}", getattr(self, name))
+
+
+@dataclass
+class Bucket:
+    """One run of a segment's gradients and its message on the wire.
+
+    `tail` is behind the run's elements and belongs to no parameter: the last bucket carries one slot per
+    rank there, in which a rank says that its own gradient was not finite, or that it abandons the step.
+    """
+
+    index: int  # position in the order of launching
+    segment: Segment
+    run: Run
+    message: Tensor
+    tail: Tensor
+    pending: int = 0
+    work: dist.Work | None = None
+    received: Tensor | None = None
+    local_sums: Tensor | None = None
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return self.run.slots
+
+    @property
+    def size_bytes(self) -> int:
+        return self.message.numel() * self.message.element_size()
+
+
+class Transport(Protocol):
+    """Sends buckets of one segment.
+
+    `before` multiplies what is written into a message, `after` the sum over the ranks: powers of two.
+    """
+
+    before: float
+    after: float
+
+    def launch(self, bucket: Bucket) -> int:
+        """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
+        ...
+
+    def follow(self, bucket: Bucket) -> None:
+        """Start what comes after the first exchange. On CUDA beside the current stream; else it waits."""
+        ...
+
+    def settle(self, bucket: Bucket) -> None:
+        """Wait for what `follow` has started. On CUDA `join` is to come."""
+        ...
+
+    def join(self) -> None:
+        """On CUDA: make the current stream wait for the results of all buckets that are settled."""
+        ...
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        """The reduced gradient as this rank holds it, flat, by slot of the bucket."""
+        ...
+
+
+class NativeSum:
+    """All-reduce SUM in the dtype of the wire."""
+
+    after = 1.0
+
+    def __init__(self, group: dist.ProcessGroup | None, divisor: int = 1) -> None:
+        self._group = group
+        self.before = 1.0 / divisor
+
+    def launch(self, bucket: Bucket) -> int:
+        if self._group is None:
+            return 0
+        bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
+        return bucket.size_bytes
+
+    def follow(self, bucket: Bucket) -> None:
+        pass
+
+    def settle(self, bucket: Bucket) -> None:
+        if bucket.work is not None:
+            works.wait_for(bucket.work, bucket.message)
+            bucket.work = None
+
+    def join(self) -> None:
+        pass  # settle() has
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
+
+
+class WideSum:
+    """All-to-all in half, sum in fp32, divided by a power of two and rounded once, all-gather in half.
+
+    With `divisor` >= the number of ranks the result is at most the mean, so it cannot overflow where the
+    parts did not.
+    """
+
+    before = 1.0
+
+    def __init__(self, group: dist.ProcessGroup, divisor: int, side: SideStream) -> None:
+        self._group = group
+        self._side = side
+        self.after = 1.0 / divisor
+
+    def launch(self, bucket: Bucket) -> int:
+        with self._side.after_current():
+            exchange(bucket, self._group)
+        return bucket.size_bytes
+
+    def follow(self, bucket: Bucket) -> None:
+        with self._side.alone():
+            mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
+            bucket.work = start_gather(bucket.message, mean, self._group)
+            bucket.received = mean  # until it is gathered
+
+    def settle(self, bucket: Bucket) -> None:
+        assert bucket.work is not None
+        with self._side.alone():
+            works.wait_for(bucket.work, bucket.message)
+            bucket.work = bucket.received = None
+
+    def join(self) -> None:
+        self._side.join()
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
+
+
+class ShardedSum:
+    """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
+
+    The sum lies in the memory of the gradients that were sent: half the elements' size, W times fewer.
+    """
+
+    before = after = 1.0
+
+    def __init__(self, group: dist.ProcessGroup, side: SideStream) -> None:
+        self._group = group
+        self._side = side
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def launch(self, bucket: Bucket) -> int:
+        for gap in bucket.run.gaps():
+            bucket.segment.grad[gap].zero_()  # the sum of the step before may lie there
+        with self._side.after_current():
+            exchange(bucket, self._group)
+        return bucket.size_bytes  # the gather of the weights is the other half
+
+    def follow(self, bucket: Bucket) -> None:
+        with self._side.alone():
+            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+
+    def settle(self, bucket: Bucket) -> None:
+        pass  # follow() starts nothing that could be waited for
+
+    def join(self) -> None:
+        self._side.join()
+
+    def owned(self, segment: Segment, run: Run) -> Tensor:
+        """This rank's piece of the reduced gradient of a run, fp32, flat."""
+        length = (run.end - run.start) // self._world_size
+        return segment.grad[run.start : run.end].view(torch.float32)[:length]
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        owned, piece = self.owned(bucket.segment, bucket.run), bucket.run.piece(self._rank, self._world_size)
+        spans = [
+            (max(slot.offset, piece.start), min(slot.offset + slot.numel, piece.stop))
+            for slot in bucket.slots
+        ]
+        return [owned[start - piece.start : max(start, stop) - piece.start] for start, stop in spans]
+
+    def gather_weights(self, segment: Segment) -> None:
+        """Give all ranks the weights that each has updated. A collective: all ranks call it."""
+        gathers = []
+        for run in segment.runs:
+            whole = segment.weight[run.start : run.end]
+            own = segment.weight[run.piece(self._rank, self._world_size)].clone()
+            gathers.append((start_gather(whole, own, self._group), whole, own))
+        for work, whole, _ in gathers:
+            works.wait_for(work, whole)
+
+
+def choose_transports(
+    wire: Wire, layout: Layout, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Transport], int]:
+    """How each segment travels, and the power of two by which the result is smaller than the sum.
+
+    Vectors are fp32 and small: they are summed on all ranks whatever the wire.
+    """
+    if group is None:
+        return {segment.name: NativeSum(None) for segment in layout.segments}, 1
+    side = SideStream(layout.device)
+    if wire.shard and layout.world_size > 1:
+        transports: dict[str, Transport] = {
+            segment.name: NativeSum(group) if segment.name == "vectors" else ShardedSum(group, side)
+            for segment in layout.segments
+        }
+        return transports, 1
+    if wire.sum == "fp32":
+        divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
+        return {
+            segment.name: NativeSum(group, divisor)
+            if segment.grad.dtype == torch.float32
+            else WideSum(group, divisor, side)
+            for segment in layout.segments
+        }, divisor
+    divisor = wire.predivide or default_predivide(layout.world_size)
+    return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
+
+
+def default_predivide(world_size: int) -> int:
+    """1 up to 8 ranks, else 2^ceil(log2(W) / 2)."""
+    exponent = (world_size - 1).bit_length()  # ceil(log2(W))
+    return 1 if world_size <= 8 else int(2 ** -(-exponent // 2))
+
+
+def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
+    """Start the all-to-all in which each rank receives all ranks' values of the elements that it owns."""
+    bucket.received = torch.empty_like(bucket.message)
+    bucket.work = works.started(
+        dist.all_to_all_single(bucket.received, bucket.message, group=group, async_op=True)
+    )
+
+
+def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
+    """fp32 [message / W]: the sum over the ranks, in rank order, of what `exchange` brought."""
+    assert bucket.work is not None
+    assert bucket.received is not None
+    works.wait_for(bucket.work, bucket.message)
+    rows = bucket.received.view(dist.get_world_size(group), -1)  # [rank, element]
+    bucket.work = bucket.received = None
+    if rows.is_cuda:
+        return rows.sum(dim=0, dtype=torch.float32)
+    total = rows[0].float()  # row by row is several times faster than a column sum of fp16 on a CPU
+    for row in rows[1:]:
+        total.add_(row)
+    return total
+
+
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """`whole` [W * n] from each rank's `own` [n]."""
+    works.wait_for(start_gather(whole, own, group), whole)
+
+
+def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """`all_gather`, to be waited for. Until then both tensors must be kept."""
+    # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return works.started(gather(whole, own, group=group, async_op=True))

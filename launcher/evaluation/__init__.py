@@ -1,0 +1,1 @@
+"""Exact evaluation over all ranks, and the metrics made from it."""

@@ -1,0 +1,1 @@
+"""The files of a run: who may write them, what they hold, and how they appear whole."""

@@ -1,0 +1,201 @@
+"""The directory of a run, claimed by one process at a time.
+
+Owns its name and whether a run that lies there is gone on with, finished, or another one. Never
+writes over another run. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.config.schema import Config
+from launcher.errors import ConfigError, StorageError
+from launcher.run_dir.atomic import NotPlainError, read_json
+from launcher.run_dir.lock import locked
+from launcher.run_dir.records import CONFIG, config_yaml, describe, foreign_to_a_run, refuse_links
+from launcher.run_dir.reserve import give_up_reserve, keep_reserve
+from launcher.run_dir.status import FILE_NAME
+
+DEFAULT_ROOT = Path("outputs")
+NAME_ATTEMPTS = 20  # 4 hex digits meet by chance only where hundreds of runs start in one second
+# What a run cannot change and still be the same; the checkpoints hold the shapes of all tensors besides.
+IDENTITY = (
+    "seed",
+    "recipe.name",
+    "model.name",
+    "optim.name",
+    "precision.name",
+    "data.name",
+    "data.batch_size",
+    "data.drop_last",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A directory that is ours. `finished` says what there is where nothing is left to do."""
+
+    config: Config  # with the directory's path
+    finished: str = ""
+
+
+@contextlib.contextmanager
+def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
+    """Make or reopen the run's directory, describe the run in it, and hold it while the context lasts.
+
+    A directory with a run of the same recipe, model, data and optimizer is gone on with. Raises ConfigError
+    for another run's, one that is in use, and with `checkpoint.resume=never`; StorageError where it cannot
+    be written.
+    """
+    try:
+        directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
+        resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+        _refuse_foreign(directory)
+        lock = locked(directory)
+    except OSError as error:
+        raise _unwritable(config, error) from error
+    with lock:
+        try:
+            refuse_links(directory)
+            finished = _finished(resolved, directory) if _holds_run(directory) else ""
+            if not finished:
+                describe(resolved, overrides)
+                keep_reserve(directory)
+        except OSError as error:
+            raise _unwritable(config, error) from error
+        try:
+            yield Claim(resolved, finished)
+        finally:
+            give_up_reserve(directory)
+
+
+def _unwritable(config: Config, error: OSError) -> StorageError:
+    place = config.run.dir or DEFAULT_ROOT / config.recipe.name
+    advice = "Choose a writable place with run.dir=DIR, or make room there."
+    if isinstance(error, NotPlainError):
+        advice = "Remove it, or choose another directory with run.dir=DIR."
+    return StorageError(
+        f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
+        f"{f' ({error.filename})' if error.filename else ''}. {advice}"
+    )
+
+
+def _made(directory: Path) -> Path:
+    """The absolute path of a directory that is there from now on."""
+    directory = directory.expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run.dir={directory} is a file; it must be a directory. Choose another name."
+        ) from None
+    return directory
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Raise ConfigError for a directory that is not a run's, before anything is written to it."""
+    rule = "A run needs a directory of its own: a new name, an empty one, or that of a run to resume."
+    for place, what in (("/", "the root directory"), ("~", "a home directory")):
+        if directory.samefile(Path(place).expanduser()):
+            raise ConfigError(f"run.dir={directory} is {what}. {rule}")
+    foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)
+    if foreign:
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise ConfigError(f"run.dir={directory} holds files that are not those of a run: {names}. {rule}")
+
+
+def _holds_run(directory: Path) -> bool:
+    return (directory / FILE_NAME).exists() or (directory / CONFIG).exists()
+
+
+def _finished(config: Config, directory: Path) -> str:
+    """Why there is nothing left to do in a directory that holds a run; empty where there is.
+
+    Raises ConfigError where the run is not to be gone on with, or is another one.
+    """
+    if config.checkpoint.resume == "never":
+        raise ConfigError(
+            f"run.dir={directory} already holds a run, and checkpoint.resume=never would write over it. "
+            "Choose another directory, leave run.dir out for a new one, or go on with checkpoint.resume=auto."
+        )
+    differences = _differences(config, directory)
+    if differences:
+        raise ConfigError(
+            f"run.dir={directory} holds another run: {'; '.join(differences)}. Give the overrides that it "
+            "was started with (its overrides.txt), or choose another directory."
+        )
+    if Path(config.checkpoint.resume).is_relative_to(directory):
+        return ""  # it goes back to an earlier checkpoint of its own
+    try:
+        result = read_json(directory / "result.json")
+    except (OSError, ValueError):
+        return ""
+    steps, steps_per_epoch = result.get("steps"), result.get("steps_per_epoch")
+    if result.get("state") != "done" or not isinstance(steps, int) or not isinstance(steps_per_epoch, int):
+        return ""  # not done, or damaged: the run resumes from its last checkpoint and writes it again
+    if steps < _wanted_steps(config, steps_per_epoch) or _was_cut_short(directory, steps):
+        return ""
+    metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
+    return f"{directory}: the run is done, after {steps} steps{metric}. To train on, raise train.epochs."
+
+
+def _was_cut_short(directory: Path, steps: int) -> bool:
+    """Whether a run was killed after its result and before it had told of its end.
+
+    From the checkpoint of its last step it gets there again in a moment; without one it stays as it is.
+    """
+    try:
+        state = read_json(directory / FILE_NAME).get("state")
+    except (OSError, ValueError):
+        return False
+    return state == "running" and (directory / "checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+def _wanted_steps(config: Config, steps_per_epoch: int) -> int:
+    total = steps_per_epoch * config.train.epochs
+    return min(total, config.train.max_steps or total)
+
+
+def _differences(config: Config, directory: Path) -> list[str]:
+    """In words, what the run that lies there has that this one has not, and it cannot do without.
+
+    Raises ConfigError for files that have the names of a run's and are none.
+    """
+    import yaml
+
+    try:
+        there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
+        here = yaml.safe_load(config_yaml(config))
+        pairs = [(key, _value_at(there, key), _value_at(here, key)) for key in IDENTITY]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        raise ConfigError(
+            f"run.dir={directory} holds files that are not those of a run ({CONFIG} or {FILE_NAME}). "
+            "Choose another directory: a run never writes over what is not its own."
+        ) from None
+    return [f"{key} is {old} there and {new} here" for key, old, new in pairs if old != new]
+
+
+def _value_at(tree: Mapping[str, Any], path: str) -> Any:
+    value: Any = tree
+    for key in path.split("."):
+        value = value[key]
+    return value
+
+
+def _new_default(recipe: str) -> Path:
+    root = DEFAULT_ROOT.absolute() / recipe
+    root.mkdir(parents=True, exist_ok=True)
+    for _ in range(NAME_ATTEMPTS):
+        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise StorageError(
+        f"{NAME_ATTEMPTS} random names in a row are taken in {root}. Give one with run.dir=DIR."
+    )

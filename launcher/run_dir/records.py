@@ -1,0 +1,240 @@
+"""The files of a run that explain it years later.
+
+Owns config.yaml, overrides.txt, env.json, result.json and the logs of the ranks. Writes neither environment
+variables nor host names. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.config.environment_values import replaced
+from launcher.config.schema import Config, to_dict
+from launcher.run_dir.atomic import (
+    make_folder,
+    open_plain,
+    require_folder,
+    require_plain,
+    write_json,
+    write_text,
+)
+from launcher.run_dir.reserve import RESERVE, write_with_reserve
+from launcher.run_dir.status import FILE_NAME, Status
+
+CONFIG = "config.yaml"
+FILES = (
+    CONFIG,
+    "overrides.txt",
+    "env.json",
+    FILE_NAME,
+    "metrics.jsonl",
+    "result.json",
+    "classification_report.txt",
+    "confusion_matrix.png",
+    "curves.png",
+    "gradients.png",
+    "report.html",
+    ".lock",
+    RESERVE,
+)
+LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
+LOG_NAME = re.compile(
+    r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
+)
+OF_A_HOME = (".bashrc", ".bash_profile", ".profile", ".zshrc")  # a home directory may hold nothing else
+PACKAGES = (
+    "torch",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+    "numpy",
+    "scikit-learn",
+    "safetensors",
+    "fp16-launcher",
+)
+GIT_TIMEOUT_S = 2.0
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def describe(config: Config, overrides: Sequence[str]) -> None:
+    """Write what the run is to its directory. Raises OSError."""
+    directory = Path(config.run.dir)
+    write_text(directory / CONFIG, config_yaml(config), durable=True)
+    write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
+
+
+def refuse_links(directory: Path) -> None:
+    """Raise OSError where a file or folder of the run is a link, a pipe, a device or the other of the two."""
+    for name in FILES:
+        require_plain(directory / name)
+    for name in (LOGS, WANDB):
+        require_folder(directory / name)
+    for path in (directory / LOGS).glob("*"):
+        require_plain(path)
+
+
+def foreign_to_a_run(directory: Path) -> list[str]:
+    """The names in a directory that keep it from becoming a run's, sorted. Raises OSError.
+
+    Files that a shell or a scheduler makes for the output of a run are not among them.
+    """
+    own = {*FILES, LOGS, WANDB, CHECKPOINTS, "lost+found"}  # a new file system has the last one
+    return sorted(
+        entry.name for entry in os.scandir(directory) if not (entry.name in own or _is_output(entry))
+    )
+
+
+def _is_output(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a plain file that may hold output: a hidden file, a log, or an empty text."""
+    if not entry.is_file(follow_symlinks=False):
+        return False
+    if entry.name.startswith("."):
+        return entry.name not in OF_A_HOME
+    return LOG_NAME.search(entry.name) is not None or (
+        entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
+    )
+
+
+def user_shape(config: Config) -> dict[str, Any]:
+    """The config as people type it: options of the model and the data set at the level of the others.
+
+    Values of the environment are named, not shown.
+    """
+    shape: dict[str, Any] = to_dict(config)
+    for group in ("model", "data"):
+        shape[group].update(shape[group].pop("options"))
+    return replaced(shape, shape.pop("from_environment", {}))
+
+
+def config_yaml(config: Config) -> str:
+    """`user_shape` as YAML, in the order of the schema."""
+    import yaml
+
+    text: str = yaml.safe_dump(user_shape(config), sort_keys=False, allow_unicode=True, width=110)
+    return text
+
+
+def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
+    """env.json: versions, platform, commit, and the devices of the ranks in rank order. Raises OSError."""
+    write_json(
+        run_dir / "env.json",
+        {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+            "packages": _versions(),
+            "git": _git_state(Path.cwd()),
+            "devices": list(devices),
+        },
+    )
+
+
+def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """result.json, on the disk before this returns. Raises OSError."""
+    write_with_reserve(run_dir, lambda: write_json(run_dir / "result.json", result, durable=True))
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """The log of a rank: logs/rank<k>.log."""
+    return run_dir / "logs" / f"rank{rank}.log"
+
+
+def stacks_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank that is ended because the run stalls leaves its stacks: logs/stacks-rank<k>.txt."""
+    return run_dir / LOGS / f"stacks-rank{rank}.txt"
+
+
+@contextlib.contextmanager
+def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
+    """While the context lasts, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
+    make_folder(run_dir / LOGS)
+    descriptor = open_plain(run_dir / LOGS / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    handler = _LogFile(descriptor, rank)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger = logging.getLogger("launcher")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
+
+
+class _LogFile(logging.Handler):
+    """Appends records to a file, and drops what cannot be written: the error in hand says more.
+
+    Without a buffer, whose flush on closing would replace that error.
+    """
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._rank = rank
+        self._complete = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rest = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            self._warn_once(error)
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):  # NFS reports here what it could not write
+            os.close(self._descriptor)
+
+    def _warn_once(self, error: OSError) -> None:
+        if self._complete and sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                text = f"warning: logs/rank{self._rank}.log is incomplete: {error.strerror}"
+                print(text, file=sys.stderr, flush=True)
+        self._complete = False
+
+
+def _versions() -> dict[str, str | None]:
+    return {package: _version(package) for package in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(directory: Path) -> dict[str, Any] | None:
+    """The commit that `directory` is at, and whether files differ from it; None outside a clone."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if changes is None else bool(changes)}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

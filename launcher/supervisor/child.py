@@ -1,0 +1,121 @@
+"""What a forked worker does before and after its part of the job.
+
+Owns the ties to the parent: a worker dies with it, holds signals back until it can obey them, can be asked
+for its stacks, and leaves its last words in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from launcher import worker
+from launcher.config.schema import Config
+from launcher.distributed.handoff import Departure, departure_of
+from launcher.distributed.heartbeat import Heartbeats
+from launcher.distributed.process_group import LaunchEnv
+from launcher.process.lifetime import Leash, end_with
+from launcher.run_dir.atomic import make_folder, open_plain
+from launcher.run_dir.records import stacks_path
+from launcher.training.signals import HEEDED
+
+SHOW_STACKS = signal.SIGUSR2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the workers inherit from the parent's memory."""
+
+    config: Config
+    heartbeats: Heartbeats
+    folder: Path  # private to this run on this machine, gone with the parent
+    parent: int  # process id
+    obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
+
+    def store_of(self, generation: int) -> Path:
+        """The file in which the ranks of a generation meet: none reads what a dead one wrote."""
+        return self.folder / f"store-{generation}"
+
+    def stacks_of(self, rank: int) -> Path:
+        return stacks_path(Path(self.config.run.dir), rank)
+
+
+def be_a_rank(work: Work) -> NoReturn:
+    """Run this process's part of the job and leave with its exit code; never returns to the agent.
+
+    So a worker that has finished cannot be held up by what else runs in its process.
+    """
+    end_with(work.parent)
+    Leash()
+    _take_signals_back(work.obeyed)
+    launch = LaunchEnv.from_environ(os.environ)
+    with _stacks_on_request(work.stacks_of(launch.rank)):
+        departure = _run(work, launch)
+        for loader in multiprocessing.active_children():
+            loader.terminate()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(departure.exit_code)
+
+
+def departure_key(generation: int, rank: int) -> str:
+    return f"job/{generation}/left/{rank}"
+
+
+def _run(work: Work, launch: LaunchEnv) -> Departure:
+    generation = launch.restart_count
+    store = dist.FileStore(str(work.store_of(generation)))
+    store.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
+    heartbeat = work.heartbeats.of(launch.rank)
+    try:
+        shared = store if launch.world_size > 1 else None
+        worker.run(work.config, launch, shared, str(generation), heartbeat)
+    except BaseException as error:
+        departure = departure_of(launch.rank, error)
+    else:
+        departure = departure_of(launch.rank)
+    with contextlib.suppress(RuntimeError):
+        store.set(departure_key(generation, launch.rank), json.dumps(asdict(departure)))
+    return departure
+
+
+def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:
+    """Undo the agent's handlers, which raise.
+
+    The obeyed signals are still held back. They find a handler that does nothing, where ignoring them would
+    drop those that have already arrived; the worker puts its own in place while it runs, and lets them in.
+    """
+    for number in HEEDED:
+        signal.signal(number, _too_late if number in obeyed else signal.SIG_IGN)
+
+
+def _too_late(number: int, frame: FrameType | None) -> None:
+    """The job has ended, well or not: what was asked of it no longer matters."""
+
+
+@contextlib.contextmanager
+def _stacks_on_request(path: Path) -> Iterator[None]:
+    """Append the stacks of all threads to `path` on SHOW_STACKS, even while C code holds the interpreter."""
+    try:
+        make_folder(path.parent)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        file = open(open_plain(path, flags), "ab")  # noqa: SIM115  # open until the process ends
+    except OSError:  # the worker will find out, and say so
+        yield
+        return
+    faulthandler.register(SHOW_STACKS, file=file, all_threads=True)
+    yield

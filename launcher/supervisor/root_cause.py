@@ -1,0 +1,231 @@
+"""What ended a set of workers: from exit codes, last words and signs of life to one sentence.
+
+Owns the choice of the culprit among the ranks, and which failures a restart can mend. Pure: it reads no
+clock, no file and no process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.distributed.flight_recorder import called, of_sizes
+from launcher.distributed.handoff import Departure, attributed
+from launcher.distributed.heartbeat import Beat, where
+from launcher.distributed.process_group import OF_ANOTHER
+from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
+
+UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
+PREEMPTED = PreemptedError.exit_code
+MENDABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
+FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
+# What ends a rank that received more than it expected: Gloo aborts it, or memory was overwritten before.
+OVERRUN = frozenset(
+    -number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What is known of one rank at the end of its generation."""
+
+    rank: int
+    pid: int
+    beat: Beat
+    exit_code: int | None = None  # negative: the signal that killed it; None: it was alive until we ended it
+    departure: Departure | None = None  # its last words, if it had time for them
+    stopped: bool = False  # by SIGSTOP, a terminal or a debugger
+
+    @property
+    def silent(self) -> bool:
+        return self.exit_code is not None and self.departure is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it left with an error. A run that was stopped as asked has not failed."""
+        return self.departure is not None and self.departure.exit_code not in (0, PREEMPTED)
+
+    @property
+    def blames_another(self) -> bool:
+        return self.departure is not None and is_of_another(self.departure)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a generation ended; `exit_code` is the run's if it stays at that."""
+
+    exit_code: int
+    text: str = ""
+    hint: str = ""  # for whoever reads it last
+
+    @property
+    def mendable(self) -> bool:
+        """Whether starting the workers again can help."""
+        return self.exit_code in MENDABLE
+
+
+class RunFailed(LauncherError):
+    """The workers of a run have ended without its result."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(f"{verdict.text}. {verdict.hint}".strip() if verdict.hint else verdict.text)
+        self.exit_code = verdict.exit_code
+
+
+def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> Verdict:
+    """The verdict on a generation that has ended, or was ended after the first of its ranks had failed.
+
+    `first_failure` is the rank that claimed to be the first, if one did. `stall_s` is the longest time that
+    a rank may stay in one phase: who fails because it waited so long for another is not the culprit.
+    """
+    blamed = min(fates, key=lambda fate: _innocence(fate, fates, first_failure, stall_s))
+    if blamed.silent:
+        return _of_silent(blamed, fates)
+    if blamed.failed:
+        assert blamed.departure is not None
+        return Verdict(blamed.departure.exit_code, _said_by(blamed, fates))
+    alive = [fate for fate in fates if fate.exit_code is None]
+    if any(fate.failed for fate in fates):
+        return hang([blamed])
+    if alive:
+        return Verdict(
+            UNEXPECTED, "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive)
+        )
+    stopped = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code == PREEMPTED]
+    return Verdict(PREEMPTED, stopped[0].error) if stopped else Verdict(0)
+
+
+def hang(fates: Sequence[Fate]) -> Verdict:
+    """The verdict on a generation in which some ranks, or all, have shown no sign of life for too long."""
+    alive = [fate for fate in fates if fate.exit_code is None]
+    behind = min(fate.beat.order for fate in alive)
+    waited_for = [fate for fate in alive if fate.stopped] or [
+        fate for fate in alive if fate.beat.order == behind
+    ]
+    hanging = (
+        f"{_name(fate)} hangs: {where(fate.beat)} for {fate.beat.age_s:.0f} s"
+        f"{' (stopped by SIGSTOP)' if fate.stopped else ''}"
+        for fate in waited_for
+    )
+    return Verdict(STALLED, "; ".join(hanging))
+
+
+def is_of_another(departure: Departure) -> bool:
+    """Whether the error is what a rank says that lost its connection to another, or waited for it in vain."""
+    if departure.exit_code == STALLED:
+        return True
+    if departure.shared:
+        return False
+    return departure.exit_code == UNEXPECTED and bool(OF_ANOTHER.search(own_words(departure.error)))
+
+
+def own_words(error: str) -> str:
+    """The error at the end of a traceback, without the frames, whose code may contain any word."""
+    lines = error.rstrip().splitlines()
+    last_frame = max((number for number, line in enumerate(lines) if line.startswith("    ")), default=-1)
+    return "\n".join(lines[last_frame + 1 :]) or error
+
+
+def _innocence(
+    fate: Fate, fates: Sequence[Fate], first_failure: int | None, stall_s: float
+) -> tuple[int, float, int]:
+    """Of two ranks, the one with the lower value is the more likely cause.
+
+    SIGABRT comes late: NCCL's watchdog and Gloo's threads abort a process when another rank is lost. SIGSEGV
+    and its kin are a rank's own, unless others have found that the ranks called different collectives.
+    """
+    if fate.silent:
+        mismatch = any(other.departure is not None and other.departure.shared for other in fates)
+        excused = fate.exit_code == -signal.SIGABRT or (mismatch and fate.exit_code in OVERRUN)
+        return (4 if excused else 0), 0.0, fate.rank
+    if fate.failed and not fate.blames_another:
+        assert fate.departure is not None
+        own = 1 if fate.rank == first_failure else 2
+        return (3 if fate.departure.shared else own), fate.departure.time_s, fate.rank
+    if fate.exit_code is None and _is_waited_for(fate, fates, stall_s):
+        return 5, -fate.beat.age_s, fate.rank
+    if fate.failed:
+        assert fate.departure is not None
+        return (6 if fate.rank == first_failure else 7), fate.departure.time_s, fate.rank
+    return 8, 0.0, fate.rank
+
+
+def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
+    """Whether a rank that is still alive lets others wait so long that they have given up."""
+    gave_up = [other for other in fates if other.blames_another]
+    long = fate.beat.age_s >= max(stall_s - 2, stall_s / 2)
+    return long and bool(gave_up) and all(fate.beat.order < other.beat.order for other in gave_up)
+
+
+def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
+    """The error of a rank, which is not attributed to it where others have raised the same one."""
+    assert blamed.departure is not None
+    if len(fates) == 1 and blamed.departure.explained:
+        of_rank = f"rank {blamed.rank} "
+        error = blamed.departure.error
+        return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
+    departures = [fate.departure for fate in fates if fate.departure is not None]
+    return attributed(blamed.departure, departures)
+
+
+def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:
+    assert fate.exit_code is not None
+    place = where(fate.beat)
+    if fate.exit_code >= 0:
+        return Verdict(
+            UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and without a word, {place}"
+        )
+    number = -fate.exit_code
+    departures = (each.departure for each in fates if each.departure is not None)
+    last = {each.rank: each.last_call for each in departures if each.last_call}
+    overrun = " A collective in which another rank sends more than this one expects can end it, too."
+    hint = {
+        signal.SIGKILL: "Where nobody sent it, the kernel did because memory ran out: dmesg says so.",
+        signal.SIGSEGV: f"Its stack is on stderr above.{overrun if last else ''}",
+        signal.SIGABRT: f"What it said is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
+    }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
+    meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
+    return Verdict(
+        UNEXPECTED,
+        f"rank {fate.rank} was killed by {_signal_name(number)} (pid {fate.pid}) {place}{meanwhile}",
+        hint,
+    )
+
+
+def _name(fate: Fate) -> str:
+    return f"rank {fate.rank} (pid {fate.pid})"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass
+class Restarts:
+    """How often the workers of a run have been started again, and what came of it."""
+
+    allowed: int
+    newest_step: int = 0  # of the newest checkpoint that was there before the generation under way
+    used: int = 0
+    fruitless: int = 0
+
+    def allow(self, verdict: Verdict, newest_step: int) -> None:
+        """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
+
+        Raises the run's failure where there is to be no further one: RunFailed, or NoProgressError after
+        three generations in a row that have published no new checkpoint.
+        """
+        self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
+        self.newest_step = newest_step
+        if not verdict.mendable or self.used == self.allowed:
+            raise RunFailed(verdict)
+        if self.fruitless == FRUITLESS:
+            raise NoProgressError(
+                f"the workers were started {FRUITLESS} times in a row and have failed each time before they "
+                f"had written a new checkpoint. The last time {verdict.text}. {verdict.hint}".rstrip()
+            )
+        self.used += 1

@@ -1,0 +1,75 @@
+"""How many workers a run gets, and whether this process may start them.
+
+Owns the reading of `launch.nproc` and the count of GPUs, taken without touching one: a process that has
+called CUDA can no longer fork workers that do. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+from launcher.config.schema import Config, LaunchConfig
+from launcher.distributed.process_group import LaunchEnv
+from launcher.errors import ConfigError, PreflightError
+
+
+def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
+    """The number of workers to start; None where this process is a worker itself.
+
+    Raises ConfigError where torchrun or a scheduler has started another number than was asked for,
+    PreflightError for more workers than GPUs.
+    """
+    if launch.launched:
+        _check_launched(wish, launch)
+        return None
+    num_gpus = count_gpus()
+    if wish.nproc == "auto":
+        return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None
+    workers = int(wish.nproc)
+    if num_gpus and workers > num_gpus:
+        raise PreflightError(
+            f"launch.nproc={workers} asks for more workers than the {num_gpus} GPU(s) that this process may "
+            f"use. Ask for at most {num_gpus}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
+    return workers
+
+
+def refuse_small_batch(config: Config, launch: LaunchEnv) -> None:
+    """Raise ConfigError for an update of fewer samples than ranks, before any worker starts."""
+    ranks = num_workers(config.launch, launch) or launch.world_size
+    if config.data.batch_size < ranks:
+        raise ConfigError(
+            f"data.batch_size={config.data.batch_size} is less than the number of ranks, {ranks}: each rank "
+            "needs a sample in every full update. Raise data.batch_size to at least that number, or start "
+            "fewer ranks."
+        )
+
+
+def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
+    if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
+        raise ConfigError(
+            f"launch.nproc={wish.nproc}, but {launch.world_size} process(es) were started by torchrun or a "
+            "scheduler, which decides. Leave launch.nproc out, or start with python -m launcher."
+        )
+
+
+@functools.cache
+def count_gpus() -> int:
+    """The GPUs that a CUDA program started now would see: asked in a process that ends with the answer."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    from importlib import metadata  # not before: it takes 20 ms
+
+    if metadata.version("torch").endswith("+cpu"):
+        return 0
+    child = os.fork()
+    if child == 0:
+        count = ctypes.c_int(0)
+        answered = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+        os._exit(min(count.value, 255) if answered else 0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 0

@@ -1,0 +1,1 @@
+"""Hydra's multirun in the launcher's own process."""

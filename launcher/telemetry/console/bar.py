@@ -1,0 +1,101 @@
+"""What the bar of an epoch says in a given number of columns.
+
+Owns the order in which it shortens; knows no terminal. From wide to narrow this goes first:
+
+    the drawn bar; the epoch; the total of the steps; the word `samples`, the digits of the scale (65536
+    becomes 2^16) and the commas; the ETA; the skipped steps; samples per second; the words `step` and
+    `scale`; the scale; the step; the word `loss`.
+
+With numbers of usual size 80 columns hold all but the drawn bar and the epoch, 40 hold step, loss and scale.
+No number and no word is ever cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.telemetry.formatting import duration, number, scale_text
+
+SMALLEST_BAR, LARGEST_BAR = 10, 40
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where an epoch is. `record` is the latest `step` event, empty before the first."""
+
+    epoch: str  # 3/10
+    step: int  # of the run
+    total_steps: int | None
+    share: float | None  # of the epoch, 0 to 1
+    eta_s: float | None
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+def bar_line(moment: Moment, columns: int) -> str:
+    """The fullest text that fits; "" where none does."""
+    long = f"epoch {moment.epoch}  {', '.join(_parts(moment, with_total=True))}"
+    room = columns - len(long) - len("100% [] ")
+    if moment.share is not None and room >= SMALLEST_BAR:
+        return f"{_drawn(moment.share, min(room, LARGEST_BAR))} {long}"
+    return next((text for text in (long, *_shorter(moment)) if len(text) <= columns), "")
+
+
+def _shorter(moment: Moment) -> Iterator[str]:
+    """Ever shorter texts, in the order that the module's docstring states."""
+    yield ", ".join(_parts(moment, with_total=True))
+    yield ", ".join(_parts(moment, with_total=False))
+    short = _short_parts(moment)
+    order = ("step", "loss", "speed", "scale", "skipped", "eta")
+    for left_out in ((), ("eta",), ("eta", "skipped"), ("eta", "skipped", "speed")):
+        yield " ".join(short[key] for key in order if key in short and key not in left_out)
+    loss, step = short["loss"], short["step"].removeprefix("step ")
+    scale = short.get("scale", "").removeprefix("scale ")
+    yield " ".join(filter(None, (step, loss, scale)))
+    yield f"{short['step']} {loss}"
+    yield f"{step} {loss}"
+    yield loss
+    yield loss.removeprefix("loss ")
+
+
+def _parts(moment: Moment, with_total: bool) -> list[str]:
+    total = moment.total_steps
+    step = f"step {moment.step}" + (f"/{total}" if with_total and total else "")
+    record = moment.record
+    speed, scale, skipped = (record.get(key) for key in ("samples_per_s", "scale", "skipped"))
+    parts = [
+        step,
+        f"loss {number(record.get('loss'))}",
+        "" if speed is None else f"{speed:,.0f} samples/s",
+        "" if scale is None else f"scale {scale_text(scale)}",
+        "" if skipped is None else f"skipped {skipped}",
+        "" if moment.eta_s is None else f"eta {duration(moment.eta_s)}",
+    ]
+    return [part for part in parts if part]
+
+
+def _short_parts(moment: Moment) -> dict[str, str]:
+    record = moment.record
+    parts = {"step": f"step {moment.step}", "loss": f"loss {number(record.get('loss')).replace(',', '')}"}
+    if record.get("samples_per_s") is not None:
+        parts["speed"] = f"{record['samples_per_s']:.0f}/s"
+    if record.get("scale") is not None:
+        parts["scale"] = f"scale {_power(record['scale'])}"
+    if record.get("skipped") is not None:
+        parts["skipped"] = f"skipped {record['skipped']}"
+    if moment.eta_s is not None:
+        parts["eta"] = f"eta {duration(moment.eta_s)}"
+    return parts
+
+
+def _power(scale: float) -> str:
+    """65536 as 2^16; what is no large power of two as it is."""
+    fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
+    return f"2^{exponent - 1}" if fraction == 0.5 and scale >= 1024 else scale_text(scale)
+
+
+def _drawn(share: float, columns: int) -> str:
+    share = min(max(share, 0.0), 1.0)
+    return f"{share:4.0%} [{'#' * round(share * columns):<{columns}}]"

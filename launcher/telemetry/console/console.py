@@ -1,0 +1,91 @@
+"""What people see while a run goes on: decisions, progress, evaluations, warnings, the end.
+
+Owns the text on stdout, on rank 0; the bar on stderr is `progress`'s. Reads events only and never asks the
+engine for anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from launcher.process.terminal import columns_of, wrapped
+from launcher.telemetry.console.progress_bar import Bars, Lines, Progress
+from launcher.telemetry.console.summary import end_lines
+from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
+from launcher.telemetry.step_time import PARTS, time_shares
+from launcher.telemetry.stream import Record
+
+
+class Console:
+    """Prints events: a bar per epoch where `err` is a terminal, else a line per `step` event.
+
+    `run_dir` is named at the end, where people look for their files.
+    """
+
+    name = "the console"
+
+    def __init__(
+        self, out: TextIO, err: TextIO, run_dir: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out
+        self._run_dir = run_dir
+        self._progress: Progress = Bars(err) if err.isatty() else Lines(self._print, clock)
+        self._steps: list[Record] = []  # times only, of the whole run, for the verdict at its end
+        self._widths: dict[str, int] = {}  # by title, of the table that the last printed line belongs to
+        self._report = self._sync = ""
+        self._shows: dict[str, Callable[[Record], None]] = {
+            "decision": self._decision,
+            "start": self._progress.start,
+            "step": self._step,
+            "eval": self._evaluation,
+            "warning": self._warning,
+            "report": self._keep_report,
+            "end": self._end,
+        }
+
+    def write(self, record: Record) -> None:
+        show = self._shows.get(record["event"])
+        if show is not None:
+            show(record)
+
+    def advance(self, epoch: int, step: int) -> None:
+        self._progress.advance(epoch, step)
+
+    def close(self) -> None:
+        self._progress.close()
+
+    def _decision(self, record: Record) -> None:
+        self._sync = record.get("sync") or self._sync
+        self._print(f"{record['topic']} {record['text']}")
+
+    def _step(self, record: Record) -> None:
+        self._steps.append({key: record.get(key) for key in ("step", "step_ms", *PARTS)})
+        self._progress.show(record)
+
+    def _evaluation(self, record: Record) -> None:
+        cells = evaluation_cells(record)
+        widths = table_widths(cells, columns_of(self._out))
+        self._print(*table_lines(cells, widths, with_titles=widths != self._widths))
+        self._widths = widths
+
+    def _warning(self, record: Record) -> None:
+        self._print(f"warning: {record['text']}")
+
+    def _keep_report(self, record: Record) -> None:
+        self._report = str(record["text"])
+
+    def _end(self, record: Record) -> None:
+        self._progress.close()
+        report, columns = self._report, columns_of(self._out)
+        if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
+            report = ""  # a table that wraps cannot be read; it is in the run's files
+        self._print(*end_lines(record, report, time_shares(self._steps), self._run_dir, self._sync))
+
+    def _print(self, *lines: str) -> None:
+        self._widths = {}
+        columns = columns_of(self._out)
+        with self._progress.aside():
+            print(*(wrapped(line, columns) for line in lines), sep="\n", file=self._out, flush=True)

@@ -1,0 +1,42 @@
+"""The last lines of a run: how good, how fast, why not faster, and where everything lies.
+
+Owns the text of the end; gets all it needs as values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.telemetry.formatting import duration, metric, metric_title
+from launcher.telemetry.step_time import PARTS, TimeShares
+from launcher.telemetry.stream import Record
+
+
+def end_lines(
+    end: Record, report: str, shares: TimeShares | None, run_dir: Path, sync: str = ""
+) -> list[str]:
+    """`report` is the classification report, `sync` the command that uploads an offline run; "" if none."""
+    lines = ["", report.rstrip(), ""] if report else [""]
+    lines.append(_headline(end))  # an error is printed once, on stderr, by whoever ends the run
+    if shares is not None:
+        lines += [shares.verdict, _parts(shares)]
+    lines.append(f"files: {run_dir}")
+    if sync:
+        lines.append(f"upload the offline tracker run: {sync}")
+    return lines
+
+
+def _headline(end: Record) -> str:
+    parts = [f"{end.get('state', 'done')} after {end['step']:,} steps"]
+    if end.get("seconds") is not None:
+        parts.append(f"in {duration(end['seconds'])}")
+    if end.get("samples_per_s") is not None:
+        parts.append(f"at {end['samples_per_s']:,.0f} samples/s")
+    metrics = end.get("metrics") or {}
+    shown = ", ".join(f"{metric_title(name)} {metric(name, value)}" for name, value in metrics.items())
+    return " ".join(parts) + (f": {shown}" if shown else "")
+
+
+def _parts(shares: TimeShares) -> str:
+    parts = ", ".join(f"{part.removesuffix('_ms')} {shares.parts_ms[part]:.1f}" for part in PARTS)
+    return f"step {shares.step_ms:.1f} ms on average: {parts}"

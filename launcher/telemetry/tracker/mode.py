@@ -1,0 +1,138 @@
+"""Online, offline or none: what becomes of the tracker, settled before it is touched, with the reason.
+
+Owns the search for credentials and the probe of the server, both within a bounded time. Imports no tracker
+and never reads the value of a key further than to see that there is one.
+"""
+
+from __future__ import annotations
+
+import configparser
+import netrc
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launcher.config.schema import TrackerConfig
+
+PROBE_S = 2.0
+DEFAULT_SERVER = "https://api.wandb.ai"
+NO_KEY = "no API key (wandb login, then wandb sync DIR)"
+
+Probe = Callable[[str], str | None]  # server URL -> why it is of no use now, or None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the tracker will do, and why."""
+
+    mode: str  # online, offline, none
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.mode}: {self.reason}"
+
+
+def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | None = None) -> Decision:
+    """Takes at most `PROBE_S` seconds, and no time at all where the config or a missing key settles it.
+
+    What the config says explicitly goes before the environment's WANDB_MODE. Whatever is asked for, a server
+    that cannot be used means offline: tracking never stops a run.
+    """
+    if tracker.name == "none" or tracker.mode == "none":
+        return Decision("none", "tracker=none")
+    settled = (
+        _mode_of(environ)
+        if tracker.mode == "auto"
+        else Decision(tracker.mode, f"tracker.mode={tracker.mode}")
+    )
+    if settled is not None and settled.mode != "online":
+        return settled
+    settings = _settings_file(environ)
+    server = environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_SERVER
+    source = _key_source(environ, settings, server)
+    if source is None:
+        return Decision("offline", NO_KEY)
+    trouble = (probe or probe_server)(server)
+    if trouble is not None:
+        return Decision("offline", f"{server} {trouble} (wandb sync DIR once it does)")
+    return Decision("online", f"API key from {source}, {server} answers")
+
+
+def probe_server(server: str, timeout_s: float = PROBE_S) -> str | None:
+    """Asks for one page, without credentials. Any HTTP answer will do; None if there was one."""
+    outcome: list[str | None] = []
+    # A thread, because no timeout covers name resolution and a server that answers byte by byte.
+    thread = threading.Thread(target=lambda: outcome.append(_ask(server, timeout_s)), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return outcome[0] if outcome else f"did not answer within {timeout_s:g} s"
+
+
+def _ask(server: str, timeout_s: float) -> str | None:
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{server.rstrip('/')}/healthz", timeout=timeout_s):
+            return None
+    except urllib.error.HTTPError as error:
+        error.close()
+        return None  # a server that refuses this page is there
+    except TimeoutError:
+        return f"did not answer within {timeout_s:g} s"
+    except urllib.error.URLError as error:
+        return f"cannot be reached: {error.reason}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"cannot be reached: {error}"
+
+
+def _mode_of(environ: Mapping[str, str]) -> Decision | None:
+    """What wandb's own variables ask for; None if nothing that it knows."""
+    if environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
+        return Decision("none", f"WANDB_DISABLED={environ['WANDB_DISABLED']}")
+    asked = environ.get("WANDB_MODE", "")
+    mode = {"disabled": "none", "offline": "offline", "dryrun": "offline"}.get(asked)
+    return None if mode is None else Decision(mode, f"WANDB_MODE={asked}")
+
+
+def _key_source(environ: Mapping[str, str], settings: Mapping[str, str], server: str) -> str | None:
+    """Where the tracker will find credentials, in its own order; None if nowhere."""
+    for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        if environ.get(variable):
+            return variable
+    for key in ("api_key", "identity_token_file"):
+        if settings.get(key):
+            return "the wandb settings file"
+    return next((str(path) for path in _netrc_files(environ) if _knows(path, server)), None)
+
+
+def _netrc_files(environ: Mapping[str, str]) -> list[Path]:
+    if environ.get("NETRC"):
+        return [Path(environ["NETRC"]).expanduser()]
+    return [_home(environ) / name for name in (".netrc", "_netrc")]
+
+
+def _knows(path: Path, server: str) -> bool:
+    try:
+        return netrc.netrc(path).authenticators(urlsplit(server).netloc) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _settings_file(environ: Mapping[str, str]) -> dict[str, str]:
+    config_dir = environ.get("WANDB_CONFIG_DIR")
+    directory = Path(config_dir).expanduser() if config_dir else _home(environ) / ".config" / "wandb"
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(directory / "settings", encoding="utf-8")
+        return dict(parser["default"]) if parser.has_section("default") else {}
+    except (OSError, UnicodeDecodeError, configparser.Error):
+        return {}
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    return Path(environ["HOME"]) if environ.get("HOME") else Path("~").expanduser()

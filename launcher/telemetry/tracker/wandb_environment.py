@@ -1,0 +1,106 @@
+"""What wandb's own variables say about a run, between the config's default and the command line.
+
+Owns which variable stands for which key of `tracker`, and their order: the command line, then the
+environment, then the YAML. All other WANDB_ variables reach wandb by themselves (notes, job type, resume,
+silence, console, servers and caches): see `launcher.telemetry.tracker.wandb_session`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from launcher.config.messages import nearest, suggestion
+from launcher.config.rules import RULES
+from launcher.config.schema import Config, TrackerConfig
+from launcher.errors import ConfigError
+
+VARIABLES = {
+    "project": "WANDB_PROJECT",
+    "entity": "WANDB_ENTITY",
+    "run_name": "WANDB_NAME",
+    "run_id": "WANDB_RUN_ID",
+    "group": "WANDB_RUN_GROUP",
+    "tags": "WANDB_TAGS",
+}
+MODES = ("WANDB_MODE", "WANDB_DISABLED")
+MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
+READ_HERE = (*VARIABLES.values(), *MODES)  # wandb is given what they came to
+
+
+def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The config with what the variables say on keys that the command line has not set.
+
+    Raises ConfigError for a value that wandb would refuse.
+    """
+    free = {key: variable for key, variable in VARIABLES.items() if not _given(f"tracker.{key}", overrides)}
+    changes: dict[str, Any] = {
+        key: _value(key, variable, environ[variable])
+        for key, variable in free.items()
+        if environ.get(variable)
+    }
+    if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
+        if config.tracker.name != "none":
+            _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
+        changes["mode"] = "auto"  # the variables decide then
+    return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
+
+
+def _refuse_unknown_mode(mode: str) -> None:
+    if mode and mode not in MODE_NAMES:
+        raise ConfigError(
+            f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
+            f"{suggestion(nearest(mode, MODE_NAMES))}"
+        )
+
+
+def in_sweep(config: Config, job: str, number: int) -> Config:
+    """One name or id for all jobs of a sweep becomes one for each: wandb would take them for one run."""
+    tracker = config.tracker
+    return dataclasses.replace(
+        config,
+        tracker=dataclasses.replace(
+            tracker,
+            run_name=tracker.run_name and f"{tracker.run_name}-{job}",
+            run_id=tracker.run_id and f"{tracker.run_id}-{number}",
+        ),
+    )
+
+
+def taken_from(tracker: TrackerConfig, environ: Mapping[str, str]) -> str:
+    """Which values of this run the environment has given, in words; "" if none."""
+    parts = []
+    for key, variable in VARIABLES.items():
+        if environ.get(variable) and _begins_with(
+            getattr(tracker, key), _value(key, variable, environ[variable])
+        ):
+            parts.append(f"{key} {_shown(getattr(tracker, key))} from {variable}")
+    return ", ".join(parts)
+
+
+def _given(key: str, overrides: Sequence[str]) -> bool:
+    """Whether the command line sets the key, by itself or within its section."""
+    section, _, name = key.partition(".")
+    for line in overrides:
+        written, _, value = line.partition("=")
+        if written == key or (written == section and f"{name}:" in value.replace(" ", "")):
+            return True
+    return False
+
+
+def _value(key: str, variable: str, text: str) -> Any:
+    value = tuple(tag.strip() for tag in text.split(",") if tag.strip()) if key == "tags" else text
+    rule = RULES[f"tracker.{key}"]
+    if not rule.holds(value):
+        raise ConfigError(f"{variable}={text} in the environment: must be {rule.text}.")
+    return value
+
+
+def _begins_with(used: Any, value: Any) -> bool:
+    """Whether the value is used, as it is or, in a sweep, with the job after it."""
+    return used == value or (isinstance(used, str) and used.startswith(f"{value}-"))
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value

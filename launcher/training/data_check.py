@@ -1,0 +1,84 @@
+"""Whether all ranks hold the same data, by the digests of a few samples of each column.
+
+Owns the comparison before the first step. Never reads a whole data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.process_group import WorkerEnv
+from launcher.errors import DataError
+from launcher.recipe import Recipe
+
+COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
+
+
+def compare_data(recipe: Recipe, env: WorkerEnv) -> None:
+    """Raise DataError, on all ranks alike, unless all hold the same data. A collective.
+
+    Compares lengths, classes, and of each column dtype, shape and a digest of some samples, which alone are
+    read. The data may be on any device.
+    """
+    by_rank = [json.loads(text) for text in exchange_texts(env, json.dumps(fingerprint(recipe)))]
+    refuse_other_data(by_rank)
+
+
+def fingerprint(recipe: Recipe) -> dict[str, str]:
+    """What ranks with the same data agree on, by the name under which an error mentions it."""
+    known = {
+        "the classes": str(recipe.classes),
+        "the metric": recipe.metric,
+        "the label column": recipe.label,
+    }
+    for name, data in (("training", recipe.train), ("validation", recipe.validation)):
+        known[f"the number of {name} samples"] = str(len(data))
+        known[f"the {name} columns"] = ", ".join(sorted(data.columns))
+        for column, values in sorted(data.columns.items()):
+            known[f"{name} column {column}"] = f"{values.dtype} {list(values.shape)}, digest {spread(values)}"
+    return known
+
+
+def spread(column: Tensor) -> str:
+    """Digest of the bits of `COMPARED` samples of a column: the first, the last, and some between them."""
+    length = len(column)
+    count = min(COMPARED, length)
+    positions = [index * (length - 1) // max(count - 1, 1) for index in range(count)]
+    samples = column[torch.tensor(positions, dtype=torch.int64, device=column.device)]
+    content = samples.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:
+    """Raise DataError unless all fingerprints are equal; names the ranks that most others contradict.
+
+    Where no majority exists, as with two ranks, those are named that differ from rank 0.
+    """
+    votes = Counter(json.dumps(each, sort_keys=True) for each in by_rank)
+    text, most = votes.most_common(1)[0]
+    usual = json.loads(text) if 2 * most > len(by_rank) else by_rank[0]
+    odd = [rank for rank, each in enumerate(by_rank) if each != usual]
+    if not odd:
+        return
+    keys = dict.fromkeys(
+        key for rank in odd for key in (*usual, *by_rank[rank]) if usual.get(key) != by_rank[rank].get(key)
+    )
+    first = by_rank[odd[0]]
+    found = "; ".join(
+        f"{key} ({first.get(key, 'missing')} on rank {odd[0]}, {usual.get(key, 'missing')} elsewhere)"
+        for key in keys
+    )
+    raise DataError(
+        f"the ranks do not hold the same data. Rank {', '.join(map(str, odd))} differs in: {found}. "
+        "Every rank must build the same data set. Draw random numbers from random, numpy.random or torch, "
+        "which are seeded with the config's seed, or from a generator with a seed of your own, such as "
+        "numpy.random.default_rng(config.seed). Sort what comes from a set or a folder: the order of these "
+        "changes from process to process."
+    )

@@ -1,0 +1,257 @@
+"""Who made a run diverge: the batch of the step that ended it, run again and watched.
+
+Owns that second look and the exchange of what each rank saw. All ranks come here at the same step, because
+all read the same numbers; nothing of the run changes but the random state. Never called while all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.data.loader import Batch, DeviceBatches, epoch_order
+from launcher.engine import Stepper
+from launcher.engine.diagnostics.nonfinite import (
+    BackwardDiagnosis,
+    Diagnosis,
+    ModuleFinding,
+    diagnose,
+    diagnose_backward,
+    nonfinite_parameters,
+)
+from launcher.engine.flat.names import named_parameters
+from launcher.recipe import Loss
+
+MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
+ORDER_BYTES = 8
+NOTHING = 2 ** (8 * ORDER_BYTES) - 1  # the order of a rank that found nothing: after all others
+AFTER_FORWARD = 2**31  # the position of what only the loss or the backward pass shows
+MAX_SAMPLES = 8
+MAX_NAMES = 5
+MAX_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank found; the smallest `order` came first in the pass."""
+
+    order: int
+    text: str
+
+
+class Culprit:
+    """Looks for what made the loss or the gradient of a step not finite."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        loss: Callable[[nn.Module, Batch], Loss],
+        batches: DeviceBatches,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._stepper = stepper
+        self._loss = loss
+        self._batches = batches
+        self._group = group
+
+    def broken_weights(self) -> str:
+        """The weights that are not finite, each with what its master holds; empty where all are.
+
+        All ranks hold the same weights, so all get the same answer.
+        """
+        broken = nonfinite_parameters(self._stepper.model)
+        if not broken:
+            return ""
+        masters, weights = self._stepper.named_masters(), named_parameters(self._stepper.model)
+        told = [
+            f"{name} ({master_text(masters[name], weights[name].dtype)})" if name in masters else name
+            for name in broken[:MAX_NAMES]
+        ]
+        return ", ".join(told) + _rest(len(broken), MAX_NAMES)
+
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
+        """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
+
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are told of where no
+        pass shows anything. `backward` asks for the backward pass too: the losses were finite. The weights
+        are those of now: the step left them alone, but the next one, under way when this one is read, may
+        have moved them a little.
+        """
+        plan = self._batches.plan
+        try:
+            own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
+        except Exception as error:  # whatever happens here, the other ranks wait in the exchange below
+            own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
+        found = exchange(own, self._group, self._stepper.layout.device)
+        return told_by_rank(found, suspected_ranks)
+
+    def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
+        """Run this rank's micro-batches again: all of them, so that modules that communicate stay in line."""
+        plan = self._batches.plan
+        order = epoch_order(plan.num_samples, plan.seed, epoch)
+        positions = plan.micro_positions(step_of_epoch)
+        found: list[Evidence] = []
+        for number, batch in enumerate(self._batches.step(epoch, step_of_epoch)):
+            indices = order[positions[number].start : positions[number].stop].tolist()
+            forward, loss_finite = self._run(batch)
+            back = self._run_back(batch) if backward else None
+            found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
+        return min(found, key=lambda evidence: evidence.order, default=Evidence(NOTHING, "no samples"))
+
+    def _run(self, batch: Batch) -> tuple[Diagnosis, bool]:
+        """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            with self._stepper.forward():
+                losses.append(self._loss(self._stepper.model, batch).sum)
+
+        diagnosis = diagnose(self._stepper.model, forward)
+        return diagnosis, bool(losses[0].isfinite())
+
+    def _run_back(self, batch: Batch) -> BackwardDiagnosis:
+        """The same there and back, whatever the way there showed: modules that communicate stay in line."""
+
+        def gradients() -> dict[str, Tensor]:
+            with self._stepper.forward():
+                loss = self._loss(self._stepper.model, batch).sum
+            return self._stepper.dry_backward(loss)
+
+        return diagnose_backward(self._stepper.model, gradients)
+
+
+def evidence_of(
+    diagnosis: Diagnosis,
+    loss_finite: bool,
+    back: BackwardDiagnosis | None,
+    number: int,
+    batch: Batch,
+    indices: Sequence[int],
+) -> Evidence:
+    """What speaks against micro-batch `number`, which holds the training samples `indices`."""
+    finding = diagnosis.finding
+    columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
+    if finding is None and loss_finite and not columns:
+        seen = back is not None and (back.module is not None or bool(back.parameters))
+        parts = [samples_text((), indices), finite_text(diagnosis), backward_text(back)]
+        return Evidence((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
+    suspects = sorted({row for rows in columns.values() for row in rows})
+    if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
+        suspects = list(finding.rows)
+    parts = [samples_text([indices[row] for row in suspects], indices)]
+    parts += [f"not finite in the batch itself: {name}" for name in columns]
+    if finding is not None:
+        parts.append(module_text(finding))
+    elif not loss_finite:
+        parts.append("every module's output was finite, the loss was not")
+    if diagnosis.parameters:
+        names = ", ".join(diagnosis.parameters[:MAX_NAMES])
+        parts.append(f"weights not finite: {names}{_rest(len(diagnosis.parameters), MAX_NAMES)}")
+    position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
+    return Evidence((number << 32) + position, "; ".join(parts))
+
+
+def finite_text(diagnosis: Diagnosis) -> str:
+    if diagnosis.largest is None:
+        return "the forward pass is finite"
+    name, size = diagnosis.largest
+    return f"the forward pass is finite, its largest value {size:.3g} from {_called(name)}"
+
+
+def backward_text(back: BackwardDiagnosis | None) -> str:
+    """Where the gradient left the range of the arithmetic, or how near it came."""
+    if back is None:
+        return "what is not finite arises in the backward pass"
+    if back.module is not None:
+        name, kind, value = back.module
+        parts = [f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"]
+    elif back.parameters:
+        names = ", ".join(back.parameters[:MAX_NAMES]) + _rest(len(back.parameters), MAX_NAMES)
+        parts = [f"gradients not finite: {names}, though those at all outputs were"]
+    else:
+        parts = ["all gradients are finite: it is their sum over micro-batches and ranks that is not"]
+    if back.largest is not None:
+        name, size = back.largest
+        before = "before it " if back.module else ""
+        parts.append(f"the largest {before}{size:.3g} at the output of {_called(name)}")
+    return ", ".join(parts)
+
+
+def module_text(finding: ModuleFinding) -> str:
+    name = _called(finding.name)
+    text = f"first module whose output was not finite: {name} ({finding.type}), {finding.kind}"
+    if not finding.inputs_finite:
+        return f"{text}, which was given values that are not finite"
+    if finding.input_range is None:
+        return text
+    low, high = finding.input_range
+    return f"{text}, from inputs between {low:.4g} and {high:.4g}"
+
+
+def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
+    """The samples at fault where they can be told apart, else all of the micro-batch."""
+    chosen = suspects or indices
+    listed = ", ".join(map(str, chosen[:MAX_SAMPLES])) + _rest(len(chosen), MAX_SAMPLES)
+    if suspects:
+        return f"training sample {listed} (of {len(indices)} in the micro-batch)"
+    return f"micro-batch of {len(indices)} training samples {listed}"
+
+
+def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
+    """A line per rank that saw something, the earliest first; where none did, the suspected ones."""
+    chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOTHING]
+    chosen = sorted(chosen, key=lambda rank: found[rank].order) or list(suspected_ranks) or [0]
+    lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
+    if len(chosen) > MAX_RANKS:
+        lines.append(f"  and {len(chosen) - MAX_RANKS} more ranks")
+    return "\n".join(["The batch of that step, run again:", *lines])
+
+
+def exchange(own: Evidence, group: dist.ProcessGroup | None, device: torch.device) -> list[Evidence]:
+    """What each rank found, in rank order, on all ranks. A collective."""
+    if group is None:
+        return [own]
+    message = pack(own).to(device)
+    messages = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(messages, message, group=group)
+    return [unpack(each.cpu()) for each in messages]
+
+
+def pack(evidence: Evidence) -> Tensor:
+    """uint8 [MESSAGE_BYTES]: the order, then the text as far as it fits, then zeros."""
+    text = evidence.text.encode()[: MESSAGE_BYTES - ORDER_BYTES]
+    content = evidence.order.to_bytes(ORDER_BYTES, "big") + text
+    return torch.tensor(list(content.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def unpack(message: Tensor) -> Evidence:
+    content = bytes(message.tolist())
+    text = content[ORDER_BYTES:].rstrip(b"\0").decode(errors="ignore")  # the cut may split a letter
+    return Evidence(int.from_bytes(content[:ORDER_BYTES], "big"), text)
+
+
+def nonfinite_rows(column: Tensor) -> list[int]:
+    """The samples of a floating-point column that hold inf or nan."""
+    if not column.is_floating_point() or not column.numel():
+        return []
+    return (~column.isfinite().reshape(len(column), -1).all(1)).nonzero().flatten().tolist()
+
+
+def master_text(master: Tensor, weight: torch.dtype) -> str:
+    """What to say about a master whose weight, of this dtype, is not finite."""
+    if bool(master.isfinite().all()):
+        return f"master {float(master.abs().max()):.3g}, beyond the {torch.finfo(weight).max:.4g} of {weight}"
+    return "master nan" if bool(master.isnan().any()) else "master inf"
+
+
+def _called(module: str) -> str:
+    """A module by its name in named_modules()."""
+    return module or "the model itself"
+
+
+def _rest(count: int, shown: int) -> str:
+    return f" and {count - shown} more" if count > shown else ""

@@ -1,0 +1,271 @@
+"""Reads what each step reports, tells it to the telemetry, and ends a run that has diverged.
+
+Owns the averages between two log lines and the limits on bad steps. All ranks read the same numbers and so
+come to the same verdict at the same step. Never touches the device: it reads a step one step late.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import resource
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from launcher.config.schema import ScaleConfig
+from launcher.engine import StepReport, StepResult
+from launcher.engine.diagnostics.exponents import ExponentCounts
+from launcher.engine.limits import VOTES
+from launcher.errors import DataError, DivergedError
+from launcher.telemetry import Telemetry
+from launcher.training.gradient_stats import GradientLooks
+
+PARTS = ("data", "compute", "wire", "update")
+SCALES_TOLD = 10  # the latest changes of the loss scale that an error names
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in the run a step stands; `step` counts from 1 and includes skipped ones."""
+
+    epoch: int
+    step: int
+
+
+@dataclass
+class _Window:
+    """The steps since the last log line, and the time they took."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Totals:
+    """What the whole run has done so far, in training only (evaluation excluded); `last` of this process."""
+
+    samples: float = 0.0
+    seconds: float = 0.0
+    wire_bytes_per_step: int = 0
+    last: StepReport | None = None
+
+
+class Inspector(Protocol):
+    """Looks closer once a step has gone wrong. All ranks ask the same at the same step."""
+
+    def broken_weights(self) -> str: ...
+
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str: ...
+
+
+class Watch:
+    """Sees every step of a run, in order."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        limits: ScaleConfig,
+        log_every_steps: int,
+        device: torch.device,
+        inspector: Inspector,
+        gradients: GradientLooks,
+        totals: Totals | None = None,
+    ) -> None:
+        self._telemetry = telemetry
+        self._limits = limits
+        self._every = log_every_steps
+        self._device = device
+        self._inspector = inspector
+        self._gradients = gradients
+        self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_TOLD)  # (first step, scale)
+        self._waiting: tuple[Moment, StepResult, ExponentCounts | None, float] | None = None
+        self._previous = time.perf_counter()  # when the step before ended
+        self._last: Moment | None = None
+        self._window = _Window()
+        self._votes: tuple[int, ...] = (0,) * VOTES
+        self.totals = totals or Totals()
+
+    def see(self, moment: Moment, result: StepResult) -> None:
+        """Take a step in; report the one before, which the device has finished by now."""
+        self._report_waiting()
+        now = time.perf_counter()
+        self._waiting = (moment, result, self._gradients.look(moment.step), now - self._previous)
+        self._previous = now
+
+    def settle(self) -> None:
+        """Report the last step too; waits for the device."""
+        self._report_waiting()
+
+    def catch_up(self) -> None:
+        """Report and log the last step too. Called before an evaluation and at the end."""
+        self.settle()
+        if self._window.reports and self._last is not None:
+            self._log(self._last)
+
+    def refuse_fruitless_end(self, moment: Moment, counters: Mapping[str, int], held_out_loss: float) -> None:
+        """Raise DivergedError where a run that has reached its last step has nothing to show for it.
+
+        That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
+        it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
+        """
+        self.catch_up()
+        bad, told = counters["bad_losses"], "so the run is not done"
+        if bad:
+            raise DivergedError(
+                f"the loss was not finite in the last {bad} of {moment.step} steps, {told}. Check the input "
+                f"for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
+            )
+        if not counters["applied"]:
+            raise DivergedError(
+                f"none of {moment.step} steps was applied, because every gradient overflowed, {told}. Lower "
+                "precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
+                f"{self._evidence_of_last()}"
+            )
+        if not math.isfinite(held_out_loss):
+            raise DivergedError(
+                f"the loss on the held-out set is {held_out_loss} after the last of {moment.step} steps, "
+                f"{told}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
+            )
+
+    def resume(self) -> None:
+        """Training goes on after something else: that time is nobody's step."""
+        self._previous = time.perf_counter()
+
+    def take_votes(self) -> tuple[int, ...]:
+        """For each question, the votes in the steps reported since the last call: alike on all ranks."""
+        votes, self._votes = self._votes, (0,) * VOTES
+        return votes
+
+    def _report_waiting(self) -> None:
+        if self._waiting is None:
+            return
+        (moment, result, counts, seconds), self._waiting = self._waiting, None
+        report = result.read()
+        self._last = moment
+        self._window.reports.append(report)
+        self._window.seconds += seconds
+        self._votes = tuple(map(operator.add, self._votes, report.votes))
+        self.totals.last = report
+        self.totals.samples += report.count
+        self.totals.seconds += seconds
+        self.totals.wire_bytes_per_step = report.wire_bytes
+        self._telemetry.advance(moment.epoch, moment.step)
+        if not self._scales or self._scales[-1][1] != report.scale:
+            self._scales.append((moment.step, report.scale))
+        if report.skipped:
+            self._tell_of_skip(moment, report)
+            self._end_if_diverged(moment, report)
+        elif counts is not None:
+            self._gradients.tell(moment.epoch, moment.step, report.scale, counts)
+        if moment.step % self._every == 0:
+            self._log(moment)
+
+    def _tell_of_skip(self, moment: Moment, report: StepReport) -> None:
+        self._telemetry.emit(
+            "overflow",
+            moment.step,
+            epoch=moment.epoch,
+            scale=report.scale,
+            ranks=list(report.culprit_ranks),
+            parameters=list(report.culprit_parameters),
+            bad_losses=report.bad_losses,
+        )
+
+    def _end_if_diverged(self, moment: Moment, report: StepReport) -> None:
+        """Raise where going on is no use. The same on all ranks, so the inspector may communicate."""
+        if report.count == 0:
+            raise DataError(
+                f"step {moment.step} had no sample on any rank. Each step needs at least one: check the data."
+            )
+        broken = self._inspector.broken_weights() if report.bad_losses else ""
+        if broken:
+            raise DivergedError(
+                f"the loss was not finite in step {moment.step}, because weights are not: {broken}. No later "
+                "step can mend that. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
+                f"optim.clip_norm.\n{self._evidence(moment, report)}"
+            )
+        if report.bad_loss_steps >= self._limits.max_bad_losses:
+            raise DivergedError(
+                f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
+                f"{moment.step}. That is not the loss scale's fault: check the input for NaN, lower "
+                f"optim.lr, or set optim.clip_norm.\n{self._evidence(moment, report)}"
+            )
+        if report.floor_skips >= self._limits.max_floor_skips:
+            at, advice = self._floor(report.scale)
+            raise DivergedError(
+                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
+                f"{moment.step}. {advice}\n{self._evidence(moment, report)}"
+            )
+
+    def _floor(self, scale: float) -> tuple[str, str]:
+        """Where the gradient overflows although the scale cannot fall, and what to do about it."""
+        mode, least = self._limits.mode, self._limits.min
+        if mode == "none":
+            return (
+                " without a loss scale",
+                "Lower optim.lr, or make the loss smaller. wire.dtype=fp32 has more room.",
+            )
+        if mode == "static":
+            return (
+                f" at the constant loss scale {scale:g}",
+                "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic.",
+            )
+        lower = "" if least == 1 else " Lower precision.scale.min, too."
+        return (
+            f" at loss scale {scale:g}, the smallest allowed",
+            f"Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32.{lower}",
+        )
+
+    def _evidence(self, moment: Moment, report: StepReport) -> str:
+        """What is known of a step that ends the run: ranks, parameters, loss scale, and a closer look."""
+        names = report.culprit_parameters
+        parameters = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
+        lines = [
+            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {parameters}",
+            f"Loss scale: {scales}",
+            self._inspector.explain(
+                moment.epoch, moment.step, report.culprit_ranks, backward=not report.bad_losses
+            ),
+        ]
+        return "\n".join(lines)
+
+    def _evidence_of_last(self) -> str:
+        """The evidence of the last step; empty where that was taken by an earlier process of the run."""
+        if self._last is None or self.totals.last is None:
+            return ""
+        return f"\n{self._evidence(self._last, self.totals.last)}"
+
+    def _log(self, moment: Moment) -> None:
+        window, self._window = self._window, _Window()
+        reports, steps = window.reports, len(window.reports)
+        samples = sum(report.count for report in reports)
+        finite = [report for report in reports if not report.bad_losses] or reports
+        weight = sum(report.count for report in finite) or 1
+        latest = reports[-1]
+        self._telemetry.emit(
+            "step",
+            moment.step,
+            epoch=moment.epoch,
+            loss=sum(report.loss * report.count for report in finite) / weight,
+            lr=latest.lr,
+            grad_norm=latest.grad_norm,
+            scale=latest.scale,
+            skipped=latest.skipped_steps,
+            samples_per_s=samples / window.seconds,
+            step_ms=1e3 * window.seconds / steps,
+            **{f"{part}_ms": sum(r.spans_ms.get(part, 0.0) for r in reports) / steps for part in PARTS},
+            memory_bytes=_memory_bytes(self._device),
+        )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The largest amount of memory in use so far: on the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

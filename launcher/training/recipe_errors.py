@@ -1,0 +1,222 @@
+"""Exceptions of a recipe's own code as one message: what failed, in which line, and which rule that breaks.
+
+Owns the guard around the functions that a recipe hands out, and the search for the user's line in a
+traceback. What a user can act on already, a lack of memory and the loss of another rank pass unchanged.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from launcher.config.groups import recipes_dir
+from launcher.distributed.process_group import OF_ANOTHER
+from launcher.engine import EngineWarning, UnusableError
+from launcher.errors import DataError, LauncherError, OutOfMemoryError, RecipeError
+from launcher.process.shortage import TO_LOWER, shortage_of
+from launcher.recipe import Recipe
+
+Result = TypeVar("Result")
+OURS = Path(__file__).parents[1]
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+DTYPES = re.compile(
+    r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
+)  # of a linear layer or a product, of an einsum, of a convolution
+TARGET = re.compile(r"Target (-?\d+) is out of bounds")
+ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
+ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
+MODE_CHANGED = {
+    True: "the recipe's loss switched the network to evaluation mode while it is trained: batch norms then "
+    "keep their statistics, and dropout is off. Remove network.eval() from it: the launcher sets the mode "
+    "itself.",
+    False: "the recipe's loss switched the network to training mode while it is evaluated: batch norms then "
+    "learn from the validation set, and dropout is on. Remove network.train() from it: the launcher sets the "
+    "mode itself.",
+}
+
+
+def guarded(recipe: Recipe, log: Path) -> Recipe:
+    """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
+
+    A loss that changes the mode of the network is warned of, once.
+
+    `log` is the file that the full traceback will be in.
+    """
+    return replace(
+        recipe,
+        build_model=_guarded("build_model", recipe.build_model, log),
+        loss=_keeping_mode(_guarded("loss", recipe.loss, log)),
+        train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, log),
+        eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, log),
+    )
+
+
+@contextmanager
+def guarding(what: str, log: Path, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Raise what `recipe_failure` makes of an exception in the context."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        failure = recipe_failure(error, what, log, batch)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def recipe_failure(
+    error: BaseException, what: str, log: Path, batch: Mapping[str, Any] | None = None
+) -> LauncherError | None:
+    """The one message for an exception that `what` of a recipe raised; None for what passes unchanged."""
+    if isinstance(error, SystemExit):
+        return RecipeError(
+            f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){_at(error)}. Only the "
+            f"launcher ends a run: raise an exception instead. The full traceback is in {log}."
+        )
+    if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
+        return None
+    advice = TO_LOWER if batch is not None else "Hold fewer or smaller samples, or choose a smaller model."
+    shortage = shortage_of(error, what, _at(error), advice)
+    if isinstance(shortage, OutOfMemoryError):
+        return shortage
+    if shortage is not None or OF_ANOTHER.search(str(error)):
+        return None
+    rule = _rule(error, batch or {})
+    kind = DataError if rule else RecipeError
+    return kind(
+        f"{what} failed{_at(error)}: {type(error).__name__}: "
+        f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
+        f"{f' {rule}' if rule else ''} The full traceback is in {log}."
+    )
+
+
+def _at(error: BaseException) -> str:
+    place = place_of(error)
+    return f" at {place}" if place else ""
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line, in function` of the innermost line of the user's; empty where there is none."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if _is_the_users(code):
+            place = f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
+        frame = frame.tb_next
+    return place
+
+
+def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[..., Result]:
+    what = f"the recipe's {name}{_defined(function)}"
+
+    @functools.wraps(function, updated=())
+    def call(*arguments: Any) -> Result:
+        batch = next((each for each in arguments if isinstance(each, dict)), None)
+        with guarding(what, log, batch):
+            return function(*arguments)
+
+    return call
+
+
+def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
+    """The same with a warning, once, where it leaves the network in another mode than it was given.
+
+    A part of the network may be switched on purpose, such as a batch norm whose statistics are to stay.
+    """
+    warned = False
+
+    @functools.wraps(loss, updated=())
+    def call(network: nn.Module, *more: Any) -> Result:
+        nonlocal warned
+        training = network.training
+        found = loss(network, *more)
+        if network.training != training and not warned:
+            warned = True
+            warnings.warn(MODE_CHANGED[training], EngineWarning, stacklevel=2)
+        return found
+
+    return call
+
+
+def _defined(function: Callable[..., Any]) -> str:
+    """The function's name, where it is not the user's own: then no line of a traceback shows it."""
+    code = getattr(function, "__code__", None)
+    own = isinstance(code, CodeType) and _is_the_users(code)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return "" if own else f" ({name})"
+
+
+def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
+    """What the data must be like, where it is the data that does not fit; else empty."""
+    if isinstance(error, KeyError) and batch and not _is_raised(error) and error.args[0] not in batch:
+        return (
+            f"A batch has the columns {', '.join(batch)}. Read one of these, or add the missing one to the "
+            "recipe's TensorData."
+        )
+    if isinstance(error, IndexError) and (found := TARGET.search(str(error))):
+        label = int(found[1])
+        more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
+        return (
+            "A label must lie between 0 and the number of the model's outputs less one. Give it "
+            f"{more}, or correct the labels."
+        )
+    if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(str(error)):
+        return (
+            "A batch norm divides by the variance of a channel, and a single value per channel has none. "
+            "Give each rank at least two samples per forward pass: raise data.batch_size or "
+            "data.micro_batch, set data.drop_last=true if it is the rest of an epoch, or use nn.LayerNorm."
+        )
+    if isinstance(error, ValueError) and ONE_PER_SAMPLE.search(str(error)):
+        return (
+            "An instance norm divides by the variance of a sample's channel, which is a single value here. "
+            "Give the model larger inputs, reduce their size less before it, or use nn.GroupNorm."
+        )
+    if isinstance(error, RuntimeError) and DTYPES.search(str(error)) and (columns := _not_fp32(batch)):
+        return (
+            f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "
+            "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."
+        )
+    return ""
+
+
+def _not_fp32(batch: Mapping[str, Any]) -> str:
+    """The columns that a model's arithmetic may refuse, with dtype and shape.
+
+    Integers only where no column is float64: most are labels.
+    """
+    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
+    double = {name: each for name, each in tensors.items() if each.dtype == torch.float64}
+    chosen = double or {name: each for name, each in tensors.items() if not each.is_floating_point()}
+    return " and ".join(
+        f"the column {name} of {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+        for name, each in chosen.items()
+    )
+
+
+def _is_raised(error: Exception) -> bool:
+    """Whether a `raise` in Python code is the origin, rather than an operation such as `batch["image"]`."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is None or dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _is_the_users(code: CodeType) -> bool:
+    file = code.co_filename
+    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+        return False
+    path = Path(file).absolute()
+    if path.is_relative_to(recipes_dir()):
+        return True
+    return not path.is_relative_to(OURS) and not any(path.is_relative_to(each) for each in LIBRARIES)

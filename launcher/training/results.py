@@ -1,0 +1,129 @@
+"""What a run leaves behind when it ends: result.json, the report, the pictures.
+
+Owns the summary of a finished run and the digest of its weights. Writing a picture may fail without
+failing the run; the result may not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config.schema import Config
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import Stepper
+from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.state import counters_of
+from launcher.errors import StorageError, in_words
+from launcher.evaluation.evaluate import Evaluation, classification_report_text, confusion_matrix
+from launcher.recipe import Used
+from launcher.report.gradient_plot import draw_exponents
+from launcher.report.page import write_report
+from launcher.report.plots import draw_confusion_matrix, draw_curves
+from launcher.run_dir.atomic import write_text
+from launcher.run_dir.records import write_result
+from launcher.run_dir.status import FILE_NAME, mark_ended
+from launcher.telemetry import Telemetry
+from launcher.training.monitor import Totals
+
+
+def weights_sha256(stepper: Stepper) -> str:
+    """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes."""
+    tensors: dict[str, Tensor] = {name: p.float() for name, p in named_parameters(stepper.model).items()}
+    tensors |= stepper.named_masters() | named_buffers(stepper.model)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def result(
+    config: Config,
+    env: WorkerEnv,
+    stepper: Stepper,
+    used: Used,
+    metric: str,
+    evaluation: Evaluation | None,
+    totals: Totals,
+) -> dict[str, Any]:
+    """The content of result.json, but for what only the caller knows (steps and seconds).
+
+    `metric` is the name of the one that runs are compared by: the loss where the evaluation has not got it.
+    """
+    counters = counters_of(stepper.scale)
+    content: dict[str, Any] = {
+        "state": "done",
+        "exit": 0,
+        "recipe": config.recipe.name,
+        "model": used.model,
+        "data": used.data,
+        "precision": config.precision.name,
+        "world_size": env.world_size,
+        "metric_name": metric,
+        "metric": None,
+        "metrics": {},
+        "applied_steps": counters["applied"],
+        "skipped_steps": counters["skipped"],
+        "scale": float(stepper.scale.value()),
+        "samples_per_s": totals.samples / totals.seconds if totals.seconds else None,
+        "wire_bytes_per_step": totals.wire_bytes_per_step,
+        "parameters": sum(p.numel() for p in stepper.model.parameters()),
+        "state_bytes": stepper.state_bytes(),
+        "weights_sha256": weights_sha256(stepper),
+    }
+    if evaluation is not None:
+        content["metrics"] = {"loss": evaluation.loss, **evaluation.metrics}
+        content["metric_name"] = metric if metric in content["metrics"] else "loss"
+        content["metric"] = content["metrics"][content["metric_name"]]
+        if evaluation.classes is not None:
+            content["classes"] = list(evaluation.classes)
+            content["confusion_matrix"] = confusion_matrix(evaluation).tolist()
+    if env.device.type == "cuda":
+        content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(env.device)
+    return content
+
+
+def write_files(
+    run_dir: Path, content: dict[str, Any], evaluation: Evaluation | None, telemetry: Telemetry
+) -> None:
+    """The classification report, then result.json, which says that the run is done. Raises StorageError."""
+    try:
+        if evaluation is not None and evaluation.classes is not None:
+            text = classification_report_text(evaluation)
+            write_text(run_dir / "classification_report.txt", text)
+            telemetry.emit("report", content["steps"], text=text)
+        write_result(run_dir, content)
+    except OSError as error:
+        raise StorageError(
+            f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
+            "make room and run it again."
+        ) from error
+
+
+def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:
+    """result.json of a run that did not get to its end; what cannot be written then is only in the log."""
+    with contextlib.suppress(OSError):
+        write_result(run_dir, {"state": state, "exit": exit_code, "error": in_words(error)})
+    mark_end(run_dir, state, exit_code)
+
+
+def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
+    """status.json once more: its sink is given up for good where the disk was full for a moment."""
+    with contextlib.suppress(OSError):
+        mark_ended(run_dir / FILE_NAME, state, exit_code)
+
+
+def write_page(run_dir: Path, telemetry: Telemetry) -> None:
+    """Pictures and report.html, from the files of the run alone; a failure is a warning."""
+    try:
+        draw_curves(run_dir)
+        draw_confusion_matrix(run_dir)
+        draw_exponents(run_dir)
+        write_report(run_dir)
+    except Exception as error:  # a picture is no reason to fail a run that is complete
+        telemetry.warn(f"the report could not be drawn: {type(error).__name__}: {error}")

@@ -1,0 +1,277 @@
+"""A thread of each rank that ends it where its main thread no longer can.
+
+Over NCCL a lost rank raises nothing in those that wait for it: they sit in a wait of C, where no handler of
+a signal runs, and torch's own watchdog would abort the process without naming anyone. This one looks for the
+failure of another rank, for signs of life of its own main thread, and for signals that one has not taken.
+It writes verdict and stacks, and leaves without waking the main thread: a collective that was aborted returns
+garbage without an error, and what nobody reads cannot be applied or saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from launcher.config.schema import Config
+from launcher.distributed import stranded
+from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
+from launcher.distributed.process_group import (
+    LEAVE_S,
+    LaunchEnv,
+    claim_first_failure,
+    first_failure,
+    leave_word,
+    limit_silence,
+    reason_of,
+)
+from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
+from launcher.errors import LauncherError, PreemptedError, StalledError
+from launcher.run_dir.atomic import open_plain
+from launcher.run_dir.records import stacks_path, write_result
+from launcher.run_dir.status import FILE_NAME, mark_failed
+from launcher.training.signals import STOPPING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOK_EVERY_S = 1.0
+LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, and knows more
+SETTLE_S = 3.0  # for the same after another rank has failed
+DEAF_S = 5.0  # without a sign of life after a signal: who is slow is not lost
+ASK_AGAIN_S = 5.0
+CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
+PAUSE_S = 3.0  # who has not looked for longer was stopped itself
+SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills who was asked to stop
+WRITE_S = 10.0
+
+log = logging.getLogger("launcher")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why this rank leaves, and with which exit code. `writer` writes the run's files, if it can."""
+
+    text: str
+    exit_code: int
+    writer: int = 0
+
+
+class Watchdog:
+    """Watches the main thread of this rank while the context lasts. Does nothing where `store` is None."""
+
+    def __init__(
+        self, config: Config, launch: LaunchEnv, store: dist.Store | None, job: str, heartbeat: Heartbeat
+    ) -> None:
+        self._run_dir, self._limits = Path(config.run.dir), config.launch
+        self._launch, self._store, self._job = launch, store, job
+        self._heartbeat = heartbeat
+        self._under_way = False
+        self._failed: tuple[float, BaseException] | None = None
+        self._thread: threading.Thread | None = None
+        self._asked: tuple[float, signal.Signals] | None = None
+        self._other_failed_s: float | None = None
+        self._asked_roll_s = float("-inf")
+
+    def __enter__(self) -> Watchdog:
+        # Where the parent watches, it sees the signs of life of all ranks and ends them.
+        if self._store is not None and not self._heartbeat.watched:
+            self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._woken_before = _wake(self._write)
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            _wake(self._woken_before)
+            thread, self._thread = self._thread, None
+            os.write(self._write, b"\0")
+            thread.join(LEAVE_S + CLEAN_UP_S)  # longer where the store does not answer: it ends by itself
+
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Say at once that this rank fails, where it does: cleaning up may take long."""
+        try:
+            yield
+        except BaseException as error:
+            claim_first_failure(self._store, self._job, self._launch.rank)
+            self._failed = time.monotonic(), error
+            raise
+
+    def tighten(self) -> None:
+        """The first step is done: from here on launch.stall_s holds."""
+        self._under_way = True
+
+    def _watch(self) -> None:
+        from torch.distributed import DistError
+
+        assert self._store is not None
+        store: dist.Store | None = None
+        looked_s = since_s = time.monotonic()
+        while not self._told_to_end():
+            now = time.monotonic()
+            since_s = now if now - looked_s > LOOK_EVERY_S + PAUSE_S else since_s
+            beat = self._heartbeat.latest
+            beat = Beat(beat.phase, beat.step, min(beat.age_s, now - since_s))
+            try:
+                if store is None:
+                    # A connection of its own: a wait of the main thread holds the lock of the other one.
+                    store = self._store.clone()  # type: ignore[attr-defined]
+                    limit_silence(self._limits.stall_s)
+                    roll_call = RollCall(store, self._job, self._launch.rank, self._launch.world_size)
+                verdict = self._look(store, roll_call, beat)
+            except DistError:
+                verdict = self._of_lost_store(beat)
+            looked_s = time.monotonic()  # an answer of the store that takes long is no pause
+            if verdict is not None:
+                self._leave(verdict, store)
+        if store is not None:
+            with contextlib.suppress(DistError):
+                roll_call.leave()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _told_to_end(self) -> bool:
+        """Wait for the next look; note signals, whose numbers the interpreter writes into the pipe."""
+        if not select.select([self._read], [], [], LOOK_EVERY_S)[0]:
+            return False
+        arrived = os.read(self._read, 4096)
+        for number in arrived:
+            if number in STOPPING and self._asked is None:
+                self._asked = time.monotonic(), signal.Signals(number)
+        return 0 in arrived
+
+    def _look(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Verdict | None:
+        roll_call.answer(beat)
+        if self._failed is not None:
+            return self._of_slow_clean_up(*self._failed)
+        if verdict := self._of_other_failure(store, beat):
+            return verdict
+        if not (self._is_overdue(beat) or self._is_deaf(beat)):
+            return None
+        if time.monotonic() - self._asked_roll_s < ASK_AGAIN_S:
+            return None
+        places = roll_call.ask(beat)
+        self._asked_roll_s = time.monotonic()
+        if self._heartbeat.latest.age_s < ANSWER_S:  # the main thread has come on meanwhile
+            return None
+        writer = min(places)
+        if self._is_overdue(beat) and (text := who_stalls(places, self._launch.world_size, self._under_way)):
+            return Verdict(text, StalledError.exit_code, writer)
+        return self._of_signal(missing(places, self._launch.world_size), places, writer)
+
+    def _is_overdue(self, beat: Beat) -> bool:
+        limits = self._limits
+        if not self._under_way:
+            return beat.age_s >= limits.init_timeout_s + LEEWAY_S
+        return beat.age_s >= limit_s(beat.phase, limits.stall_s) + LEEWAY_S
+
+    def _is_deaf(self, beat: Beat) -> bool:
+        """Whether the main thread has shown no sign of life since it was asked to stop."""
+        if self._asked is None or beat.phase not in IN_A_STEP | {"report"}:
+            return False
+        return min(beat.age_s, time.monotonic() - self._asked[0]) >= DEAF_S
+
+    def _of_slow_clean_up(self, since_s: float, error: BaseException) -> Verdict | None:
+        if time.monotonic() - since_s < CLEAN_UP_S:
+            return None
+        code = error.exit_code if isinstance(error, LauncherError) else 1
+        return Verdict(f"rank {self._launch.rank} failed: {error}", code, self._launch.rank)
+
+    def _of_other_failure(self, store: dist.Store, beat: Beat) -> Verdict | None:
+        first = first_failure(store, self._job)
+        if first is None or first == self._launch.rank:
+            return None
+        now = time.monotonic()
+        self._other_failed_s = self._other_failed_s or now
+        if min(now - self._other_failed_s, beat.age_s) < SETTLE_S:
+            return None
+        text, exit_code = reason_of(store, self._job, first)
+        # Who was asked to stop leaves after the same step as all others, saved.
+        return None if exit_code == PreemptedError.exit_code else Verdict(text, exit_code)
+
+    def _of_signal(self, silent: list[int], places: dict[int, Beat | None], writer: int) -> Verdict | None:
+        """Asked to stop, and another rank does not come: dead, where torchrun sent the signal for that."""
+        if self._asked is None:
+            return None
+        asked_s, number = self._asked
+        stopped = f"stopped by {number.name} before a checkpoint could be written"
+        if silent:
+            ranks = ", ".join(map(str, silent))
+            return Verdict(f"rank {ranks} has died or does not answer; the others were {stopped}.", 1, writer)
+        late = time.monotonic() - asked_s >= SAVED_UNTIL * self._limits.grace_s
+        waits = len(last_ranks(places)) < self._launch.world_size
+        if late and waits and (text := who_stalls(places, self._launch.world_size, self._under_way)):
+            return Verdict(f"{stopped}: {text}", 128 + number, writer)
+        return None
+
+    def _of_lost_store(self, beat: Beat) -> Verdict | None:
+        if self._failed is not None:
+            return self._of_slow_clean_up(*self._failed)
+        if not self._is_overdue(beat):
+            return None
+        rank = self._launch.rank
+        return Verdict(
+            f"rank {rank} waited for {beat.age_s:.0f} s, and rank 0's machine "
+            f"({os.environ.get('MASTER_ADDR')}), where the ranks meet, does not answer: that machine, or "
+            "the link to it, is gone.",
+            StalledError.exit_code,
+            rank,
+        )
+
+    def _leave(self, verdict: Verdict, store: dist.Store | None) -> None:
+        """Write down why, and end this process. The main thread may hold any lock: all is bounded in time."""
+        faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
+        rank = self._launch.rank
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(open_plain(stacks_path(self._run_dir, rank), flags), "ab") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        if rank == verdict.writer:
+            with contextlib.suppress(OSError):
+                ended = {"state": "failed", "exit": verdict.exit_code, "error": verdict.text}
+                write_result(self._run_dir, ended)
+                mark_failed(self._run_dir / FILE_NAME, verdict.exit_code, self._heartbeat.steps_done)
+        if rank == verdict.writer or self._launch.local_rank == 0:
+            with contextlib.suppress(OSError):
+                os.write(2, f"error: {verdict.text}\n".encode())
+        if store is not None:
+            leave_word(store, self._job, self._launch, verdict.text, verdict.exit_code)
+        log.error("rank %d: %s Stacks: %s", rank, verdict.text, stacks_path(self._run_dir, rank))
+        for child in multiprocessing.active_children():
+            child.terminate()
+        with contextlib.suppress(OSError):
+            stranded.watch(os.environ)
+        os._exit(verdict.exit_code)
+
+
+def _wake(descriptor: int) -> int:
+    """Have the numbers of signals written there (-1: nowhere); where they were written before.
+
+    Only the main thread takes signals, and only it may ask for that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return -1
+    _keep_to_this_process()
+    return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+
+
+@functools.cache
+def _keep_to_this_process() -> None:
+    """A forked child would write its own signals into the same pipe."""
+    os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))

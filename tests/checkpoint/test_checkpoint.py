@@ -1,0 +1,702 @@
+"""Checkpoints: what is written is read back bit for bit; everything else is refused with its reason."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import hashlib
+import json
+import os
+import pickle
+import threading
+from base64 import b64encode
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+from torch import nn
+
+from launcher.checkpoint import (
+    Due,
+    Identity,
+    Origin,
+    Progress,
+    Snapshot,
+    Writer,
+    best_intact,
+    load,
+    newest_intact,
+    publish,
+    restore,
+    resume,
+    retain,
+    take,
+    verify,
+)
+from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
+from launcher.checkpoint.tensors import write_tensors
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
+from launcher.errors import ConfigError, LauncherError, StorageError
+from launcher.training.results import weights_sha256
+from tests.configs import composed
+from tests.engine.observe import state_digest, train
+from tests.models import Odd, conv_net, features
+from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot
+
+ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+ORIGIN = Origin(1, "none")
+ROOT = Path(__file__).parents[2]
+
+
+def taken(stepper: Stepper, step: int) -> Snapshot:
+    identity = Identity.of(composed(), stepper.model, 100)
+    found = take(stepper, ALONE, identity, ORIGIN, Progress(0, step, 4 * step))
+    assert found is not None
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by the compiler's first import
+def test_a_snapshot_of_compiled_modules_has_the_names_of_plain_ones() -> None:
+    plain, compiled = conv_net(), conv_net()
+    compiled[1] = torch.compile(compiled[1], backend="eager")
+    steppers = [Stepper(model, SGD(0.1)) for model in (plain, compiled)]
+    assert same(*(taken(stepper, 1) for stepper in steppers))
+    assert len({weights_sha256(stepper) for stepper in steppers}) == 1
+
+
+# What is written is read back
+
+
+def test_every_field_of_a_snapshot_survives(tmp_path: Path) -> None:
+    written = snapshot(metric=0.5)
+    for part in (written, written.engine):
+        for field in fields(part):
+            assert getattr(part, field.name), f"{field.name} is empty here, so its loss would go unnoticed"
+    found = load(publish(tmp_path, written))
+    assert same(found, written)
+
+
+def test_the_files_of_format_1_are_read_and_written(tmp_path: Path) -> None:
+    """Spelt out here and not by our writer, because runs of earlier versions hold such files.
+
+    Whoever changes a name, a key or an encoding gives the new format another number.
+    """
+    made = snapshot(7, metric=0.5)
+    engine, counts = made.engine, made.rank_buffers["norm.count"]
+    contents = {
+        "weights.safetensors": save(engine.weights | engine.buffers),
+        "optimizer.safetensors": save(engine.optimizer | {"buffer_by_rank/norm.count": counts}),
+        "state.json": json.dumps(
+            {
+                "progress": {"epoch": 0, "step": 7, "samples": 70},
+                "counters": {"exponent": 16, "clean": 7, "lives": 1, "applied": 7, "skipped": 2},
+                "metric": {"name": "accuracy", "value": 0.5, "lower_is_better": False},
+                "identity": vars(IDENTITY),
+                "origin": {"world_size": 2, "reference_count": 4, "wire": "fp16 native"},
+                "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
+                "extra": {"wandb": "run-1", "best": "inf"},
+                "weights": {"fc.weight": "float32 [3, 4]", "fc.bias": "float32 [3]"},
+                "buffers": {"norm.count": "int64 []"},
+                "optimizer": {"exp_avg/fc.weight": "float32 [3, 4]", "exp_avg/fc.bias": "float32 [3]"},
+                "rank_buffers": {"buffer_by_rank/norm.count": "int64 [2]"},
+                "random": {"cpu": [b64encode(bytes(row)).decode() for row in made.random["cpu"].tolist()]},
+            }
+        ).encode(),
+    }
+    path = tmp_path / "by hand" / "step-00000007"
+    path.mkdir(parents=True)
+    files = {}
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+        files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
+    text = json.dumps({"files": files, "format": 1, "step": 7}, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(f'{{"content": {text}, "sha256": "{digest}"}}\n')
+    of_old = replace(engine, reference_count=4, scale_mode=None)  # what its state.json does not have
+    assert same(load(path), replace(made, engine=of_old))
+
+    ours = publish(tmp_path / "ours", made)
+    assert ours.name == path.name
+    assert {file.name for file in ours.iterdir()} == {*contents, "manifest.json"}
+    state, expected = (json.loads((folder / "state.json").read_bytes()) for folder in (ours, path))
+    assert expected.items() <= state.items(), "versions that know nothing of later keys read it too"
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        found, wanted = load_file(ours / name), load_file(path / name)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    manifest = json.loads((ours / "manifest.json").read_bytes())
+    assert manifest["content"].keys() == {"files", "format", "step"}
+    assert manifest["sha256"] == hashlib.sha256(json.dumps(manifest["content"]).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("metric", [None, float("inf"), -1.5])
+def test_metrics_that_json_has_no_word_for(tmp_path: Path, metric) -> None:
+    written = snapshot(metric=metric, lower_is_better=True)
+    assert load(publish(tmp_path, written)).metric == written.metric
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64]
+DTYPES += [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=5).filter(lambda name: name.isprintable()),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=6,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_the_library_reads_what_we_write(tmp_path_factory, kinds) -> None:
+    tensors = {name: torch.randint(2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}
+    path = tmp_path_factory.mktemp("tensors") / "file"
+    written = write_tensors(path, tensors, {"format": "pt"})
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in tensors.items())
+    assert written.size_bytes == path.stat().st_size
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
+
+
+def test_a_dtype_without_a_word_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    odd = replace(snapshot().engine, buffers={"wave": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(StorageError, match=r"wave is torch\.complex128"):
+        publish(tmp_path, replace(snapshot(), engine=odd))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1, 0.9), AdamW(0.01), TorchOptimizer(torch.optim.Adam, 0.01)])
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_a_run_goes_on_from_files_bit_for_bit(tmp_path: Path, optimizer, policy) -> None:
+    """With dropout, so that the generator's state matters, and from another process's random state."""
+
+    def stepper_of() -> Stepper:
+        return Stepper(nn.Sequential(conv_net(), nn.Dropout(0.5)), optimizer, policy, reference_count=4)
+
+    def run(stepper: Stepper, steps: range) -> None:
+        for step in steps:
+            train(stepper, *features(4, step, (3, 8, 8)))
+
+    torch.manual_seed(1)
+    whole = stepper_of()
+    torch.manual_seed(2)
+    run(whole, range(3))
+    path = publish(tmp_path, taken(whole, 3))
+    run(whole, range(3, 6))
+
+    second = stepper_of()
+    torch.manual_seed(99)
+    identity = Identity.of(composed(), second.model, 100)
+    resumption = resume(ALONE, tmp_path, "auto", identity)
+    assert resumption.path == path
+    assert resumption.snapshot is not None
+    restore(second, resumption.snapshot, ALONE)
+    run(second, range(3, 6))
+    assert state_digest(second, counters=True) == state_digest(whole, counters=True)
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers", "counters", "random"])
+def test_leaving_any_part_out_of_the_file_is_noticed(tmp_path: Path, part) -> None:
+    """With that part as in a fresh run, the resumed one ends elsewhere."""
+
+    def stepper_of() -> Stepper:
+        model = nn.Sequential(conv_net(), nn.Dropout(0.5))
+        return Stepper(model, AdamW(0.01), learning_rates=[0.1 / (1 + step) for step in range(6)])
+
+    torch.manual_seed(2)
+    first = stepper_of()
+    for step in range(3):
+        train(first, *features(4, step, (3, 8, 8)))
+    whole = load(publish(tmp_path, taken(first, 3)))
+    torch.manual_seed(99)
+    fresh = taken(stepper_of(), 0)
+    if part == "random":
+        lacking = replace(whole, random=fresh.random)
+    else:
+        lacking = replace(whole, engine=replace(whole.engine, **{part: getattr(fresh.engine, part)}))
+    digests = []
+    for made in (whole, lacking):
+        second = stepper_of()
+        restore(second, made, ALONE)
+        for step in range(3, 6):
+            train(second, *features(4, step, (3, 8, 8)))
+        digests.append(state_digest(second))
+    assert digests[0] != digests[1]
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    model = conv_net().to(memory_format=torch.channels_last)
+    stepper = Stepper(model, AdamW(0.01), reference_count=4)
+    before = taken(stepper, 0)
+    kept = {name: tensor.clone() for name, tensor in before.engine.weights.items()}
+    train(stepper, *features(4, 0, (3, 8, 8)))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in before.engine.weights.items())
+
+
+def test_tied_weights_are_kept_once_and_named_twice(tmp_path: Path) -> None:
+    stepper = Stepper(Odd(), AdamW(0.01))
+    made = taken(stepper, 0)
+    assert made.names["tied.weight"] == made.names["first.weight"] == "first.weight"
+    assert "tied.weight" not in made.engine.weights
+    assert set(made.names) == set(stepper.model.state_dict())
+    assert same(load(publish(tmp_path, made)), made)
+
+
+def test_publishing_a_step_again(tmp_path: Path) -> None:
+    """The same state is left alone, a damaged one replaced, another one refused."""
+    path = publish(tmp_path, snapshot(7))
+    inode = path.stat().st_ino
+    assert publish(tmp_path, snapshot(7)).stat().st_ino == inode
+    other = replace(snapshot(7), engine=snapshot(8).engine)
+    with pytest.raises(StorageError, match="step 7 cannot be written"):
+        publish(tmp_path, other)
+    assert same(load(path), snapshot(7))
+    (path / STATE).write_text("{}")
+    publish(tmp_path, other)
+    assert same(load(path), other)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["damaged-step-00000007", "step-00000007"]
+
+
+def averaged(made: Snapshot, **changes: Any) -> Snapshot:
+    """As an evaluation leaves it: the ranks' buffers are those of all."""
+    buffers = {"norm.count": torch.tensor(9)}
+    return replace(made, engine=replace(made.engine, buffers=buffers), rank_buffers={}, **changes)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_evaluation_that_was_owed_is_added(tmp_path: Path, monkeypatch, can_exchange) -> None:
+    """A run that stopped before its evaluation goes on with it, and saves the same weights as the best."""
+    if not can_exchange:
+        monkeypatch.setattr("launcher.checkpoint.format.RENAME_EXCHANGE", 1 << 20)
+    path = publish(tmp_path, snapshot(7))
+    evaluated = averaged(snapshot(7, metric=0.9))
+    assert publish(tmp_path, evaluated) == path
+    assert same(load(path), evaluated)
+    publish(tmp_path, snapshot(7))
+    publish(tmp_path, averaged(snapshot(7, metric=0.1)))
+    assert same(load(path), evaluated), "what has been measured stays"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_it_is_added_in_one_step_where_the_file_system_can(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names relative to it are exchanged too
+    for name in ("one", "other"):
+        Path(name).mkdir()
+    if ctypes.CDLL(None).renameat2(-100, b"one", -100, b"other", 2):
+        pytest.skip("this file system cannot exchange two names")
+    path = publish(Path("checkpoints"), snapshot(7))
+    renamed: list[object] = []
+    monkeypatch.setattr(os, "rename", lambda *names: renamed.append(names))
+    publish(Path("checkpoints"), averaged(snapshot(7, metric=0.9)))
+    assert renamed == []
+    assert same(load(path), averaged(snapshot(7, metric=0.9)))
+
+
+def test_names_of_what_was_set_aside_never_meet(tmp_path: Path) -> None:
+    for _ in range(4):
+        (path,) = publish_steps(tmp_path, 7)
+        (path / STATE).unlink()
+        assert newest_intact(tmp_path).path is None
+    kept = ["damaged-step-00000007", *(f"damaged-step-00000007-{number}" for number in (2, 3, 4))]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == kept
+
+
+# Order, choice, retention
+
+
+def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(tmp_path: Path) -> None:
+    for age, path in enumerate(publish_steps(tmp_path, 9, 10, 99_999_999, 100_000_000)):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    newest = newest_intact(tmp_path).path
+    assert newest is not None
+    assert newest.name == "step-100000000"
+
+
+@pytest.mark.parametrize(("lower", "best"), [(False, 2), (True, 4)])
+def test_the_best_by_metric_is_found_and_kept(tmp_path: Path, lower, best) -> None:
+    metrics = {1: 0.5, 2: 0.9, 3: None, 4: 0.1, 5: float("nan"), 6: 0.3}
+    with Writer(tmp_path, keep=1) as writer:
+        for step, metric in metrics.items():
+            writer.publish(lambda step=step, metric=metric: snapshot(step, metric, lower))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [f"step-{best:08d}", "step-00000006"]
+    assert best_intact(tmp_path) == tmp_path / f"step-{best:08d}"
+
+
+@given(good=st.lists(st.booleans(), min_size=1, max_size=5), keep=st.integers(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_retention_keeps_the_newest_good_ones(tmp_path_factory, good, keep) -> None:
+    directory = tmp_path_factory.mktemp("kept")
+    paths = publish_steps(directory, *range(1, len(good) + 1))
+    for path, is_good in zip(paths, good, strict=True):
+        if not is_good:
+            (path / WEIGHTS).unlink()
+    expected = [path for path, is_good in zip(paths, good, strict=True) if is_good][-keep:]
+    deleted = retain(directory, keep)
+    assert all(path.exists() and not verify(path) for path in expected)
+    assert all(path < min(expected) for path in deleted)
+    assert [path for path in paths if path.exists() and not verify(path)] == expected
+
+
+def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Path) -> None:
+    publish_steps(tmp_path, 1)
+    (tmp_path / ".unfinished-step-00000009-0a1b2c3d").touch()  # somebody's: ours are directories
+    with Writer(tmp_path, keep=1) as writer:
+        writer.publish(lambda: snapshot(2))
+        report = writer.wait()
+    assert report is not None
+    assert report.path == tmp_path / "step-00000002"
+    assert report.size_bytes == sum(file.stat().st_size for file in report.path.iterdir())
+    assert isinstance(report.error, StorageError)
+    assert "old checkpoints" in str(report.error)
+    assert "cannot be deleted: Not a directory" in str(report.error)
+
+
+def test_going_back_sets_the_later_course_aside(tmp_path: Path) -> None:
+    publish_steps(tmp_path, 1, 2, 3)
+    resumption = resume(ALONE, tmp_path, str(tmp_path / "step-00000002"), IDENTITY)
+    assert resumption.snapshot is not None
+    assert resumption.snapshot.progress.step == 2
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["replaced-step-00000003", "step-00000001", "step-00000002"]
+    publish_steps(tmp_path, 3, 4)
+    back = resume(ALONE, tmp_path, str(tmp_path / "replaced-step-00000003"), IDENTITY)
+    assert same(back.snapshot, snapshot(3))
+    assert [path.name for path in tmp_path.glob("step-*0[34]")] == [], "another course, of the same step too"
+    assert resume(ALONE, tmp_path, "never", IDENTITY).snapshot is None
+    assert newest_intact(tmp_path).path is None
+
+
+def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path: Path) -> None:
+    old, new = tmp_path / "old" / "checkpoints", tmp_path / "new" / "checkpoints"
+    publish_steps(old, 1, 2)
+    for wish in (old.parent, old, old / "step-00000002"):
+        assert same(resume(ALONE, new, str(wish), IDENTITY).snapshot, snapshot(2))
+    publish_steps(new, 3)
+    assert resume(ALONE, new, str(old), IDENTITY).path == new / "step-00000003"
+    (new / "step-00000003" / WEIGHTS).unlink()
+    assert resume(ALONE, new, str(old), IDENTITY).path == old / "step-00000002"
+    assert [path.name for path in new.iterdir()] == ["damaged-step-00000003"]
+    assert len(list(old.iterdir())) == 2
+
+
+# Writing behind the training
+
+
+def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, monkeypatch) -> None:
+    started, may_finish = threading.Event(), threading.Event()
+
+    def slow(directory: Path, taken: Snapshot) -> Path:
+        started.set()
+        assert may_finish.wait(10)
+        return publish(directory, taken)
+
+    monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
+    with Writer(tmp_path, keep=2) as writer:
+        assert writer.publish(lambda: snapshot(1)) is None
+        assert started.wait(10)
+        assert writer.poll() is None  # the training goes on meanwhile
+        assert not list(tmp_path.iterdir())
+        threading.Timer(0.05, may_finish.set).start()
+
+        def take_second() -> Snapshot:
+            assert (tmp_path / "step-00000001").exists(), "two snapshots would be in memory"
+            return snapshot(2)
+
+        first = writer.publish(take_second)
+        assert first is not None
+        assert (first.step, first.error) == (1, None)
+        second = writer.wait()
+        assert second is not None
+        assert second.size_bytes == sum(file.stat().st_size for file in second.path.iterdir())
+        assert writer.wait() is writer.poll() is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+
+
+def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
+    with Writer(tmp_path, keep=2) as writer:
+        writer.publish(lambda: snapshot(1))
+    assert same(load(tmp_path / "step-00000001"), snapshot(1))
+
+
+def test_a_rank_without_a_snapshot_writes_nothing(tmp_path: Path) -> None:
+    with Writer(tmp_path, keep=1) as writer:
+        assert writer.publish(lambda: None) is None
+        assert writer.wait() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_when_one_is_due(monkeypatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("launcher.checkpoint.async_writer.time.monotonic", lambda: now)
+    due = Due(every_steps=3, every_s=60)
+    assert [step for step in range(1, 8) if due.after_step(step)] == [3, 6]
+    assert not due.by_clock()
+    now += 60
+    assert due.by_clock()
+    due.done()
+    assert not due.by_clock()
+    never = Due(None, None)
+    now += 1e9
+    assert not never.by_clock()
+    assert not never.after_step(1)
+
+
+# Refusals
+
+
+def other(**changes) -> Identity:
+    return replace(IDENTITY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("identity", "text"),
+    [
+        (other(recipe="bert"), "recipe is cnn there and bert here"),
+        (other(model="large"), "model is small there and large here"),
+        (other(optimizer="sgd"), "optimizer is adamw there and sgd here"),
+        (other(precision="fp32"), "precision is fp16 there and fp32 here"),
+        (other(data="cifar10"), "data is digits there"),
+        (other(seed=1), "seed is 0 there and 1 here"),
+        (other(num_samples=90), "num_samples is 100 there and 90 here"),
+        (other(batch_size=20), "batch_size is 10 there and 20 here"),
+        (other(drop_last=True), "drop_last is False there"),
+        (other(tensors={**IDENTITY.tensors, "fc.bias": [5]}), r"fc\.bias is \[3\] there and \[5\] here"),
+        (other(tensors={**IDENTITY.tensors, "new": [5]}), r"new is missing there and \[5\] here"),
+        (other(recipe="bert", model="large", optimizer="sgd"), r"adamw there and sgd here\. A run"),
+        (other(recipe="bert", model="large", optimizer="sgd", seed=1), "adamw there and sgd here and 1 more"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(tmp_path: Path, identity, text) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    with pytest.raises(ConfigError, match=f"^{path} belongs to another run: .*{text}"):
+        resume(ALONE, tmp_path, "auto", identity)
+    assert resume(ALONE, tmp_path, "auto", IDENTITY).snapshot is not None
+
+
+def test_a_run_may_start_from_another_runs_checkpoint_of_another_precision(tmp_path: Path) -> None:
+    """Of the run that began there, in its own directory, it must be the same."""
+    (there,) = publish_steps(tmp_path / "there" / "checkpoints", 1)
+    own, identity = tmp_path / "own" / "checkpoints", other(precision="fp32")
+    assert resume(ALONE, own, str(there), identity).snapshot is not None
+    with pytest.raises(ConfigError, match="precision is fp16 there and fp32 here"):
+        resume(ALONE, there.parent, str(there), identity)
+    with pytest.raises(ConfigError, match="seed is 0 there and 1 here"):
+        resume(ALONE, own, str(there), other(precision="fp32", seed=1))
+
+
+def test_the_identity_of_a_run_comes_from_its_config_and_model() -> None:
+    model = conv_net()
+    identity = Identity.of(composed(), model, 1437)
+    assert identity.recipe == "resnet18"
+    assert identity.num_samples == 1437
+    assert identity.tensors["0.weight"] == [8, 3, 3, 3]
+    assert identity.tensors["1.running_mean"] == [8]
+    assert identity.differences(Identity.of(composed("train.epochs=99", "optim.lr=0.5"), model, 1437)) == []
+    assert identity.differences(Identity.of(composed("seed=1"), model, 1437)) == [
+        "seed is 1 there and 0 here"
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_another_format_is_refused_and_left_alone(tmp_path: Path, number) -> None:
+    publish_steps(tmp_path, 1, 2)
+    manifest = tmp_path / "step-00000002" / MANIFEST
+    content = json.loads(manifest.read_bytes())["content"]
+    changed = {**content, "format": number, "files": {"shards": "of another kind"}}
+    manifest.write_bytes(manifest_text(changed))
+    with pytest.raises(ConfigError, match=f"format {number}; this version reads format 1"):
+        resume(ALONE, tmp_path, "auto", IDENTITY)
+    assert (tmp_path / "step-00000002").exists()
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER])
+def test_a_missing_tensor_is_named_even_where_the_manifest_agrees(tmp_path: Path, name) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    tensors = load_file(path / name)
+    lost = sorted(tensors)[0]
+    forge(path, name, save({key: value for key, value in tensors.items() if key != lost}))
+    assert verify(path) == []
+    with pytest.raises(StorageError, match=f"{lost} is missing"):
+        resume(ALONE, tmp_path, "auto", IDENTITY)
+
+
+class Canary:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, MANIFEST])
+@pytest.mark.parametrize("demanded", [False, True])
+def test_a_pickle_in_place_of_a_file_is_refused_and_not_executed(tmp_path: Path, name, demanded) -> None:
+    (path,) = publish_steps(tmp_path / "checkpoints", 1)
+    pickled = pickle.dumps(Canary(tmp_path / "executed"))
+    if name == MANIFEST:
+        (path / name).write_bytes(pickled)
+    else:
+        forge(path, name, pickled)
+    if name == MANIFEST and not demanded:
+        assert "manifest.json" in str(resume(ALONE, tmp_path / "checkpoints", "auto", IDENTITY).damaged[0])
+    else:
+        wish = str(path) if demanded else "auto"
+        with pytest.raises(StorageError, match=name.replace(".", r"\.") if demanded else str(path)):
+            resume(ALONE, tmp_path / "checkpoints", wish, IDENTITY)
+    assert not (tmp_path / "executed").exists()
+
+
+HOSTILE = [b"[" * 100_000, b"null", b"[]", b"{}", b'{"progress": 1}', b"\xff\xfe", b'{"buffers": 3}']
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("name", [WEIGHTS, STATE])
+def test_nonsense_with_a_valid_manifest_is_refused(tmp_path: Path, name, content) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    forge(path, name, content)
+    with pytest.raises(StorageError):
+        load(path)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    content = json.loads((path / MANIFEST).read_bytes())["content"]
+    content["files"]["../../secret"] = content["files"].pop(STATE)
+    (path / MANIFEST).write_bytes(manifest_text(content))
+    assert "it lists ../../secret" in verify(path)[0]
+
+
+def test_only_a_directory_is_a_checkpoint(tmp_path: Path) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    link, file = tmp_path / "step-00000002", tmp_path / "step-00000003"
+    link.symlink_to(path)
+    file.touch()
+    assert verify(link) == ["step-00000002 is a symbolic link"]
+    assert verify(file) == ["step-00000003 is not a directory"]
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "folder"])
+@pytest.mark.parametrize("wish", ["auto", "path"])
+def test_a_link_out_of_the_run_is_refused(tmp_path: Path, what, wish) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "run" / "checkpoints"
+    publish_steps(outside, 1)
+    inside.parent.mkdir()
+    if what == "folder":
+        inside.symlink_to(outside)
+    else:
+        inside.mkdir()
+        (inside / "step-00000001").symlink_to(outside / "step-00000001")
+    with pytest.raises(LauncherError, match="is a symbolic link") as refusal:
+        resume(ALONE, inside, "auto" if wish == "auto" else str(inside / "step-00000001"), IDENTITY)
+    assert refusal.value.exit_code in (2, 8)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_only_plain_files_are_read(tmp_path: Path, kind) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    original = path / WEIGHTS
+    original.rename(tmp_path / "moved")
+    if kind == "link":
+        original.symlink_to(tmp_path / "moved")
+    elif kind == "pipe":
+        os.mkfifo(original)
+    else:
+        original.mkdir()
+    assert "is not a plain file" in verify(path)[0]
+
+
+@pytest.mark.parametrize(
+    ("wish", "kind", "text"),
+    [
+        ("nowhere", ConfigError, "there is no such directory"),
+        ("empty", StorageError, "there is no intact checkpoint"),
+        ("damaged", StorageError, r"there is no intact checkpoint\. Damaged: step-00000003"),
+        ("damaged/checkpoints/step-00000003", StorageError, r"Damaged: step-00000003 \(weights"),
+    ],
+)
+def test_a_demanded_resume_without_an_intact_checkpoint(tmp_path: Path, wish, kind, text) -> None:
+    (tmp_path / "empty").mkdir()
+    (path,) = publish_steps(tmp_path / "damaged" / "checkpoints", 3)
+    (path / WEIGHTS).write_bytes(b"")
+    with pytest.raises(kind, match=text):
+        resume(ALONE, tmp_path / "mine", str(tmp_path / wish), IDENTITY)
+    assert path.exists()  # it is another run's: nothing is renamed there
+
+
+def test_a_state_for_another_optimizer_is_a_config_error() -> None:
+    made = taken(Stepper(conv_net(), SGD(0.1, 0.9)), 0)
+    with pytest.raises(ConfigError, match="of the optimizer states"):
+        restore(Stepper(conv_net(), AdamW(0.1)), made, ALONE)
+
+
+# No pickle
+
+UNPICKLING = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "torch.package",
+}
+FORBIDDEN = {
+    "torch.load",
+    "torch.save",
+    "dist.broadcast_object_list",
+    "dist.all_gather_object",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+    "dist.send_object_list",
+    "dist.recv_object_list",
+}
+
+
+def unpicklers(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & UNPICKLING
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} & UNPICKLING
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} & FORBIDDEN
+        elif isinstance(node, ast.Attribute):
+            found |= {ast.unparse(node), ast.unparse(node).replace("torch.distributed.", "dist.")} & FORBIDDEN
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            found.add(node.arg)
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load(path)",
+        "from torch import save",
+        "dist.all_gather_object(a, b)",
+        "np.load(f, allow_pickle=True)",
+    ],
+)
+def test_the_search_for_pickle_can_find(source) -> None:
+    assert unpicklers(source)
+
+
+@pytest.mark.parametrize(
+    "folder", [ROOT / "launcher", ROOT / "recipes", ROOT / "scripts"], ids=lambda folder: folder.name
+)
+def test_nothing_can_unpickle(folder: Path) -> None:
+    files = list(folder.rglob("*.py"))
+    assert files
+    assert {str(file): found for file in files if (found := unpicklers(file.read_text()))} == {}

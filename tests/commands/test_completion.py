@@ -1,0 +1,72 @@
+"""Completion of `python -m launcher` in a real bash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_composition import OWN_RECIPE, own_tree
+from tests.telemetry.test_wandb_runs import ROOT
+from tests.test_cli import WATCHED, ask
+
+ASK = """
+eval "$("$1" -m launcher -sc install=bash)"
+complete -p python > /dev/null || exit 9
+COMP_LINE=$2 COMP_POINT=${#2} COMP_WORDS=($2)
+[[ $2 == *' ' ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_launcher_complete
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def completed(line: str, directory: Path) -> list[str]:
+    """What bash offers for the line, whose first word is this Python."""
+    done = subprocess.run(
+        ["bash", "--norc", "-c", ASK, "bash", sys.executable, f"{sys.executable} {line}"],
+        cwd=directory,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("-m launcher recipe=res", ["recipe=resnet101", "recipe=resnet152", "recipe=resnet18"]),
+        ("-m launcher recipe=resnet18 optim.weight", ["optim.weight_decay="]),
+        ("-m launcher --config-dir own recipe=mi", ["recipe=mine"]),
+        ("-m launcher -m recipe=resnet18 precision=amp_f", ["precision=amp_fp16"]),
+        ("-m launcher report --best recipe=nothing", []),
+        ("-m other recipe=res", []),
+        ("-m launcher re", ["recipes", "report"]),
+        ("-m launcher seed=1 rep", []),
+        ("-m launcher report ", []),
+        ("-m launcher --config-dir o", []),
+        ("-m launcher recipe=resnet18 data.path=ow", ["data.path=own"]),
+    ],
+)
+def test_bash_offers_what_may_follow(tmp_path: Path, line: str, offered: list[str]) -> None:
+    own_tree(tmp_path / "own", OWN_RECIPE)
+    found = completed(line, tmp_path)
+    assert found[: len(offered)] == offered
+    assert bool(found) == bool(offered)
+
+
+def test_an_answer_is_quick_and_imports_no_torch(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COMP_LINE", "launcher recipe=res")
+    began = time.monotonic()
+    done = ask(["-sc", "query=bash"], tmp_path, WATCHED)
+    assert time.monotonic() - began < 10, "half a second, on an idle machine"
+    assert done.returncode == 0
+    assert "recipe=resnet18" in done.stdout.split()
+    assert "torch" not in done.stderr.split()
+    assert list(tmp_path.iterdir()) == []

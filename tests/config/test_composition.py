@@ -1,0 +1,339 @@
+"""The YAML tree composes for every choice, and what the user asks for is checked before anything runs."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from launcher.config.composition import Request
+from launcher.config.groups import conf_dir, group_choices
+from launcher.config.resolve import compose_jobs, swept_keys
+from launcher.config.schema import AdamWConfig, Config
+from launcher.errors import ConfigError
+from launcher.sweep.hydra_sweep import fixed_keys, job_directory
+
+CHOICES = group_choices(conf_dir())
+
+
+def composed(*overrides: str, **settings) -> Config:
+    (config,) = compose_jobs(Request(overrides, **settings))
+    return config
+
+
+def problems(*overrides: str, **settings) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose_jobs(Request(overrides, **settings))
+    return str(caught.value)
+
+
+def test_the_groups_are_those_of_the_design() -> None:
+    groups = {"recipe", "model", "data", "optim", "schedule", "precision", "tracker", "experiment"}
+    assert CHOICES.keys() == groups
+    assert CHOICES["recipe"] == ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+    assert set(CHOICES["precision"]) == {"fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [f"{group}={name}" for group, names in CHOICES.items() if group != "experiment" for name in names],
+)
+def test_every_choice_gives_a_valid_config(choice: str) -> None:
+    group, name = choice.split("=")
+    config = composed(*{"recipe": "recipe=resnet18", group: choice}.values())
+    chosen = getattr(config, group)
+    assert chosen.name == name
+    if group == "recipe":
+        assert config.model.name == name
+        assert config.precision.name == "fp16"
+        assert config.data.name == "digits"
+
+
+def test_the_command_line_has_the_last_word() -> None:
+    config = composed("recipe=resnet18", "optim=adamw", "optim.lr=2", "data=synthetic", "data.num_samples=7")
+    assert isinstance(config.optim, AdamWConfig)
+    assert config.optim.lr == 2.0
+    assert config.data.options == {"num_samples": 7, "image_size": 32, "num_classes": 10, "channels": 3}
+
+
+def test_a_section_may_be_given_as_a_whole() -> None:
+    config = composed("recipe=resnet18", "data.augment={crop_padding:2,flip:true}")
+    assert (config.data.augment.crop_padding, config.data.augment.flip) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("recipe=resnet81", "recipe=resnet81: there is no such recipe. Nearest: resnet18, "),
+        ("precision=fp8", "precision=fp8: there is no such precision. Nearest: fp16, fp32. All: amp_bf16, "),
+        ("optim.lrr=1", "optim.lrr=1: there is no such key. Nearest: optim.lr."),
+        ("lr=1", "lr=1: there is no such key. Nearest: optim.lr."),
+        (
+            "optim.betas=[0.9,0.9]",
+            "optim.betas=[0.9,0.9]: this key belongs to optim=adam and optim=adamw and",
+        ),
+        ("data.num_samples=5", "data.num_samples=5: this key belongs to data=synthetic only."),
+        (
+            "data.augment={flp:true}",
+            "data.augment.flp=true: there is no such key. Nearest: data.augment.flip.",
+        ),
+        ("+unknown=1", "+unknown=1: keys cannot be added, only changed"),
+        (
+            "+optim.lrr=1",
+            "+optim.lrr=1: keys cannot be added, only changed (key=value, without '+'). Nearest: opti",
+        ),
+        ("++optim.lr=1", "++optim.lr=1: keys cannot be added, only changed"),
+        ("~optim.lr", "~optim.lr: keys cannot be deleted."),
+        ("optim@wire=sgd", "optim@wire=sgd: groups have fixed places."),
+        ("model/new=1", "model/new=1: there is no such key."),
+        ("optim._target_=os.system", "optim._target_=os.system: configs cannot name code"),
+        ("model.stem={_target_:os.system}", "model.stem={_target_:os.system}: configs cannot name code"),
+        (
+            "data.augment={flip:[{_target_:x}]}",
+            "data.augment={flip:[{_target_:x}]}: configs cannot name code",
+        ),
+        ("tracker.project=${oc.env:HOME}", "tracker.project=${oc.env:HOME}: must be a text of at most 128"),
+        ("tracker.project=${oc.decode:a}", "tracker.project=${oc.decode:a}: configs cannot call resolvers"),
+        (
+            "tracker.project=${oc.env:MY_TOKEN}",
+            "tracker.project=${oc.env:MY_TOKEN}: MY_TOKEN is named",
+        ),
+        ("tracker.group=${oc.env:${oc.env:A}}", "tracker.group=${oc.env:${oc.env:A}}: cannot be read"),
+        (
+            "seed=${oc.env:NOT_THERE}",
+            "seed=${oc.env:NOT_THERE}: the environment variable NOT_THERE is not set. Set it, or give",
+        ),
+        ("hydra.run.dir=x", "hydra.run.dir=x: is not used here. The directory of a run is run.dir=DIR."),
+        (
+            "hydra.output_subdir=x",
+            "hydra.output_subdir=x: is not used here. The files of a run lie in",
+        ),
+        ("hydra.searchpath=x", "hydra.searchpath=x: must be a list of directories"),
+        (
+            "hydra.searchpath=[file:///no/where]",
+            "hydra.searchpath=file:///no/where: there is no such",
+        ),
+        ("hydra.searchpath=[http://x]", "hydra.searchpath=http://x: must begin with file:// or pkg://"),
+        ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: there is no such package."),
+        ("tracker.tags=['a${ now:%Y}']", "tracker.tags=['a${ now:%Y}']: configs cannot call resolvers"),
+        (
+            "tracker.project=${nowhere.at.all}",
+            "the config cannot be resolved: Interpolation key 'nowhere.at.all'",
+        ),
+        ("hydra.job_logging.root=x", "hydra.job_logging.root=x: Hydra's own settings are fixed"),
+        ("hydra/job_logging=default", "hydra/job_logging=default: Hydra's own settings are fixed"),
+        ("hydra/launcher=basic", "hydra/launcher=basic: is not used here. The jobs of a sweep run one"),
+        ("hydra.job.env_copy=[HOME]", "hydra.job.env_copy=[HOME]: Hydra's own settings are fixed"),
+        ("hydra.sweep.dir=x", "hydra.sweep.dir=x: only a sweep has this setting."),
+        ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need a sweep."),
+        ("x[", "x[: cannot be read as key=value"),
+        ("seed=", "seed=: must be a whole number"),
+        ("train.epochs=ten", "train.epochs=ten: must be a whole number of at least 1."),
+        ("data.path=no/where", "data.path=no/where: there is no such file or directory (/"),
+        ("recipes.path=mine.py", "recipes.path=mine.py: there is no such file or directory (/"),
+    ],
+)
+def test_a_wrong_override_is_refused_with_its_reason(override: str, line: str) -> None:
+    recipe = () if override.startswith("recipe=") else ("recipe=resnet18",)
+    text = problems(*recipe, override)
+    assert text.startswith(line)
+    assert len(text.splitlines()) == 1
+
+
+def test_all_kinds_of_problems_are_told_together_and_once() -> None:
+    wrong = ("recipe=resnet81", "optim.lrr=1", "+unknown=1", "train.epochs=-3", "data.batch_size=0", "~seed")
+    lines = problems(*wrong).splitlines()
+    assert lines[0] == "6 problems:"
+    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(wrong)
+
+
+def test_a_recipe_must_be_chosen() -> None:
+    assert problems() == (
+        "recipe: none is chosen. Choose one with recipe=<name>: "
+        "resnet18, resnet34, resnet50, resnet101, resnet152."
+    )
+
+
+def test_an_interpolation_of_another_key_is_allowed() -> None:
+    assert composed("recipe=resnet18", "seed=5", "tracker.group=run-${seed}").tracker.group == "run-5"
+
+
+def test_no_secret_is_quoted(monkeypatch) -> None:
+    monkeypatch.setenv("CANARY", "a-secret-value")
+    assert "a-secret-value" not in problems(
+        "recipe=resnet18", "recipe=${oc.env:CANARY}", "seed=${oc.env:CANARY}"
+    )
+
+
+def test_paths_become_absolute_where_the_user_is(tmp_path, monkeypatch) -> None:
+    (tmp_path / "images").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = composed("recipe=resnet18", "data=cifar10", "data.path=images")
+    assert config.data.path == str(tmp_path.resolve() / "images")
+
+
+def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
+    request = Request(("optim.lr=0.1,0.2", "recipe=resnet18", "seed=range(3)"), multirun=True)
+    configs = compose_jobs(request)
+    assert [(config.optim.lr, config.seed) for config in configs] == list(product((0.1, 0.2), (0, 1, 2)))
+    assert swept_keys(request) == {"optim.lr", "seed"}
+    assert fixed_keys(request) == "recipe"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["optim.lr=0.1,fast"], ["optim.lr=fast: must be a number above 0."]),
+        (["optim=sgd,adamv"], ["optim=adamv: there is no such optim. Nearest: adam, adamw, nadam."]),
+        (
+            ["optim=sgd,adamw", "optim.momentum=0.9"],
+            ["optim.momentum=0.9: this key belongs to optim=rmsprop and optim=sgd only."],
+        ),
+        (
+            ["seed=0,1", "optim.lrr=1,2"],
+            ["optim.lrr=1: there is no such key.", "optim.lrr=2: there is no such key."],
+        ),
+        (["run.dir=a,b"], ["run.dir=a,b: each job of a sweep has its own directory."]),
+        (["run.dir=a"], ["run.dir=a: each job of a sweep has its own directory."]),
+        (["optim.lr=interval(0,1)"], ["optim.lr=interval(0,1): an interval has no end of values."]),
+    ],
+)
+def test_a_sweep_is_refused_for_any_of_its_jobs(overrides: list[str], lines: list[str]) -> None:
+    text = problems("recipe=resnet18", *overrides, multirun=True)
+    assert all(line in text for line in lines)
+    assert text.count("there is no such key") in (0, len(lines))
+
+
+@pytest.mark.parametrize(
+    ("number", "overrides", "name"),
+    [
+        (0, "optim.lr=0.1,seed=3", "0_optim.lr=0.1,seed=3"),
+        (1, "data.path=../../etc/passwd", "1_data.path=..-..-etc-passwd"),
+        (2, "", "2"),
+        (3, "tracker.project='a b\n$(c)'", "3_tracker.project=-a-b-c-"),
+        (4, "a=" + "x" * 200, "4_a=" + "x" * 96),
+    ],
+)
+def test_a_job_directory_is_a_plain_short_name(number: int, overrides: str, name: str) -> None:
+    assert job_directory(number, overrides) == name
+
+
+OWN_RECIPE = """
+# @package _global_
+defaults:
+  - override /model: null
+  - override /data: cifar10
+recipe: {name: mine, uses: mine}
+model: {name: tiny, width: 32}
+"""
+
+
+def own_tree(directory: Path, text: str, name: str = "mine") -> Path:
+    (directory / "recipe").mkdir(parents=True, exist_ok=True)
+    (directory / "recipe" / f"{name}.yaml").write_text(text)
+    return directory
+
+
+def test_a_recipe_of_ones_own_comes_with_its_own_keys(tmp_path) -> None:
+    tree = own_tree(tmp_path / "it's mine", OWN_RECIPE)
+    config = composed("recipe=mine", "model.width=64", config_dir=tree)
+    assert (config.recipe.name, config.model.name, config.model.options) == ("mine", "tiny", {"width": 64})
+    assert config.data.name == "cifar10"
+    assert "model.widht=1: there is no such key. Nearest: model.width." in problems(
+        "recipe=mine", "model.widht=1", config_dir=tree
+    )
+
+
+@pytest.mark.parametrize("name", ["nan", "1e3", "true", "7"])
+def test_a_name_that_hydra_reads_as_a_value_is_to_be_quoted(tmp_path, name: str) -> None:
+    tree = own_tree(tmp_path, OWN_RECIPE, name)
+    advice = f"recipe={name}: is read as a number, true or false. Quote the name: 'recipe=\"{name}\"'."
+    assert problems(f"recipe={name}", config_dir=tree) == advice
+    assert problems(f"recipe={name},resnet18", config_dir=tree, multirun=True) == advice
+    assert composed(f'recipe="{name}"', config_dir=tree).model.name == "tiny"
+    assert "recipe=8: there is no such recipe." in problems("recipe=8", config_dir=tree)
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "missing", "base"),
+    [
+        ("optim", "name: adamw\nlr: 0.1\n", "optim.clip_norm", "adamw"),
+        ("tracker", "", "tracker.name", "wandb"),
+        ("precision", "", "precision.name", "fp16"),
+    ],
+)
+def test_a_group_file_that_leaves_keys_out_learns_how_to_inherit_them(
+    tmp_path, group, text, missing, base
+) -> None:
+    (tmp_path / group).mkdir()
+    file = tmp_path / group / "mine.yaml"
+    file.write_text(text)
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    advice = f"defaults: [{base}, _self_]"
+    line = f"{missing}: the key is missing; a file of your own in {group}/ inherits it with `{advice}` at its"
+    assert line in problems("recipe=resnet18", f"{group}=mine", search)
+    file.write_text(f"{advice}\n{text}")
+    composed("recipe=resnet18", f"{group}=mine", search)
+
+
+def test_a_primary_config_of_ones_own(tmp_path) -> None:
+    text = "defaults:\n  - config\n  - override recipe: resnet34\n  - _self_\nseed: 7\n"
+    (tmp_path / "nightly.yaml").write_text(text)
+    config = composed(config_dir=tmp_path, config_name="nightly")
+    assert (config.recipe.name, config.seed) == ("resnet34", 7)
+
+
+@pytest.mark.parametrize(
+    ("addition", "reason"),
+    [
+        ("model: {_target_: os.system}", "configs cannot name code"),
+        ("model: {name: a, deep: {list: [{_target_: os.system}]}}", "configs cannot name code"),
+        ("tracker: {project: '${oc.decode:CANARY}'}", "configs cannot call resolvers"),
+        ("tracker: {project: '${oc.env:WANDB_API_KEY}'}", "WANDB_API_KEY is named like a credential"),
+        ("seed: ${oc.env:CANARY}", "seed=${oc.env:CANARY}: must be a whole number"),
+        ("data: {path: '${oc.env:CANARY}'}", "data.path=${oc.env:CANARY}: there is no such file."),
+        ("hydra: {job_logging: {root: x}}", "changes Hydra's own settings"),
+        ("hydra: {job: {env_set: {A: b}}}", "changes Hydra's own settings"),
+        ("hydra: {callbacks: {a: {_target_: os.system}}}", "changes Hydra's own settings"),
+        ("tracker: {project: !!python/object/apply:os.getcwd []}", "cannot be composed"),
+        ("trian: {epochs: 3}", "trian: there is no such key. Nearest: train."),
+        ("train: {epochs: many}", "train.epochs=many: must be a whole number"),
+        ("train: [", "cannot be composed"),
+    ],
+)
+def test_a_hostile_or_wrong_file_is_refused(tmp_path, addition: str, reason: str, monkeypatch) -> None:
+    monkeypatch.setenv("CANARY", "a-secret-value")
+    base = "# @package _global_\nrecipe: {name: mine, uses: mine}\n"
+    text = problems("recipe=mine", config_dir=own_tree(tmp_path, base + addition + "\n"))
+    assert reason in text
+    assert "a-secret-value" not in text
+
+
+def test_a_config_dir_must_exist() -> None:
+    assert problems("recipe=resnet18", config_dir=Path("no/where")) == (
+        "--config-dir no/where: there is no such directory."
+    )
+
+
+def test_composing_creates_no_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    composed("recipe=resnet18")
+    compose_jobs(Request(("recipe=resnet18", "seed=0,1"), multirun=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("wire.shard=true", "wire.shard=true: excludes optim=adam, which needs whole parameters"),
+        ("precision=pure_fp16", "precision=pure_fp16: excludes optim=adam, which needs fp32 masters"),
+    ],
+)
+def test_what_an_optimizer_of_torch_cannot_do_is_known_before_any_worker_starts(word, text) -> None:
+    assert text in problems("recipe=resnet18", "optim=adam", word)
+    assert composed("recipe=resnet18", "optim=adamw", word).optim.name == "adamw"
+
+
+def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
+    assert "it evaluates the loss several times per step" in problems("recipe=resnet18", "optim=lbfgs")

@@ -1,0 +1,203 @@
+"""Every key has a rule, every rule can refuse, and a config travels unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.config.messages import nearest, show
+from launcher.config.rules import RULES
+from launcher.config.schema import OPTIMIZERS, AdamWConfig, Config, from_dict, section_types, to_dict
+from launcher.config.validation import flatten, parse
+from launcher.errors import ConfigError
+from launcher.run_dir.records import user_shape
+from tests.configs import composed
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    """A valid tree as YAML gives it, with these values; a key's dots are written as two underscores."""
+    tree = user_shape(composed("data=synthetic")) | {"run": {"dir": None}}
+    for key, value in values.items():
+        *sections, last = key.split("__")
+        target = tree
+        for section in sections:
+            target = target[section]
+        target[last] = value
+    return tree
+
+
+def test_the_valid_tree_is_valid() -> None:
+    config = parse(changed(data__num_samples=100, launch__stall_s=300))
+    assert config == composed("data=synthetic", "data.num_samples=100")
+    assert config.data.options["num_samples"] == 100
+    assert config.run.dir == ""
+    assert isinstance(config.launch.stall_s, float)
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
+    paths = set()
+    for name in OPTIMIZERS:
+        paths |= set(leaf_paths(section_types(name), ""))
+    assert paths == RULES.keys()
+
+
+def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
+    paths = []
+    for key, kind in kinds.items():
+        if dataclasses.is_dataclass(kind):
+            paths += leaf_paths(get_type_hints(kind), f"{prefix}{key}.")
+        else:
+            paths.append(f"{prefix}{key}")
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"train__epochs": -3}, "train.epochs=-3: must be a whole number of at least 1."),
+        ({"train__epochs": "ten"}, "train.epochs=ten: must be a whole number of at least 1."),
+        ({"train__epochs": True}, "train.epochs=true: must be a whole number of at least 1."),
+        ({"train__epochs": 1.0}, "train.epochs=1.0: must be a whole number of at least 1."),
+        ({"data__batch_size": 0}, "data.batch_size=0: must be a whole number of at least 1."),
+        ({"data__micro_batch": 256}, "data.micro_batch=256: must be at most data.batch_size=128"),
+        ({"data__val_fraction": 1}, "data.val_fraction=1: must be a number above 0 and below 1."),
+        ({"data__augment": None}, "data.augment=null: must be a section"),
+        ({"optim__lr": float("nan")}, "optim.lr=nan: must be a number above 0."),
+        ({"optim__lr": float("inf")}, "optim.lr=inf: must be a number above 0."),
+        ({"optim__lr": "fast"}, "optim.lr=fast: must be a number above 0."),
+        ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn=true: excludes train.compile=true"),
+        ({"optim__momentum": 0}, "optim.nesterov=true: needs optim.momentum above 0."),
+        (
+            {"optim__name": "adamv"},
+            "optim.name=adamv: must be one of sgd, adamw, adam, nadam, radam, rmsprop, adagrad.",
+        ),
+        (
+            {"schedule__name": "cosin"},
+            "schedule.name=cosin: must be one of constant, linear, cosine, onecycle.",
+        ),
+        (
+            {"precision__scale__init": 1000},
+            "precision.scale.init=1000: must be a power of two up to 2**127. Nearest: 512, 1024.",
+        ),
+        (
+            {"precision__scale__init": 0},
+            "precision.scale.init=0: must be a power of two up to 2**127. Nearest: 1.",
+        ),
+        (
+            {"precision__scale__min": 131072},
+            "precision.scale.init=65536: must lie between precision.scale.min=131072",
+        ),
+        ({"precision__name": "bf16"}, "precision.scale.mode=dynamic: must be none: bf16 has no loss scale."),
+        (
+            {"wire__compression": "powersgd"},
+            "wire.compression=powersgd: must be none (powerSGD, 1-bit and top-k",
+        ),
+        ({"consistency__every_steps": 0}, "consistency.every_steps=0: must be null or a whole number"),
+        (
+            {"wire__predivide": 3},
+            "wire.predivide=3: must be auto or a power of two up to 2**16. Nearest: 2, 4.",
+        ),
+        ({"wire__bucket_mb": 0}, "wire.bucket_mb=0: must be auto or a number above 0."),
+        ({"tracker__tags": "a"}, "tracker.tags=a: must be a list of texts."),
+        ({"recipe__name": "../../etc"}, "recipe.name=../../etc: must be a name of letters"),
+        ({"model__name": None}, "model.name=null: must be a name of letters"),
+        ({"seed": None}, "seed=null: must be a whole number of at least 0."),
+        ({"trian": {"epochs": 1}}, "trian: there is no such key. Nearest: train."),
+        ({"train__epoch": 1}, "train.epoch: there is no such key. Nearest: train.epochs."),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_rule(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(**changes))
+    assert str(caught.value).startswith(line)
+    assert caught.value.exit_code == 2
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(train__epochs=0, data__batch_size=0, seed=-1, precision__scale__max=3))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "4 problems:"
+    assert [line.split("=")[0].strip() for line in lines[1:]] == [
+        "seed",
+        "data.batch_size",
+        "train.epochs",
+        "precision.scale.max",
+    ]
+
+
+def test_a_missing_key_is_named() -> None:
+    tree = changed()
+    del tree["wire"]["overlap"]
+    with pytest.raises(ConfigError, match=r"^wire\.overlap: the key is missing"):
+        parse(tree)
+
+
+@pytest.mark.parametrize("path", sorted(RULES))
+def test_every_rule_refuses_something(path: str) -> None:
+    wrong = object()
+    assert not RULES[path].holds(wrong)
+
+
+scales = st.integers(0, 20).map(lambda exponent: 2**exponent)
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    lr=st.floats(1e-9, 1e3) | st.integers(1, 10),
+    batch_size=st.integers(1, 10**6),
+    options=st.dictionaries(
+        st.text("abc_", min_size=1), st.integers() | st.text("é0: '") | st.booleans() | st.none()
+    ),
+    tags=st.lists(st.text("xyz", min_size=1)),
+    scale=st.tuples(scales, scales, scales).map(sorted),
+    adamw=st.booleans(),
+)
+def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adamw) -> None:
+    low, init, high = scale
+    tree = changed(
+        seed=seed,
+        data__batch_size=batch_size,
+        tracker__tags=tags,
+        precision__scale__min=low,
+        precision__scale__init=init,
+        precision__scale__max=high,
+    )
+    tree["model"] |= {f"own_{key}": value for key, value in options.items()}
+    if adamw:
+        own = {"name": "adamw", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1}
+        tree["optim"] = own
+    tree["optim"]["lr"] = lr
+    config = parse(tree)
+    assert isinstance(config, Config)
+    assert isinstance(config.optim, AdamWConfig) is adamw
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert {path for path, _ in flatten(to_dict(config))} <= RULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "valid", "best"),
+    [
+        ("optim.lrr", ["optim.lr", "optim.name", "wire.dtype"], ["optim.lr"]),
+        ("lr", ["optim.lr", "optim.name"], ["optim.lr"]),
+        ("batchsize", ["data.batch_size", "data.path"], ["data.batch_size"]),
+        ("resnet81", ["resnet18", "resnet34"], ["resnet18", "resnet34"]),
+        ("completely", ["other", "things"], []),
+    ],
+)
+def test_the_nearest_names_are_those_that_one_meant(word: str, valid: list[str], best: list[str]) -> None:
+    assert nearest(word, valid)[: len(best)] == best
+    assert bool(nearest(word, valid)) is bool(best)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), ([1, "a"], "[1,a]"), ({"a": None}, "{a:null}"), (0.1, "0.1")],
+)
+def test_values_are_shown_as_one_writes_them(value: Any, text: str) -> None:
+    assert show(value) == text

@@ -1,0 +1,378 @@
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from launcher.config.schema import AugmentConfig, DataConfig
+from launcher.data.images import crop_and_flip, load_images, split
+from launcher.data.loader import TensorData, epoch_noise
+from launcher.errors import ConfigError, DataError, PreflightError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REAL_CIFAR10 = REPOSITORY.parent / "shared" / "data" / "cifar10"
+CLASS_NAMES = {"_type": "ClassLabel", "names": ["cat", "dog", "owl"]}
+
+
+def data_config(name, path=None, val_fraction=0.2, **options):
+    return DataConfig(
+        name=name,
+        path=None if path is None else str(path),
+        batch_size=8,
+        micro_batch=None,
+        val_fraction=val_fraction,
+        drop_last=False,
+        augment=AugmentConfig(crop_padding=1, flip=True),
+        options=options,
+    )
+
+
+def png(value=0, size=(6, 6), mode="RGB"):
+    file = io.BytesIO()
+    Image.new(mode, size, value if mode == "L" else (value, 0, 255)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_parquet(
+    file, images, labels, *, columns=("img", "label"), class_names=CLASS_NAMES, label_type=None
+):
+    cells = pa.array(
+        [{"bytes": image, "path": None} for image in images],
+        type=pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+    )
+    table = pa.table([cells, pa.array(labels, type=label_type or pa.int64())], names=list(columns))
+    if class_names is not None:
+        features = {columns[0]: {"_type": "Image"}, columns[1]: class_names}
+        metadata = json.dumps({"info": {"features": features}})
+        table = table.replace_schema_metadata({"huggingface": metadata})
+    pq.write_table(table, file)
+
+
+def write_pair(folder, images, labels, **how):
+    for name in ("train", "test"):
+        write_parquet(folder / f"{name}.parquet", images, labels, **how)
+
+
+# -- digits and synthetic
+
+
+def test_digits_are_the_ones_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = load_images(data_config("digits"))
+    both = [
+        torch.cat([images.train.columns[name], images.validation.columns[name]])
+        for name in ("image", "label")
+    ]
+    ours = sorted(zip(both[0].flatten(1).tolist(), both[1].tolist(), strict=True))
+    theirs = sorted(zip(np.rint(pixels * 255 / 16).astype(int).tolist(), labels.tolist(), strict=True))
+    assert ours == theirs
+
+
+def test_digits_are_read_without_importing_scikit_learn():
+    code = (
+        "import sys; from tests.data.test_images import data_config; before = set(sys.modules);"
+        "from launcher.data.images import load_images; load_images(data_config('digits'));"
+        "assert 'sklearn' not in sys.modules, 'sklearn'; assert 'datasets' not in sys.modules, 'datasets'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_digits_fall_back_to_scikit_learn_where_the_file_moved(monkeypatch):
+    expected = load_images(data_config("digits"))
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    for name, column in load_images(data_config("digits")).train.columns.items():
+        assert torch.equal(column, expected.train.columns[name])
+
+
+def test_digits_have_the_shape_and_scale_they_promise():
+    images = load_images(data_config("digits"))
+    assert (len(images.train), len(images.validation)) == (1438, 359)
+    assert (images.channels, images.height, images.width) == (1, 8, 8)
+    assert images.train.columns["image"].dtype == torch.uint8
+    assert images.train.columns["label"].dtype == torch.int64
+    normalised = images.eval_transform()(images.train.columns)["image"]
+    assert normalised.dtype == torch.float32
+    assert abs(float(normalised.mean())) < 0.01
+    assert abs(float(normalised.std()) - 1) < 0.01
+
+
+def test_synthetic_images_follow_their_sizes():
+    config = data_config("synthetic", num_samples=50, num_classes=4, channels=2, image_size=12)
+    images, again = load_images(config), load_images(config)
+    assert images.train.columns["image"].shape == (40, 2, 12, 12)
+    assert len(images.validation) == 10
+    assert images.classes == ("class0", "class1", "class2", "class3")
+    assert torch.equal(images.train.columns["image"], again.train.columns["image"])
+    normalised = images.eval_transform()(images.train.columns)["image"]
+    assert abs(float(normalised.mean())) < 0.2
+    assert abs(float(normalised.std()) - 1) < 0.2
+
+
+def test_synthetic_images_can_be_learned():
+    images = load_images(data_config("synthetic", num_samples=400, image_size=8))
+    train, validation = (images.eval_transform()(part.columns) for part in (images.train, images.validation))
+    means = torch.stack([train["image"][train["label"] == c].mean(dim=0).flatten() for c in range(10)])
+    nearest = torch.cdist(validation["image"].flatten(1), means).argmin(dim=1)
+    assert float((nearest == validation["label"]).float().mean()) > 0.99
+
+
+# -- the split
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=8, max_size=100), st.floats(0.2, 0.8))
+def test_split_holds_the_same_share_of_every_class_out(labels, fraction):
+    labels = torch.tensor([0] * 5 + labels)
+    parts = split(TensorData({"label": labels, "index": torch.arange(len(labels))}), fraction)
+    indices = torch.cat([part.columns["index"] for part in parts])
+    assert sorted(indices.tolist()) == list(range(len(labels)))
+    for label in labels.unique():
+        held_out = int((parts[1].columns["label"] == label).sum())
+        assert abs(held_out - fraction * int((labels == label).sum())) <= 0.5
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_split_needs_both_parts(fraction):
+    with pytest.raises(ConfigError, match=r"data\.val_fraction=.* leaves"):
+        load_images(data_config("digits", val_fraction=fraction))
+
+
+# -- normalisation and augmentation
+
+
+def test_crop_and_flip_equals_the_loop_that_it_replaces():
+    images = torch.randint(
+        0, 256, (40, 3, 7, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    noise = epoch_noise(40, 0, 0)
+    result = crop_and_flip(images, noise, padding=2, flip=True)
+    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)))
+    for index, (down, right, mirrored, _) in enumerate(noise.tolist()):
+        top, left = int(down * 5), int(right * 5)
+        expected = padded[index, :, top : top + 7, left : left + 5]
+        expected = expected[:, :, ::-1] if mirrored < 0.5 else expected
+        assert np.array_equal(result[index].numpy(), expected)
+
+
+@pytest.mark.parametrize("padding", [1, 2, 3, 4, 8, 31])
+def test_crops_reach_both_edges_and_no_further(padding):
+    images = torch.ones(2, 1, 3, 3, dtype=torch.uint8)
+    largest = 1 - 2**-24  # the largest number that torch.rand draws
+    result = crop_and_flip(images, torch.tensor([[0.0] * 4, [largest] * 4]), padding, flip=False)
+    overlap = max(0, 3 - padding)
+    assert result.flatten(1).sum(dim=1).tolist() == [overlap**2, overlap**2]
+    if overlap:
+        assert result[0, 0, -1, -1] == result[1, 0, 0, 0] == 1
+
+
+def test_no_augmentation_changes_nothing():
+    images = torch.randint(0, 256, (4, 3, 7, 5), dtype=torch.uint8)
+    assert crop_and_flip(images, epoch_noise(4, 0, 0), padding=0, flip=False) is images
+
+
+def test_train_transform_keeps_the_other_columns_and_the_stored_images():
+    images = load_images(data_config("digits"))
+    before = images.train.columns["image"].clone()
+    batch = images.train.select(torch.arange(16))
+    result = images.train_transform(AugmentConfig(2, True))(batch, epoch_noise(16, 0, 0))
+    assert result["image"].dtype == torch.float32
+    assert result["image"].shape == (16, 1, 8, 8)
+    assert torch.equal(result["label"], batch["label"])
+    assert torch.equal(images.train.columns["image"], before)
+
+
+# -- parquet
+
+
+@pytest.mark.parametrize("class_names", [CLASS_NAMES, None], ids=["hub layout", "plain struct"])
+def test_parquet_is_read(tmp_path, class_names):
+    write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1], class_names=class_names)
+    images = load_images(data_config("cifar10", tmp_path))
+    assert images.train.columns["image"].shape == (3, 3, 6, 6)
+    assert images.train.columns["image"][:, 0, 0, 0].tolist() == [10, 20, 30]
+    assert images.train.columns["image"][:, 2].unique().tolist() == [255]
+    assert images.validation.columns["label"].tolist() == [0, 2, 1]
+    assert images.classes == (("cat", "dog", "owl") if class_names else ("0", "1", "2"))
+
+
+def test_shards_are_read_in_order_and_image_may_be_the_columns_name(tmp_path):
+    for shard in range(3):
+        write_parquet(
+            tmp_path / f"train-0000{shard}-of-00003.parquet",
+            [png(shard)],
+            [shard],
+            columns=("image", "label"),
+        )
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", [png(9)], [0], columns=("image", "label"))
+    images = load_images(data_config("cifar10", tmp_path))
+    assert images.train.columns["label"].tolist() == [0, 1, 2]
+    assert images.train.columns["image"][:, 0, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_grey_images_get_three_channels(tmp_path):
+    write_pair(tmp_path, [png(7, mode="L")], [0])
+    assert load_images(data_config("cifar10", tmp_path)).train.columns["image"].unique().tolist() == [7]
+
+
+def damaged(file):
+    content = bytearray(file.read_bytes())
+    content[8:200] = bytes(192)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: (d / "test.parquet").unlink(), r"no test\*\.parquet. It has: train\.parquet"),
+        (lambda d: (d / "test.parquet").write_bytes(b"not a parquet file"), r"cannot be read"),
+        (lambda d: (d / "train.parquet").write_bytes(b""), r"cannot be read"),
+        (lambda d: os.truncate(d / "train.parquet", 300), r"cannot be read"),
+        (lambda d: damaged(d / "train.parquet"), r"cannot be (read|decoded)"),
+        (
+            lambda d: write_pair(d, [png()], [0], columns=("img", "target")),
+            r"columns img, target\. Needed are img or image .* and label",
+        ),
+        (lambda d: write_pair(d, [png()], [0], columns=("photo", "label")), r"columns photo, label"),
+        (
+            lambda d: write_pair(d, [png(), png()], [0, 3]),
+            r"1 labels are outside 0\.\.2, the first in row 1: 3",
+        ),
+        (lambda d: write_pair(d, [png()], [-1]), r"the first in row 0: -1"),
+        (lambda d: write_pair(d, [png()], [-1], class_names=None), r"the first in row 0: -1"),
+        (
+            lambda d: write_pair(d, [png()], ["cat"], label_type=pa.string(), class_names=None),
+            r"column label has type string",
+        ),
+        (lambda d: write_pair(d, [png(), png()], [0, None]), r"1 empty rows"),
+        (
+            lambda d: write_pair(d, [png(), png(size=(5, 6))], [0, 1]),
+            r"row 1 is 5 x 6 pixels, row 0 6 x 6",
+        ),
+        (
+            lambda d: write_parquet(d / "test.parquet", [png(size=(5, 6))], [1]),
+            r"images are 6 x 6 in train, 5 x 6 in test",
+        ),
+        (
+            lambda d: write_pair(d, [png(), b"\xff\xd8\xff\xe0 no"], [0, 1]),
+            r"row 1 holds an image that cannot",
+        ),
+        (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 holds an image that cannot"),
+        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 holds no image"),
+        (lambda d: write_pair(d, [], []), r"has no rows"),
+    ],
+)
+def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
+    write_pair(tmp_path, [png()] * 3, [0, 1, 2])
+    spoil(tmp_path)
+    with pytest.raises(DataError, match=message):
+        load_images(data_config("cifar10", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (data_config("cifar10", "/no/such/folder"), r"data\.path=/no/such/folder does not exist"),
+        (data_config("cifar10", __file__), r"is a file\. Give the folder"),
+        (data_config("cifar10", "/no/such/folder", image_size=3), r"data\.image_size .* It has no options"),
+        (data_config("digits", "/tmp"), r"data\.path=/tmp is set, but data=digits"),
+        (data_config("digits", size=3), r"data\.size is not an option of data=digits"),
+        (
+            data_config("digist"),
+            r"data\.name=digist .* Did you mean digits\? Known: digits, synthetic, cifar10",
+        ),
+        (data_config("synthetic", image_sise=3), r"data\.image_sise .* It has num_samples, num_classes"),
+        (data_config("synthetic", channels=0), r"data\.channels=0 has to be a whole number"),
+        (data_config("synthetic", channels="3"), r"data\.channels='3' has to be"),
+    ],
+)
+def test_bad_config_is_a_config_error(config, message):
+    with pytest.raises(ConfigError, match=message):
+        load_images(config)
+
+
+def test_missing_datasets_package_names_the_line_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(PreflightError, match=r"pip install 'fp16-launcher\[data\]'"):
+        load_images(data_config("cifar10", tmp_path))
+
+
+LOAD_FROM_HUB = """
+from tests.data.test_images import data_config
+from launcher.errors import DataError
+from launcher.data.images import load_images
+try:
+    load_images(data_config("cifar10"))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_without_a_network_the_hub_is_given_up_quickly(tmp_path):
+    # port 9 of this machine answers no one: the same as no network, on any machine
+    environ = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD_FROM_HUB],
+        cwd=REPOSITORY,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    assert "Give data.path=<folder" in result.stdout
+    assert "OfflineModeIsEnabled" in result.stdout  # it was told so, and did not retry for 24 s
+    assert result.stderr == ""
+
+
+LOAD_FOLDER = """
+import sys
+from tests.data.test_images import data_config
+from launcher.data.images import load_images
+images = load_images(data_config("cifar10", sys.argv[1]))
+print(len(images.train), int(images.train.columns["image"].sum()))
+"""
+
+
+def test_two_processes_read_a_read_only_folder_at_once_and_leave_nothing(tmp_path):
+    folder, home = tmp_path / "data", tmp_path / "home"
+    folder.mkdir()
+    write_pair(folder, [png(value % 200) for value in range(300)], [value % 3 for value in range(300)])
+    folder.chmod(0o555)
+    home.mkdir(mode=0o555)
+    environ = os.environ | {"HOME": str(home), "HF_HOME": str(home / "hf")}
+    command = [sys.executable, "-W", "error", "-c", LOAD_FOLDER, str(folder)]
+    readers = [
+        subprocess.Popen(
+            command, cwd=REPOSITORY, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    outputs = [reader.communicate(timeout=60) for reader in readers]
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0].startswith("300 ")
+    assert outputs[0][1] == ""
+    assert sorted(entry.name for entry in folder.iterdir()) == ["test.parquet", "train.parquet"]
+    assert list(home.rglob("*")) == []
+
+
+@pytest.mark.skipif(not REAL_CIFAR10.is_dir(), reason=f"no CIFAR-10 in {REAL_CIFAR10}")
+def test_the_real_cifar10():
+    images = load_images(data_config("cifar10", REAL_CIFAR10))
+    assert (len(images.train), len(images.validation)) == (50_000, 10_000)
+    assert images.classes[0] == "airplane"
+    assert images.train.columns["label"].bincount().tolist() == [5000] * 10
+    normalised = images.eval_transform()(images.validation.columns)["image"]
+    assert torch.allclose(normalised.mean(dim=(0, 2, 3)), torch.zeros(3), atol=0.03)
+    assert torch.allclose(normalised.std(dim=(0, 2, 3)), torch.ones(3), atol=0.03)

@@ -1,0 +1,250 @@
+"""The hand-over between real processes: every rank gets each job, and every end has one reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The front door with a job that says what it was given and then fails as the learning rate asks.
+FRONT = """
+import sys, time
+from launcher import cli
+from launcher.errors import DataError
+
+def work(config, launch, store, job):
+    assert (store is None) == (launch.world_size == 1)
+    given = (config.seed, config.run.dir, config.tracker.group)
+    print("rank", launch.rank, "job", job, "seed", *given, flush=True)
+    if config.optim.lr == 7:
+        raise DataError("no such data")
+    if config.optim.lr == 8:
+        raise ValueError("a bug")
+    if config.optim.lr == 9 and launch.rank == 1:
+        raise ValueError("a bug on one rank")
+
+cli.run_worker = work
+sys.exit(cli.main())
+"""
+
+# Both ends without the front door, with little patience.
+ENDS = """
+import os, signal, sys, time
+from launcher.cli import report_failure
+from launcher.distributed.process_group import LaunchEnv, open_store
+from launcher.config.resolve import compose_jobs
+from launcher.config.composition import Request
+from launcher.distributed.handoff import Leader, Patience, follow
+
+patience = Patience(first_job_s=6, next_job_s=2, leave_s=2, goodbye_s=1)
+launch = LaunchEnv.from_environ(os.environ)
+case = sys.argv[1]
+
+def work(config, launch, store, job):
+    if case == "stays" and launch.rank == 1:
+        time.sleep(60)
+    if case == "fails alone":
+        if launch.rank == 1:
+            raise ValueError("a bug on one rank")
+        time.sleep(60)
+
+def lead():
+    leader = Leader(launch, work, patience)
+    (config,) = compose_jobs(Request(("recipe=resnet18",)))
+    if case == "silent":
+        store = open_store(launch, 6)
+        time.sleep(60)
+    leader.run(config)
+    if case == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    leader.dismiss(0)
+
+try:
+    code = follow(launch, work, patience)[0] if launch.rank else lead() or 0
+except Exception as error:
+    code = report_failure(error)
+os._exit(code)
+"""
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    """Starts ranks as a plain scheduler would, rank 0 hosting the store; leaves no process behind."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_ranks(source: str, words: Sequence[str], world_size: int) -> list[subprocess.Popen[str]]:
+        script = tmp_path / "front.py"
+        script.write_text(source)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(world_size):
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": world_size,
+            }
+            meeting = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": 1,
+                "PYTHONPATH": ROOT,
+            }
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), *words],
+                    cwd=tmp_path,
+                    env=os.environ | {key: str(value) for key, value in (place | meeting).items()},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return processes
+
+    yield start_ranks
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank."""
+    texts = [process.communicate(timeout=60) for process in processes]
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def test_every_rank_gets_the_same_job_in_the_same_directory(start, tmp_path) -> None:
+    results = ends(start(FRONT, ["recipe=resnet18", "seed=5"], 3))
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    (run_dir,) = (tmp_path / "outputs" / "resnet18").iterdir()
+    assert [out for _, out, _ in results] == [
+        f"rank {rank} job 0 seed 5 {run_dir} None\n" for rank in range(3)
+    ]
+
+
+def test_a_process_alone_needs_no_store(start, tmp_path) -> None:
+    ((code, out, _),) = ends(start(FRONT, ["recipe=resnet18", "run.dir=mine"], 1))
+    assert (code, out) == (0, f"rank 0 job 0 seed 0 {tmp_path / 'mine'} None\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "expected"),
+    [
+        (["recipe=resnet81"], "error: recipe=resnet81: there is no such recipe.", 2),
+        (["recipe=resnet18", "optim.lr=9"], "error: rank 1 failed: Traceback", 1),
+        (["recipe=resnet18", "run.dir=/proc/nowhere"], "The run's files cannot be written", 8),
+    ],
+)
+def test_a_failure_is_told_once_and_ends_all_ranks_alike(start, words, text: str, expected: int) -> None:
+    results = ends(start(FRONT, words, 2))
+    assert [code for code, _, _ in results] == [expected, expected], results
+    assert "".join(err for _, _, err in results).count(text) == 1
+    assert text in results[0][2]
+
+
+def test_a_question_is_answered_once(start) -> None:
+    results = ends(start(FRONT, ["recipe=resnet18", "--cfg", "job"], 2))
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert results[0][1].startswith("seed: 0\n")
+    assert results[1][1] == ""
+
+
+def test_a_sweep_goes_on_after_a_failed_job(start, tmp_path) -> None:
+    results = ends(start(FRONT, ["-m", "recipe=resnet18", "optim.lr=7,8,0.1", "seed=1"], 2))
+    assert [code for code, _, _ in results] == [7, 7], results
+    (sweep,) = (tmp_path / "multirun" / "resnet18").iterdir()
+    names = ["0_optim.lr=7", "1_optim.lr=8", "2_optim.lr=0.1"]
+    assert sorted(entry.name for entry in sweep.iterdir() if entry.is_dir()) == names
+    for rank, (_, out, _) in enumerate(results):
+        said = [line for line in out.splitlines() if line.startswith("rank")]
+        assert said == [f"rank {rank} job {job} seed 1 {sweep / names[job]} {sweep.name}" for job in range(3)]
+    assert "sweep: 1 of 3 jobs done" in results[0][1]
+    assert results[0][2].count("error: no such data") == 1
+    assert results[0][2].count("ValueError: a bug") == 1
+    assert not list(tmp_path.rglob(".hydra"))
+    assert (sweep / names[0] / "overrides.txt").read_text().split() == [
+        "recipe=resnet18",
+        "optim.lr=7",
+        "seed=1",
+    ]
+
+
+def test_a_rank_that_stays_in_a_job_is_named(start) -> None:
+    leader, _ = start(ENDS, ["stays"], 2)
+    assert leader.wait(timeout=30) == 6
+    assert "error: rank 1 did not leave job 0 within 2 s after rank 0 did.\n" in leader.stderr.read()
+
+
+def test_a_follower_that_fails_alone_says_why_and_leaves(start) -> None:
+    _, follower = start(ENDS, ["fails alone"], 2)
+    assert follower.wait(timeout=30) == 1
+    assert "ValueError: a bug on one rank" in follower.stderr.read()
+
+
+def test_a_silent_leader_is_named(start) -> None:
+    _, follower = start(ENDS, ["silent"], 2)
+    assert follower.wait(timeout=30) == 6
+    assert "error: rank 1 waited 6 s for rank 0 to hand over the job." in follower.stderr.read()
+
+
+def test_a_leader_that_is_not_there_is_named(start) -> None:
+    leader, follower = start(ENDS, ["silent"], 2)
+    leader.kill()
+    assert follower.wait(timeout=30) == 6
+    assert "error: rank 1 could not reach rank 0 within 6 s:" in follower.stderr.read()
+
+
+def test_a_leader_that_dies_ends_the_others(start) -> None:
+    leader, follower = ends(start(ENDS, ["dies"], 2))
+    assert leader[0] == -signal.SIGKILL
+    assert follower[0] == 6
+    assert "rank 0 to hand over the next job. Rank 0 is still starting, hangs, or has died" in follower[2]
+
+
+SLOW_TO_LEAVE = """
+import atexit, os, signal, time
+from launcher import cli
+
+def follow_and_be_ended(*arguments, follow=cli.follow, **options):
+    ended = follow(*arguments, **options)
+    if os.environ['RANK'] == '2':
+        signal.raise_signal(signal.SIGTERM)  # the others may be gone by now
+    return ended
+
+cli.follow = follow_and_be_ended
+atexit.register(time.sleep, int(os.environ['RANK'] == '0'))
+"""
+
+
+def test_under_torchrun_all_ranks_report_the_same_exit_code(tmp_path) -> None:
+    """Also those that take long to leave, and that torchrun therefore sends a SIGTERM."""
+    script = tmp_path / "slow_to_leave.py"
+    script.write_text(SLOW_TO_LEAVE + FRONT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"),
+            *(str(script), "recipe=resnet18", "optim.lrr=1"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1  # torchrun's own, whatever its workers say
+    assert done.stderr.count("optim.lrr=1: there is no such key. Nearest: optim.lr.") == 1
+    assert [line.split()[2] for line in done.stderr.splitlines() if line.startswith("  exitcode")] == [
+        "2"
+    ] * 3
+    assert list(tmp_path.iterdir()) == [script]

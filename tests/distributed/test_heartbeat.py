@@ -1,0 +1,70 @@
+"""Signs of life through shared memory: written by forked processes, read by the one that forked them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from launcher.distributed.heartbeat import PHASES, Heartbeat, Heartbeats
+
+
+def test_the_parent_reads_what_each_forked_rank_wrote_last() -> None:
+    table = Heartbeats(2)
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            heartbeat = table.of(rank)
+            heartbeat.beat("data", 7)
+            heartbeat.beat("compute" if rank == 0 else "wire")
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    assert [(beat.phase, beat.step) for beat in table.read()] == [("compute", 7), ("wire", 7)]
+    assert all(0 <= beat.age_s < 5 for beat in table.read())
+    behind = min(range(2), key=lambda rank: table.read()[rank].order)
+    assert behind == 0
+
+
+def test_a_new_table_and_a_restarted_one_say_starting() -> None:
+    table = Heartbeats(1)
+    table.of(0).beat("wire", 3)
+    table.restart()
+    assert [(beat.phase, beat.step) for beat in table.read()] == [("starting", 0)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "done"),
+    [("data", 6), ("compute", 6), ("update", 6), ("report", 7), ("evaluation", 7), ("done", 7)],
+)
+def test_a_step_counts_once_it_is_done(phase, done) -> None:
+    table = Heartbeats(2)
+    heartbeat = table.of(1)
+    assert (heartbeat.steps_done, table.steps_done()) == (0, 0)
+    heartbeat.beat(phase, 7)
+    assert (heartbeat.steps_done, table.steps_done()) == (done, done)
+
+
+def test_without_a_table_beating_is_allowed() -> None:
+    for phase in PHASES:
+        Heartbeat().beat(phase, 1)
+
+
+def test_a_row_is_never_seen_half_written() -> None:
+    table = Heartbeats(1)
+    child = os.fork()
+    if child == 0:
+        heartbeat = table.of(0)
+        for step in range(1, 400_000):
+            heartbeat.beat("wire", step)
+        os._exit(0)
+    while table.read()[0].step == 0:
+        time.sleep(0.001)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        for _ in range(1000):
+            (beat,) = table.read()
+            assert (beat.phase, beat.step > 0) == ("wire", True)
+            assert beat.age_s < 60

@@ -1,0 +1,104 @@
+"""Reading what started this process: torchrun's variables, a scheduler's, or nothing."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.distributed.process_group import LaunchEnv, _device, _refuse_shared_gpu
+from launcher.errors import PreflightError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RUN_ID": "job-7",
+}
+
+
+def test_without_rank_the_process_is_alone() -> None:
+    assert LaunchEnv.from_environ({"WORLD_SIZE": "4"}) == LaunchEnv()
+    assert LaunchEnv() == LaunchEnv(0, 1, 0, 1, 0, "none")
+
+
+def test_torchruns_variables() -> None:
+    assert LaunchEnv.from_environ(TORCHRUN) == LaunchEnv(3, 8, 1, 2, 2, "job-7", True)
+
+
+def test_a_plain_scheduler_sets_less() -> None:
+    assert LaunchEnv.from_environ({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchEnv(1, 2, 0, 1, 0, "none", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"RANK": "8"}, "RANK=8 with WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused(change, message) -> None:
+    with pytest.raises(PreflightError, match=message):
+        LaunchEnv.from_environ(TORCHRUN | change)
+
+
+def test_missing_world_size_is_refused() -> None:
+    with pytest.raises(PreflightError, match="WORLD_SIZE=None"):
+        LaunchEnv.from_environ({"RANK": "0"})
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import launcher.distributed.process_group, launcher.errors, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """As torch answers on a machine where this process sees these GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(uuids))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index])
+    )
+
+
+@pytest.mark.parametrize(
+    ("uuids", "local_rank", "device"),
+    [
+        ((), 3, torch.device("cpu")),
+        (("a",), 0, torch.device("cuda", 0)),
+        (("a",), 3, torch.device("cuda", 0)),  # Slurm shows each task its own GPU, as number 0
+        (("a", "b"), 1, torch.device("cuda", 1)),
+    ],
+)
+def test_a_rank_takes_its_gpu_or_the_only_one_it_sees(monkeypatch, uuids, local_rank, device) -> None:
+    see_gpus(monkeypatch, *uuids)
+    assert _device(LaunchEnv(local_rank, 4, local_rank, 4, launched=True)) == device
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch) -> None:
+    see_gpus(monkeypatch, "a", "b")
+    with pytest.raises(PreflightError, match=r"number 2 on this machine, which has 2 GPU"):
+        _device(LaunchEnv(2, 3, 2, 3, launched=True))
+
+
+def test_one_gpu_for_each_rank_is_taken_and_one_for_two_is_refused(monkeypatch) -> None:
+    """What a rank sees says nothing about the others: four tasks with a GPU each, or four on one GPU."""
+    store = dist.HashStore()
+    for rank, uuid in enumerate(("a", "b", "a")):
+        see_gpus(monkeypatch, uuid)
+        launch = LaunchEnv(rank, 3, rank, 3, launched=True)
+        device = _device(launch)
+        if rank == 2:
+            with pytest.raises(PreflightError, match=r"ranks 0 and 2 use the same GPU \(a\).*sees 1 GPU"):
+                _refuse_shared_gpu(launch, store, "job", device)
+        else:
+            _refuse_shared_gpu(launch, store, "job", device)
+        _refuse_shared_gpu(launch, store, "another job", torch.device("cpu"))

@@ -1,0 +1,128 @@
+"""The loss-scale automaton against the rule of the contract, written out step by step in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.engine.errors import UnusableError
+from launcher.engine.precision.loss_scale import LossScale, Scaling, nearest_power_of_two, power_of_two
+
+CLEAN, OVERFLOW, BAD_LOSS, NO_SAMPLES = "clean", "overflow", "bad loss", "no samples"
+
+
+class Reference:
+    """Section 6 of the numerics contract: s, t, h; and the counters that end a run."""
+
+    def __init__(self, s: int, s_min: int, s_max: int, growth_interval: int, hysteresis: int) -> None:
+        self.s, self.s_min, self.s_max = s, s_min, s_max
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.t, self.h = 0, hysteresis
+        self.applied = self.skipped = self.floor_skips = self.bad_losses = 0
+
+    def step(self, event: str) -> None:
+        if event == CLEAN:
+            self.applied += 1
+            self.floor_skips = self.bad_losses = 0
+            self.h = self.hysteresis
+            self.t += 1
+            if self.t == self.growth_interval:
+                self.t = 0
+                self.s = min(self.s + 1, self.s_max)
+            return
+        self.skipped += 1
+        if event == OVERFLOW:
+            self.floor_skips += self.s == self.s_min
+            self.t = 0
+            self.h -= 1
+            if self.h <= 0:
+                self.s = max(self.s - 1, self.s_min)
+        if event == BAD_LOSS:
+            self.bad_losses += 1
+
+    def state(self) -> list[int]:
+        return [self.s, self.t, self.h, self.applied, self.skipped, self.floor_skips, self.bad_losses]
+
+
+def advance(scale: LossScale, event: str) -> None:
+    flags = (event != CLEAN, event == BAD_LOSS, event == OVERFLOW, False)
+    scale.advance(*(torch.tensor(flag) for flag in flags))
+
+
+@settings(deadline=None)
+@given(
+    events=st.lists(st.sampled_from([CLEAN, CLEAN, CLEAN, OVERFLOW, BAD_LOSS, NO_SAMPLES]), max_size=60),
+    bounds=st.lists(st.integers(0, 6), min_size=3, max_size=3).map(sorted),
+    growth_interval=st.integers(1, 5),
+    hysteresis=st.integers(1, 3),
+)
+def test_dynamic_scale_follows_the_written_out_rule(events, bounds, growth_interval, hysteresis) -> None:
+    low, start, high = bounds
+    scaling = Scaling("dynamic", 2**start, growth_interval, hysteresis, 2**low, 2**high)
+    scale = LossScale(scaling, torch.device("cpu"))
+    reference = Reference(start, low, high, growth_interval, hysteresis)
+    for event in events:
+        advance(scale, event)
+        reference.step(event)
+        assert scale.state.tolist() == reference.state()
+        assert scale.value().item() == 2.0**reference.s
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("static", 2.0**10), ("none", 1.0)])
+def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
+    scale = LossScale(Scaling(mode=mode, init=2**10, growth_interval=1), torch.device("cpu"))
+    for event in (CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, OVERFLOW, CLEAN, CLEAN):
+        advance(scale, event)
+        assert scale.value().item() == expected
+    fields = dict(zip(LossScale.FIELDS, scale.state.tolist(), strict=True))
+    assert (fields["applied"], fields["skipped"]) == (3, 4)
+
+
+@pytest.mark.parametrize("mode", ["static", "none"])
+def test_overflows_in_a_row_are_counted_where_the_scale_cannot_fall(mode) -> None:
+    scale, counts = LossScale(Scaling(mode=mode), torch.device("cpu")), []
+    for event in (OVERFLOW, BAD_LOSS, OVERFLOW, NO_SAMPLES, CLEAN, OVERFLOW):
+        advance(scale, event)
+        counts.append(int(scale.state[LossScale.FIELDS.index("floor_skips")]))
+    assert counts == [1, 1, 2, 2, 0, 1], "only a clean step ends the row"
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    assert Scaling() == Scaling("dynamic", 2**16, growth_interval=2000, hysteresis=1, min=1, max=2**24)
+
+
+@pytest.mark.parametrize("field", ["init", "min", "max"])
+@pytest.mark.parametrize("value", [0, 3, 2**128, 65536.0])
+def test_each_of_the_three_scales_is_a_power_of_two(field, value) -> None:
+    with pytest.raises(UnusableError, match=f"loss scale {field}="):
+        Scaling(**{field: value})
+
+
+def test_powers_of_two_are_exact_over_the_whole_range_of_fp32() -> None:
+    exponents = torch.arange(-126, 128)
+    assert torch.equal(power_of_two(exponents).double(), torch.exp2(exponents.double()))
+
+
+@pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (3, 4), (5, 4), (6, 8), (1000, 1024), (0.3, 1)])
+def test_nearest_power_of_two(value, power) -> None:
+    assert nearest_power_of_two(value) == power
+
+
+def test_a_run_that_goes_on_with_a_shorter_interval_grows() -> None:
+    scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
+    scale.state[1] = 9  # clean steps counted under a longer one
+    no = torch.zeros((), dtype=torch.bool)
+    scale.advance(no, no, no, no)
+    assert scale.value().item() == 16
+
+
+@pytest.mark.parametrize("event", [OVERFLOW, BAD_LOSS, NO_SAMPLES])
+def test_an_abandoned_step_changes_nothing(event) -> None:
+    scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
+    advance(scale, CLEAN)
+    before = scale.state.clone()
+    flags = (True, event == BAD_LOSS, event == OVERFLOW, True)
+    scale.advance(*(torch.tensor(flag) for flag in flags))
+    assert torch.equal(scale.state, before)

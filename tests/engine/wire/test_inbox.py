@@ -1,0 +1,157 @@
+"""Gradients between autograd and the wire: copied a bucket at a time, freed then, and of the same bits."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launcher.engine import SGD, Policy, Stepper, Wire
+from launcher.engine.flat.layout import Layout
+from launcher.engine.wire.inbox import Inbox
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def inbox_of(policy: Policy, factor: float = 1.0, sums: bool = False) -> tuple[Inbox, Layout]:
+    layout = Layout(nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 1)), policy)
+    segment = layout.segments[0]
+    totals = torch.zeros(segment.numel) if sums else None
+    return Inbox(segment, segment.runs[0], factor, totals), layout
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies, and multiplications after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in str(func) for word in ("copy", "mul", "add", "zero")):
+            self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.amp_fp16(), Policy.fp32()], ids=lambda p: p.name)
+def test_a_bucket_is_one_copy(policy) -> None:
+    inbox, layout = inbox_of(policy)
+    segment = layout.segments[0]
+    gradients = {slot.name: torch.randn(slot.shape).to(segment.weight) for slot in segment.slots}
+    with Copies() as copies:
+        for slot in segment.slots:
+            inbox.take(slot, gradients[slot.name])
+        inbox.complete()
+    assert copies.calls == ["aten._foreach_copy_.default"]
+    for slot in segment.slots:
+        assert torch.equal(slot.view(segment.grad), gradients[slot.name].to(segment.grad.dtype))
+
+
+@pytest.mark.parametrize("given", [torch.float32, *HALVES])
+@pytest.mark.parametrize("wire", [torch.float32, *HALVES])
+def test_a_predivided_gradient_is_rounded_once(given, wire) -> None:
+    """Also where it is a subnormal on the wire, or would be one before it is widened."""
+    layout = Layout(nn.Linear(64, 3, bias=False), Policy.fp32(), wire)
+    (segment,) = layout.segments
+    (slot,) = segment.slots
+    inbox = Inbox(segment, segment.runs[0], 0.25, None)
+    gradient = (torch.randn(slot.shape) * torch.logspace(-8, 4, 64)).to(given)
+    inbox.take(slot, gradient)
+    inbox.complete()
+    assert torch.equal(slot.view(segment.grad), (gradient.double() * 0.25).to(wire))
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["wire", "sums"])
+def test_what_does_not_arrive_is_zero_although_the_step_before_left_something(sums) -> None:
+    inbox, layout = inbox_of(Policy.fp16(), sums=sums)
+    segment = layout.segments[0]
+    one, other = segment.slots
+    for slot in (one, other):
+        inbox.take(slot, torch.full(slot.shape, 3.0, dtype=torch.float16))
+    inbox.complete()
+    inbox.take(one, torch.ones(one.shape, dtype=torch.float16))
+    inbox.complete()
+    assert torch.equal(one.flat(segment.grad), torch.ones(one.numel, dtype=torch.float16))
+    assert not other.flat(segment.grad).any()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_second_gradient_of_a_pass_is_added_whether_or_not_the_first_is_still_held(held) -> None:
+    inbox, layout = inbox_of(Policy.fp16(), factor=0.5)
+    slot = layout.segments[0].slots[0]
+    for value in (3.0, 5.0):
+        inbox.take(slot, torch.full(slot.shape, value, dtype=torch.float16))
+        if not held:
+            inbox.drain()
+    inbox.complete()
+    assert torch.equal(slot.flat(layout.segments[0].grad), torch.full((slot.numel,), 4.0).half())
+
+
+def test_a_stride_of_a_dimension_of_one_element_costs_no_copy_of_its_own() -> None:
+    """A 1x1 convolution in channels_last; on a GPU one call takes tensors of equal strides alone."""
+    layout = Layout(nn.Conv2d(4, 4, 1, bias=False).to(memory_format=torch.channels_last), Policy.fp32())
+    (segment,) = layout.segments
+    (slot,) = segment.slots
+    gradient = torch.randn(4, 4, 1, 1)
+    assert gradient.stride() != slot.stride
+    inbox = Inbox(segment, segment.runs[0], 1.0, None)
+    inbox.take(slot, gradient)
+    (held,) = inbox._held.values()
+    assert held.stride() == slot.stride
+    inbox.complete()
+    assert torch.equal(slot.view(segment.grad), gradient)
+
+
+class Watched(nn.Sequential):
+    """Notes how many other gradients are alive as each one arrives. To be watched before its Stepper."""
+
+    def watch(self) -> list[int]:
+        alive: list[int] = []
+        self.gradients: list[weakref.ref[Tensor]] = []
+
+        def note(parameter: nn.Parameter) -> None:
+            alive.append(sum(gradient() is not None for gradient in self.gradients))
+            self.gradients.append(weakref.ref(parameter.grad))
+
+        for layer in self:
+            layer.weight.register_post_accumulate_grad_hook(note)
+        return alive
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_freed_with_their_bucket(micro_batches) -> None:
+    model = Watched(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    alive = model.watch()
+    stepper = Stepper(
+        model,
+        SGD(0.1),
+        Policy.fp32(),
+        wire=Wire(bucket_bytes=2 * 64 * 64 * 4),
+        micro_batches=micro_batches,
+        reference_count=4,
+    )
+    assert [len(bucket.slots) for bucket in stepper.reducer.buckets] == [2, 2, 2, 2]
+    for _ in range(micro_batches):
+        stepper.backward(model(torch.randn(4, 64)).square().sum(), 4)
+        assert all(gradient() is None for gradient in model.gradients)
+    assert max(alive) == 1
+
+
+def test_nothing_is_held_after_a_pass_that_failed() -> None:
+    model = Watched(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    model.watch()
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("no")
+
+    stepper = Stepper(model, SGD(0.1), Policy.fp32(), reference_count=4)
+    hidden = model[0](torch.randn(4, 8))
+    hidden.register_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        stepper.backward(model[3](model[2](model[1](hidden))).sum(), 4)
+    assert len(model.gradients) == 3
+    assert all(gradient() is None for gradient in model.gradients)
+    assert stepper.step().read().abandoned_ranks == (0,)

@@ -1,0 +1,310 @@
+"""report.html and the pictures: from files alone, complete, self-contained, and safe to open."""
+
+import math
+import os
+import struct
+from html.parser import HTMLParser
+
+import pytest
+
+from launcher.cli import main
+from launcher.report import gradient_plot, plots
+from launcher.report.gradient_plot import draw_exponents, worst_layers
+from launcher.report.page import write_report
+from launcher.report.plots import draw_confusion_matrix, draw_curves
+from launcher.run_dir.atomic import write_json
+from launcher.telemetry.events import EventLog
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\""
+TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
+
+
+def write_events(run_dir, with_scale=True, with_accuracy=True):
+    log = EventLog(run_dir / "metrics.jsonl")
+    log.write({"event": "decision", "time": 0.0, "step": 0, "topic": "precision", "text": f"fp16 {HOSTILE}"})
+    for step in range(1, 61):
+        scale = {"scale": 65536.0 / 2 ** (step // 20)} if with_scale else {}
+        if with_scale and step % 20 == 0:
+            overflow = {"ranks": [1], "parameters": [f"layer{k}.weight" for k in range(9)], **scale}
+            log.write({"event": "overflow", "time": 0.0, "step": step, **overflow})
+        if step % 5 == 0:
+            loss = math.inf if step == 20 else 2.5 / step
+            values = {"epoch": step // 30, "loss": loss, "lr": 0.1, "grad_norm": 1.0 / step, **scale, **TIMES}
+            log.write({"event": "step", "time": 0.0, "step": step, **values})
+        if step % 30 == 0:
+            metrics = {"accuracy": 0.9 + step / 1000, "macro_f1": 0.9} if with_accuracy else {}
+            values = {"epoch": step // 30 - 1, "loss": 0.3, **metrics, "samples": 30}
+            log.write({"event": "eval", "time": 0.0, "step": step, **values})
+    log.write({"event": "warning", "time": 0.0, "step": 60, "text": HOSTILE})
+    log.close()
+
+
+def write_run(run_dir, classes=("zero", "one", HOSTILE)):
+    write_events(run_dir)
+    matrix = [
+        [9 if row == column else int(column == 0) for column in range(len(classes))]
+        for row in range(len(classes))
+    ]
+    result = {
+        "state": "done",
+        "exit": 0,
+        "metric_name": "accuracy",
+        "metric": 0.96,
+        "metrics": {"accuracy": 0.96},
+    }
+    result |= {"steps": 60, "seconds": 83.0, "samples_per_s": 1200.0, "skipped_steps": 3, "note": HOSTILE}
+    write_json(run_dir / "result.json", {**result, "confusion_matrix": matrix, "classes": list(classes)})
+    write_json(
+        run_dir / "env.json", {"python": "3.11", "packages": {"torch": "2.13.0"}, "devices": [HOSTILE]}
+    )
+    (run_dir / "config.yaml").write_text(f"seed: 0\nnote: {HOSTILE}\n")
+    (run_dir / "classification_report.txt").write_text(f"precision\n{HOSTILE}\n")
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; tags must be balanced."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.attributes, self.text, self._open = [], [], "", []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def size_of(png):
+    """(width, height) of a picture that is whole: signature, header, end chunk."""
+    data = png.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert data.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", data[16:24])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("outputs") / "run"
+    run_dir.mkdir()
+    write_run(run_dir)
+    draw_curves(run_dir)
+    draw_confusion_matrix(run_dir)
+    return Page(write_report(run_dir))
+
+
+SHOWN = "96.00 %|1:23|1,200|input-bound: 71 %|71.0 %|precision fp16|layer0.weight|and 5 more|seed: 0|2.13.0"
+SHOWN += "|32,768|93.00 %|step 60: "
+
+
+@pytest.mark.parametrize("text", SHOWN.split("|"))
+def test_the_page_shows(finished, text):
+    assert text in finished.text
+
+
+def test_the_page_escapes_whatever_it_was_given(finished):
+    assert "script" not in finished.tags
+    assert finished.text.count(HOSTILE) >= 6, "decision, warning, config, report, devices, result"
+
+
+def test_the_page_loads_nothing(finished):
+    sources = [
+        value for name, value in finished.attributes if name in ("src", "href", "srcset", "action", "data")
+    ]
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not {"script", "link", "iframe", "object", "form"} & set(finished.tags)
+
+
+def test_a_page_can_be_made_of_the_little_that_a_young_run_has(tmp_path):
+    page = Page(write_report(tmp_path))
+    assert "not finished" in page.text
+    assert "img" not in page.tags
+    assert "h2" not in page.tags
+
+
+def test_a_failed_run_shows_its_error(tmp_path):
+    write_json(tmp_path / "result.json", {"state": "failed", "exit": 5, "error": f"diverged {HOSTILE}"})
+    page = Page(write_report(tmp_path))
+    assert "failed" in page.text
+    assert f"diverged {HOSTILE}" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "warning"),
+    [
+        ("result.json", b"{", "result.json is damaged: left out (Expecting property name"),
+        ("result.json", b"[1]", "holds list, not a JSON object"),
+        ("result.json", b"\xff", "result.json is damaged: left out"),
+        ("result.json", b"[" * 100_000, "is nested too deeply"),
+        ("result.json", b'{"state": "done", "metrics": [1], "seconds": "x"}', "left out metrics, seconds"),
+        ("env.json", b"[]", "holds list, not a JSON object"),
+        ("metrics.jsonl", b'{"ev\n{"event": "decision", "step": 1}\n', "damaged: left out line 1"),
+    ],
+)
+def test_a_damaged_file_is_left_out_with_a_warning(tmp_path, capsys, name, content, warning):
+    (tmp_path / name).write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'report.html'}\n"
+    assert err.startswith("warning: ")
+    assert err.count("\n") == 1
+    assert warning in err
+
+
+@pytest.mark.parametrize("content", ['{"state": "done"}', '{"state": "done", "steps": "many"}', "[]", "{"])
+def test_a_result_without_its_parts_is_a_row_of_the_comparison(tmp_path, capsys, content):
+    for job, result in (("0_seed=0", content), ("1_seed=1", "{}")):
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "metrics.jsonl").write_text("")
+        (tmp_path / job / "result.json").write_text(result)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "env.json", "config.yaml", "curves.png"])
+def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path, capsys, name, make):
+    make(tmp_path / name)
+    assert main(["report", str(tmp_path)]) == 8
+    err = capsys.readouterr().err
+    kind = "a pipe" if make == os.mkfifo else "a directory"
+    place = f"error: report {tmp_path}: {tmp_path / name}"
+    assert err == f"{place}: {name} is {kind}; it must be a plain file.\n"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "weights.safetensors"])
+def test_a_checkpoint_of_other_things_than_files_is_not_exported(tmp_path, capsys, name, make):
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    make(checkpoint / name)
+    assert main(["export", str(tmp_path), str(tmp_path / "weights.safetensors")]) == 8
+    assert "nothing to export" in capsys.readouterr().err
+
+
+def test_many_overflows_are_cut_and_counted(tmp_path):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    for step in range(1000):
+        log.write(
+            {"event": "overflow", "time": 0.0, "step": step, "scale": 1.0, "ranks": [], "parameters": []}
+        )
+    log.close()
+    page = Page(write_report(tmp_path))
+    assert page.tags.count("tr") == 41
+    assert "and 960 more" in page.text
+
+
+@pytest.mark.parametrize("with_scale", [True, False])
+@pytest.mark.parametrize("with_accuracy", [True, False])
+def test_curves_are_drawn_from_whatever_was_recorded(tmp_path, with_scale, with_accuracy):
+    write_events(tmp_path, with_scale, with_accuracy)
+    path = draw_curves(tmp_path)
+    assert path == tmp_path / "curves.png"
+    assert size_of(path) == (1200, 792)
+    assert [file.name for file in tmp_path.glob("*.tmp")] == []
+
+
+def test_without_a_step_there_are_no_curves(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert draw_curves(tmp_path) is None
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 31, 100])
+def test_a_confusion_matrix_of_any_size_is_drawn(tmp_path, num_classes):
+    write_run(tmp_path, [f"class {k}" for k in range(num_classes)])
+    width, height = size_of(draw_confusion_matrix(tmp_path))
+    assert 400 < height <= 1700
+    assert height < width
+
+
+def test_a_result_without_a_confusion_matrix_has_no_picture(tmp_path):
+    write_json(tmp_path / "result.json", {"state": "done"})
+    assert draw_confusion_matrix(tmp_path) is None
+
+
+def test_a_class_that_never_occurs_does_not_divide_by_zero(tmp_path):
+    write_json(tmp_path / "result.json", {"confusion_matrix": [[0, 0], [1, 3]], "classes": ["a", "b"]})
+    assert size_of(draw_confusion_matrix(tmp_path))
+
+
+def test_the_curves_show_the_recorded_values(tmp_path, monkeypatch):
+    """The lines themselves, not pixels: each panel holds what the events say, without non-finite values."""
+    write_events(tmp_path)
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    draw_curves(tmp_path)
+    lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in drawn[0].axes}
+    training, held_out = lines["loss"]
+    assert training == [[step, 2.5 / step] for step in range(5, 61, 5) if step != 20]
+    assert held_out == [[30, 0.3], [60, 0.3]]
+    assert lines["accuracy, held out (%)"] == [[[30, 93.0], [60, 96.0]]]
+    scale, skipped = lines["loss scale"]
+    assert skipped == [[20, 32768.0], [40, 16384.0], [60, 8192.0]]
+    assert scale[0] == [5, 65536.0]
+    assert scale[-1] == [60, 8192.0]
+
+
+def gradients_event(scale=1024.0, histogram=None):
+    """Exponents -20 and -19 hold elements, and 5 of 100 are zero."""
+    histogram = histogram or [{-20: 45, -19: 50}.get(exponent, 0) for exponent in range(-40, 17)]
+    shares = {"zero_share": 0.05, "zero_share_at_scale_1": 0.5, "near_max_share": 0.0}
+    layers = {f"layer{k}.{HOSTILE}": {**shares, "zero_share": k / 100} for k in range(40)}
+    numbers = {"zeros": 5, "first_exponent": -40, "histogram": histogram, "layers": layers}
+    return {"event": "gradients", "time": 0.0, "step": 100, "scale": scale, **shares, **numbers}
+
+
+def write_gradients(run_dir, *events):
+    log = EventLog(run_dir / "metrics.jsonl")
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(
+    tmp_path, monkeypatch
+):
+    write_gradients(tmp_path, gradients_event(scale=1.0), gradients_event())
+    drawn = []
+    monkeypatch.setattr(gradient_plot, "save", lambda figure, path: drawn.append(figure) or path)
+    draw_exponents(tmp_path)
+    (figure,) = drawn
+    histogram, _ = figure.axes
+    bars = {
+        (bar.get_x(), round(bar.get_height(), 6)) for bar in histogram.patches if bar.get_height() in (45, 50)
+    }
+    assert {place for place, _ in bars} >= {-30, -29}  # the latest event: 2^10 lower at scale 1
+    legend = [text.get_text() for text in histogram.get_legend().get_texts()]
+    assert legend == ["at scale 1: another 45.00 % would be zero", "as sent, at scale 2^10: 5.00 % are zero"]
+
+
+@pytest.mark.parametrize("event", [gradients_event(), gradients_event(1.0), gradients_event(1.0, [0] * 57)])
+def test_any_gradients_can_be_drawn_and_the_page_shows_them(tmp_path, event):
+    write_gradients(tmp_path, event)
+    path = draw_exponents(tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "Gradients in the range of fp16" in Page(write_report(tmp_path)).text
+
+
+def test_without_a_look_at_the_gradients_there_is_no_picture(tmp_path):
+    write_events(tmp_path)
+    assert draw_exponents(tmp_path) is None
+    assert "Gradients in the range" not in Page(write_report(tmp_path)).text
+
+
+def test_the_layers_with_most_zeros_come_first():
+    event = gradients_event()
+    for k, shares in enumerate(event["layers"].values()):
+        shares["zero_share_at_scale_1"] = k / 100
+    assert [name.split(".")[0] for name, _ in worst_layers(event)[:2]] == ["layer39", "layer38"]
+    assert len(worst_layers(event)) == gradient_plot.MAX_LAYERS

@@ -1,0 +1,354 @@
+"""The directory of a run: distinct, held by one process at a time, gone on with by the same run only."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.config.schema import Config
+from launcher.errors import ConfigError, StorageError
+from launcher.run_dir import claim, records
+from launcher.run_dir.claim import claimed
+from tests.run_dir.test_records import sample_config
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Default directories go below the current one."""
+    monkeypatch.chdir(tmp_path)
+
+
+def prepared(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with its directory, which is let go again at once."""
+    with claimed(config, overrides) as own:
+        return own.config
+
+
+def test_a_run_without_a_place_gets_a_new_one_below_its_recipe(tmp_path):
+    first = Path(prepared(sample_config(), []).run.dir)
+    second = Path(prepared(sample_config(), []).run.dir)
+    assert first != second
+    assert first.is_absolute()
+    assert first.parent == second.parent == tmp_path / "outputs" / "resnet18"
+    assert time.strptime(first.name[:-5], "%Y%m%d-%H%M%S")
+    assert int(first.name[-4:], 16) >= 0
+
+
+def test_a_name_that_is_taken_is_left_alone(tmp_path, monkeypatch):
+    digits = iter(["aaaa", "aaaa", "bbbb"])
+    monkeypatch.setattr(claim.secrets, "token_hex", lambda n: next(digits) if n == 2 else os.urandom(n).hex())
+    monkeypatch.setattr(claim.time, "strftime", lambda _: "20300101-000000")
+    names = [Path(prepared(sample_config(), []).run.dir).name for _ in range(2)]
+    assert names == ["20300101-000000-aaaa", "20300101-000000-bbbb"]
+
+
+def test_the_search_for_a_name_ends(monkeypatch):
+    monkeypatch.setattr(claim.secrets, "token_hex", lambda n: "0" * 2 * n)
+    monkeypatch.setattr(claim.time, "strftime", lambda _: "20300101-000000")
+    prepared(sample_config(), [])
+    with pytest.raises(StorageError, match=r"run\.dir=DIR"):
+        prepared(sample_config(), [])
+
+
+def test_many_starts_at_once_get_directories_of_their_own():
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda _: prepared(sample_config(), []).run.dir, range(48)))
+    assert len(set(made)) == 48
+
+
+def test_of_many_that_want_one_directory_exactly_one_gets_it(tmp_path):
+    def attempt(number, held):
+        try:
+            own = claimed(sample_config(str(tmp_path / "mine")), [f"seed={number}"])
+            return held.enter_context(own).config
+        except ConfigError as error:
+            return error
+
+    for _ in range(10):
+        with ThreadPoolExecutor(8) as pool, ExitStack() as held:
+            outcomes = list(pool.map(attempt, range(8), [held] * 8))
+        winners = [outcome for outcome in outcomes if isinstance(outcome, Config)]
+        assert len(winners) == 1
+        assert all("in use" in str(error) for error in outcomes if isinstance(error, ConfigError))
+
+
+START = """
+import sys, time
+from pathlib import Path
+from launcher.config.schema import from_dict
+from launcher.errors import ConfigError
+from launcher.run_dir.claim import claimed
+from tests.run_dir.test_records import sample_config
+print("ready", flush=True)
+sys.stdin.read()
+try:
+    with claimed(sample_config(sys.argv[1]), []) as own:
+        print(own.config.run.dir, flush=True)
+        time.sleep(3 if sys.argv[1] else 0)
+except ConfigError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(("directory", "num_distinct"), [("", 3), ("mine", 1)])
+def test_three_processes_at_once_in_one_folder(tmp_path, directory, num_distinct):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", START, directory]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) for _ in range(3)]
+    for process in started:
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        process.stdin.close()
+        process.stdin = None
+    answers = [process.communicate(timeout=30)[0].strip() for process in started]
+    made = {answer for answer in answers if not answer.startswith("refused:")}
+    assert len(made) == num_distinct
+    assert sum(answer.startswith("refused:") for answer in answers) == 3 - num_distinct
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "status.json"])
+def test_files_of_somebody_else_are_not_written_over(tmp_path, left):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / left).write_text("mine")
+    with pytest.raises(ConfigError, match=r"not those of a run.*Choose another") as refusal:
+        prepared(sample_config(str(tmp_path / "old")), [])
+    assert refusal.value.exit_code == 2
+    assert {file.name for file in (tmp_path / "old").iterdir()} == {left, ".lock"}
+    assert (tmp_path / "old" / left).read_text() == "mine"
+
+
+def two_epochs(directory: Path) -> Config:
+    config = sample_config(str(directory))
+    return replace(config, train=replace(config.train, epochs=2))
+
+
+def leave_result(directory: Path, **values: object) -> None:
+    result = {"state": "done", "steps": 20, "steps_per_epoch": 10, "metric_name": "accuracy", "metric": 0.5}
+    (directory / "result.json").write_text(json.dumps(result | values))
+
+
+def test_the_same_run_is_gone_on_with_and_described_anew(tmp_path):
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, ["seed=0"])
+    faster = replace(config, optim=replace(config.optim, lr=0.5))
+    with claimed(faster, ["optim.lr=0.5"]) as own:
+        assert own.finished == ""
+    assert "lr: 0.5" in (tmp_path / "mine" / "config.yaml").read_text()
+    assert (tmp_path / "mine" / "overrides.txt").read_text() == "optim.lr=0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "done"), [("done", 20, True), ("done", 19, False), ("failed", 20, False)]
+)
+def test_a_run_is_finished_when_it_has_the_steps_that_are_asked_for(tmp_path, state, steps, done):
+    config = two_epochs(tmp_path / "mine")
+    prepared(config, [])
+    leave_result(tmp_path / "mine", state=state, steps=steps)
+    before = (tmp_path / "mine" / "status.json").read_bytes()
+    with claimed(config, []) as own:
+        assert bool(own.finished) == done
+        if done:
+            assert "20 steps: accuracy 0.5" in own.finished
+            assert (tmp_path / "mine" / "status.json").read_bytes() == before
+
+
+def test_a_finished_run_goes_on_where_more_epochs_are_asked_for(tmp_path):
+    config = two_epochs(tmp_path / "mine")
+    prepared(config, [])
+    leave_result(tmp_path / "mine")
+    with claimed(replace(config, train=replace(config.train, epochs=3)), []) as own:
+        assert own.finished == ""
+    with claimed(replace(config, train=replace(config.train, epochs=3, max_steps=20)), []) as own:
+        assert own.finished
+
+
+def test_another_run_is_refused_and_nothing_of_it_changed(tmp_path):
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, ["seed=0"])
+    before = (tmp_path / "mine" / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds another run: seed is 0 there and 4 here.*overrides\.txt"):
+        prepared(replace(config, seed=4), [])
+    assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
+    assert (tmp_path / "mine" / "overrides.txt").read_text() == "seed=0\n"
+
+
+def test_a_run_is_never_begun_anew_in_its_own_directory(tmp_path):
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, [])
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepared(replace(config, checkpoint=replace(config.checkpoint, resume="never")), [])
+
+
+def test_an_error_of_the_job_is_not_taken_for_one_of_its_directory(tmp_path):
+    with pytest.raises(FileNotFoundError), claimed(sample_config(str(tmp_path / "mine")), []):
+        raise FileNotFoundError("of the job's own")
+
+
+@pytest.mark.parametrize("place", ["/", "~", "/usr", "."])
+def test_a_place_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path, monkeypatch, place):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "notes.txt").write_text("keep")
+    directory = Path(place).expanduser()
+    before = set(os.listdir(directory))
+    with pytest.raises(
+        ConfigError, match=r"(root|home) directory|not those of a run: .*directory of its own"
+    ):
+        prepared(sample_config(place), [])
+    assert set(os.listdir(directory)) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "log.txt",
+        "train-out.txt",
+        "run.log",
+        "a.out",
+        "b.err",
+        "slurm-12.out",
+        "slurm-7_1",
+        ".nfs0001",
+        ".env",
+    ],
+)
+def test_a_shell_or_a_scheduler_may_have_put_its_output_there(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("loading modules")
+    (tmp_path / "mine" / "first.txt").touch()
+    prepared(sample_config(str(tmp_path / "mine")), [])
+    assert (tmp_path / "mine" / name).read_text() == "loading modules"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "corpus.txt",
+        "layout.txt.gz",
+        "train.py",
+        ".bashrc",
+        "labels.csv",
+        "data.bin",
+        "log",
+        ".git/",
+        "logs.log/",
+    ],
+)
+def test_what_is_no_output_keeps_a_directory_from_becoming_a_run(tmp_path, name):
+    place = tmp_path / "mine" / name
+    (place if name.endswith("/") else place.parent).mkdir(parents=True)
+    if not name.endswith("/"):
+        place.write_text("keep")
+    (tmp_path / "mine" / "run.log").touch()
+    before = set(os.listdir(tmp_path / "mine"))
+    with pytest.raises(ConfigError, match=f"not those of a run: {place.name}. A run needs a directory"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+    assert set(os.listdir(tmp_path / "mine")) == before
+
+
+@pytest.mark.parametrize("name", ["run.log", "log.txt", ".env", "first.txt"])
+def test_a_link_is_no_output(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "target").touch()
+    (tmp_path / "mine" / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"not those of a run: {name}"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+
+
+@pytest.mark.parametrize("left", [[], ["lost+found"], [".lock", "logs", ".config.yaml.abcd.tmp"]])
+def test_an_empty_directory_may_become_a_run(tmp_path, left):
+    (tmp_path / "mine").mkdir()
+    for name in left:
+        (tmp_path / "mine" / name).mkdir() if name in ("logs", "lost+found") else (
+            tmp_path / "mine" / name
+        ).touch()
+    assert prepared(sample_config(str(tmp_path / "mine")), []).run.dir == str(tmp_path / "mine")
+
+
+def test_a_run_may_hold_files_of_its_recipe_and_be_reached_by_a_link(tmp_path):
+    prepared(sample_config(str(tmp_path / "mine")), [])
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert prepared(sample_config(str(tmp_path / "link")), []).run.dir == str(tmp_path / "link")
+
+
+def put_in_place(path: Path, kind: str, target: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "socket", "directory"])
+@pytest.mark.parametrize("name", [*records.FILES, "logs/rank0.log"])
+def test_what_is_no_plain_file_is_refused_and_named(tmp_path, name, kind):
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, [])
+    (tmp_path / "mine" / "logs").mkdir()
+    (tmp_path / "target").write_text("keep")
+    put_in_place(tmp_path / "mine" / name, kind, tmp_path / "target")
+    what = {"link": rf"a symbolic link to {tmp_path}/target"}.get(kind, f"a {kind}")
+    with pytest.raises(
+        StorageError, match=rf"{Path(name).name} is {what}; it must be a plain file"
+    ) as refusal:
+        prepared(config, [])
+    assert str(refusal.value).endswith("Remove it, or choose another directory with run.dir=DIR.")
+    assert (tmp_path / "target").read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["logs", "wandb"])
+def test_a_folder_that_leads_out_of_the_run_is_refused(tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=rf"{name} is a symbolic link to .*/elsewhere; it must be a dir"):
+        prepared(sample_config(str(tmp_path / "mine")), [])
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_lock_of_an_older_version_names_its_holder(tmp_path):
+    config = sample_config(str(tmp_path / "mine"))
+    with claimed(config, []):
+        (tmp_path / "mine" / ".lock").write_text("4711")
+        with pytest.raises(ConfigError, match=r"another process \(pid 4711 of its machine\)"):
+            prepared(config, [])
+
+
+def test_a_file_in_place_of_the_directory_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        prepared(sample_config(str(tmp_path / "file")), [])
+
+
+@pytest.mark.parametrize("place", ["/dev/null/run", "/proc/no-such-place/run"])
+def test_a_place_that_cannot_be_written_is_named_with_the_cause(place):
+    with pytest.raises(StorageError) as refusal:
+        prepared(sample_config(place), [])
+    assert refusal.value.exit_code == 8
+    assert place in str(refusal.value)
+    assert "Not a directory" in str(refusal.value) or "No such file" in str(refusal.value)
+    assert "run.dir=DIR" in str(refusal.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only directory")
+def test_a_read_only_directory_is_a_storage_error(tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    with pytest.raises(StorageError, match="Permission denied"):
+        prepared(sample_config(str(tmp_path / "locked" / "run")), [])

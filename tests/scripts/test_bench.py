@@ -1,0 +1,110 @@
+"""Each benchmark runs, measures what it says, and writes what it prints. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench import update, wire_precision
+
+ROOT = Path(__file__).parents[2]
+COMPILER = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when imported
+
+
+def run(program: str, *arguments: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench" / program), "--quick", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize("model", update.MODELS)
+def test_the_shapes_are_those_of_the_architecture(model) -> None:
+    make, num_parameters = update.MODELS[model]
+    assert sum(shape.numel() for shape in make().values()) == num_parameters
+
+
+@pytest.mark.slow
+def test_update_compares_all_contenders(tmp_path) -> None:
+    file = tmp_path / "update.json"
+    printed = run("update.py", "--threads", "1", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert [case["optimizer"] for case in content["cases"]] == ["adamw", "sgd"]
+    for case in content["cases"]:
+        assert {"fused alone", "stock composition", "per tensor", "ours, plain", "ours, compiled"} < set(
+            case["rows"]
+        )
+        assert all(name in printed and row["min_ms"] > 0 for name, row in case["rows"].items())
+    assert {"cpu", "torch", "date"} <= set(content["machine"])
+    assert content["n"] == 2
+
+
+class Compiles:
+    """A contender that makes the compiler start anew on every step."""
+
+    def step(self) -> None:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        torch._dynamo.reset()
+
+
+@COMPILER
+def test_a_compilation_between_steps_ends_the_benchmark() -> None:
+    with pytest.raises(RuntimeError, match="compiled again"):
+        update.measure({"copy": update.Copy(8), "compiles": Compiles()}, repeats=2)
+
+
+def test_wire_precision_writes_its_table_and_picture(tmp_path) -> None:
+    printed = run("wire_precision.py", "--out", str(tmp_path))
+    content = json.loads((tmp_path / "wire_precision.json").read_text())
+    assert {(row["ranks"], row["wire"]) for row in content["rows"]} == {
+        (ranks, wire) for ranks in (8, 64) for wire in wire_precision.WIRES
+    }
+    assert all(wire in printed for wire in wire_precision.WIRES)
+    assert (tmp_path / "wire_precision.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulated_wires_round_overflow_and_flush_where_real_ones_do() -> None:
+    """1 + 2^-11 needs one bit more than fp16 has, twice that does not; 40000 fits, four of it do not."""
+    last_bit, smallest = 2**-11, 2**-24
+    rows = [[1.0, 40000.0, smallest], [last_bit, 40000.0, 0], [last_bit, 40000.0, 0], [0, 40000.0, 0]]
+    gradients, order = torch.tensor(rows).half(), torch.arange(4)
+    means = {name: wire.mean(gradients, order).tolist() for name, wire in wire_precision.WIRES.items()}
+    assert means["plain"] == means["split"] == [0.25, float("inf"), smallest / 4]
+    assert means["divide_after"] == [0.25, float("inf"), 0.0]
+    assert means["average"] == [0.25, 40000.0, 0.0]
+    assert means["fp32"] == [0.25 + last_bit / 2, 40000.0, 0.0]
+
+
+def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
+    file = tmp_path / "checkpoint.json"
+    printed = run("checkpoint.py", "--json", str(file), "--directory", str(tmp_path))
+    rows = json.loads(file.read_text())["rows"]
+    assert rows["publishing_without_copy_over_normal"] > 0
+    assert rows["size_mb"] > 100, "weights and two states of 11 million parameters, 4 bytes each"
+    assert all(key in printed for key in rows)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.slow
+def test_launch_times_both_sides_and_both_events(tmp_path) -> None:
+    file = tmp_path / "launch.json"
+    printed = run("launch.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert [case["event"] for case in content["cases"]] == ["start", "restart", "answer"]
+    for case in content["cases"][:2]:
+        assert case["rows"].keys() == {"launcher", "torchrun", "ratio"}
+        assert all(value > 0 for row in case["rows"].values() for value in row.values())
+        assert f"{case['event']} to first all-reduce, 2 ranks" in printed
+    assert content["cases"][2]["rows"].keys() == {"help", "config error"}
+    assert {"cpu", "torch", "date"} <= set(content["machine"])

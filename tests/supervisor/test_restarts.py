@@ -1,0 +1,52 @@
+"""A restart by torchrun goes on in the directory of the attempt before, from its newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORDS = ["recipe=resnet18", "train.max_steps=8", "checkpoint.every_steps=2", "tracker=none"]
+WORDS += ["train.log_every_steps=1", "data.batch_size=16", "telemetry.gradients_every_steps=0"]
+
+
+def torchrun(directory: Path, ranks: int) -> subprocess.Popen[str]:
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [*command, "--max-restarts=1", "--monitor-interval=0.1", "-m", "launcher", *WORDS],
+        cwd=directory,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def workers_of(agent: int) -> list[int]:
+    return sorted(int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_restart_goes_on_in_the_same_directory(tmp_path, ranks) -> None:
+    with torchrun(tmp_path, ranks) as agent:
+        assert agent.stdout is not None
+        seen = []
+        for line in agent.stdout:
+            seen.append(line)
+            if "step 5/8" in line:
+                os.kill(workers_of(agent.pid)[-1], signal.SIGKILL)
+                break
+        began = time.monotonic()
+        seen += agent.stdout.readlines()
+        assert agent.wait(timeout=60) == 0, "".join(seen)
+        assert time.monotonic() - began < 60
+    (run_dir,) = (tmp_path / "outputs" / "resnet18").iterdir()
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == 8
+    assert any("resume goes on after step" in line for line in seen), "".join(seen)

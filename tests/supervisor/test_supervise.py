@@ -1,0 +1,312 @@
+"""Who is to blame, what a restart can mend, how many workers there are: the decisions, without a process."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+
+import pytest
+
+from launcher.config.schema import LaunchConfig
+from launcher.distributed.handoff import Departure
+from launcher.distributed.heartbeat import PHASES, Beat, where
+from launcher.distributed.process_group import LaunchEnv
+from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
+from launcher.supervisor import worker_count
+from launcher.supervisor.root_cause import Fate, Restarts, RunFailed, Verdict, hang, is_of_another, judge
+from launcher.supervisor.signals import HEEDED, Signals, heeded, held_back
+
+LOST = (
+    "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+)
+LATE = "RuntimeError: [third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 9000ms"
+KILL, SEGV, ABRT, BUS = (-getattr(signal, f"SIG{name}") for name in ("KILL", "SEGV", "ABRT", "BUS"))
+
+
+def fate(
+    rank: int,
+    exit_code: int | None = None,
+    error: str | None = None,
+    step: int = 7,
+    phase: str = "wire",
+    age_s: float = 0.1,
+    time_s: float = 0.0,
+    stopped: bool = False,
+) -> Fate:
+    """A rank with last words where `error` is given, "" for a rank that ended well."""
+    departure = None if error is None else Departure(rank, time_s, error, exit_code or 0)
+    return Fate(rank, 100 + rank, Beat(phase, step, age_s), exit_code, departure, stopped)
+
+
+def lost(rank: int, time_s: float = 0.0) -> Fate:
+    return fate(rank, 1, LOST, time_s=time_s)
+
+
+def differ(rank: int) -> Fate:
+    """A rank that has found, with others, that rank 1 called another collective."""
+    departure = Departure(rank, 0.0, "rank 1 called another collective", 1, shared=True)
+    return Fate(rank, 100 + rank, Beat("wire", 7, 0.1), 1, departure)
+
+
+@pytest.mark.parametrize(
+    ("fates", "first", "exit_code", "text"),
+    [
+        ([fate(0, 0, ""), fate(1, 0, "")], None, 0, ""),
+        (
+            [lost(0), fate(1, KILL, phase="compute")],
+            0,
+            1,
+            "rank 1 was killed by SIGKILL (pid 101) in compute of step 7",
+        ),
+        (
+            [fate(0, KILL), fate(1, 7, "no data"), lost(2)],
+            1,
+            1,
+            "rank 0 was killed by SIGKILL (pid 100) in wire",
+        ),
+        ([lost(0), fate(1, 7, "no data"), lost(2)], 0, 7, "rank 1 failed: no data"),
+        ([fate(0, 7, "later", time_s=2), fate(1, 5, "first", time_s=3)], 1, 5, "rank 1 failed: first"),
+        ([fate(0, 7, "later", time_s=2), fate(1, 5, "first", time_s=1)], None, 5, "rank 1 failed: first"),
+        ([fate(0, ABRT), fate(1, 7, "no data")], 1, 7, "rank 1 failed: no data"),
+        ([fate(0, ABRT), fate(1, SEGV)], None, 1, "rank 1 was killed by SIGSEGV"),
+        *(([fate(0, by), differ(1), lost(2)], 2, 1, "rank 1 called another") for by in (ABRT, SEGV, BUS)),
+        ([fate(0, KILL), differ(1), lost(2)], 1, 1, "rank 0 was killed by SIGKILL"),
+        ([lost(0), fate(1, SEGV), lost(2)], 0, 1, "rank 1 was killed by SIGSEGV"),
+        ([lost(0), fate(1, ABRT)], 0, 1, "rank 1 was killed by SIGABRT"),
+        ([lost(0), fate(1, 3)], 0, 1, "rank 1 (pid 101) ended with exit code 3 and without a word"),
+        ([lost(0), fate(1, 0)], 0, 1, "rank 1 (pid 101) ended with exit code 0 and without a word"),
+        (
+            [fate(0, 0, ""), fate(1, KILL, phase="finishing")],
+            None,
+            1,
+            "rank 1 was killed by SIGKILL (pid 101) w",
+        ),
+        ([lost(0, 1), lost(1, 2)], 1, 1, "rank 1 failed: RuntimeError"),
+        ([lost(0, 1), lost(1, 2)], None, 1, "rank 0 failed: RuntimeError"),
+        ([fate(0, 8, "disk full"), fate(1, 8, "disk full"), fate(2)], 1, 8, "disk full"),
+        ([fate(0, 8, "disk full")], 0, 8, "disk full"),
+        ([fate(0, 1, "in rank0.log"), fate(1, 1, "in rank1.log")], 1, 1, "in rank1.log"),
+        ([fate(0, 1, "in rank0.log"), fate(1, 1, "at 1 in rank1.log")], 1, 1, "rank 1 failed: at 1"),
+        ([fate(0, 4, "rank 0 lacks"), fate(1, 4, "rank 1 lacks")], 1, 4, "each rank lacks"),
+        ([fate(0, 4, "rank 0 lacks"), fate(1, 0, "")], 0, 4, "rank 0 lacks"),
+        ([fate(0, 4, "rank 0 lacks")], 0, 4, "this process lacks"),
+        ([fate(0, 1, "my mistake")], 0, 1, "my mistake"),
+        ([fate(0, 1, "Traceback (m"), fate(1, 1, "Traceback (m")], 1, 1, "rank 1 failed: Traceback"),
+        ([fate(0, 75, "saved"), fate(1, 75, "saved")], 0, 75, "saved"),
+        ([fate(0, 75, "saved"), fate(1, 8, "disk full")], 1, 8, "rank 1 failed: disk full"),
+        ([fate(0, 75, "saved"), fate(1)], None, 1, "rank 1 (pid 101) did not stop, in wire of step 7"),
+        (
+            [fate(0), fate(1)],
+            None,
+            1,
+            "rank 0 (pid 100) did not stop, in wire of step 7; rank 1 (pid 101) did",
+        ),
+    ],
+)
+def test_the_culprit_is_named(fates: Sequence[Fate], first, exit_code, text) -> None:
+    verdict = judge(fates, first, stall_s=9)
+    assert verdict.exit_code == exit_code
+    assert verdict.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("waited_for", "exit_code"),
+    [
+        (fate(1, step=7, phase="compute", age_s=8), 6),
+        (fate(1, step=6, phase="evaluation", age_s=8), 6),
+        (fate(1, step=7, phase="compute", age_s=3), 1),  # at work until just now: nobody waited long for it
+        (fate(1, step=7, phase="wire", age_s=8), 1),  # it waits like the other
+        (fate(1, step=8, phase="compute", age_s=8), 1),  # it is ahead
+    ],
+)
+def test_who_gave_up_waiting_is_not_blamed_for_who_hangs(waited_for, exit_code) -> None:
+    gave_up = fate(0, 1, LATE)
+    verdict = judge([gave_up, waited_for], 0, stall_s=9)
+    assert verdict.exit_code == exit_code
+    assert verdict.text.startswith("rank 1 (pid 101) hangs: in" if exit_code == 6 else "rank 0 failed")
+
+
+def test_an_error_of_its_own_is_not_excused_by_a_slow_rank() -> None:
+    assert (
+        judge([fate(0, 1, "KeyError: 1"), fate(1, step=3, age_s=9)], 0, 9).text
+        == "rank 0 failed: KeyError: 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fates", "text"),
+    [
+        (
+            [fate(0, age_s=12), fate(1, phase="compute", age_s=12.4)],
+            "rank 1 (pid 101) hangs: in compute of step 7 for 12 s",
+        ),
+        (
+            [fate(0, age_s=12), fate(1, phase="report", age_s=12, stopped=True)],
+            "rank 1 (pid 101) hangs: in report of step 7 for 12 s (stopped by SIGSTOP)",
+        ),
+        (
+            [fate(0, age_s=5), fate(1, age_s=4)],
+            "rank 0 (pid 100) hangs: in wire of step 7 for 5 s; "
+            "rank 1 (pid 101) hangs: in wire of step 7 for 4 s",
+        ),
+        (
+            [fate(0, phase="done"), fate(1, 0, "", step=1)],
+            "rank 0 (pid 100) hangs: after its last step for 0 s",
+        ),
+    ],
+)
+def test_those_whom_the_others_wait_for_hang(fates, text) -> None:
+    assert hang(fates) == Verdict(6, text)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_has_its_place_in_a_sentence(phase) -> None:
+    assert where(Beat(phase, 3, 0.0)).split()[0] in ("in", "while", "after")
+    assert ("step 3" in where(Beat(phase, 3, 0.0))) == (
+        phase not in (*PHASES[: PHASES.index("data")], *PHASES[-2:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (LOST, True),
+        (LATE, True),
+        (
+            "torch.distributed.DistBackendError: NCCL error: remote process exited",
+            True,
+        ),
+        ("RuntimeError: Wait timeout", True),
+        ("ValueError: the data are broken", False),
+    ],
+)
+def test_errors_of_another_are_told_by_their_own_words(error, expected) -> None:
+    def nccl_gloo() -> None:
+        raise RuntimeError(error)
+
+    try:
+        nccl_gloo()
+    except RuntimeError:
+        told = traceback.format_exc()
+    assert is_of_another(Departure(0, 0.0, told, 1)) == expected
+    assert is_of_another(Departure(0, 0.0, error, 1)) == expected
+    assert not is_of_another(Departure(0, 0.0, error, 7)), "who knows the reason says it"
+
+
+# Restarts
+
+
+def fate_of(restarts: Restarts, verdict: Verdict, newest_step: int) -> str:
+    try:
+        restarts.allow(verdict, newest_step)
+    except LauncherError as error:
+        return f"{type(error).__name__} {error.exit_code}"
+    return "restart"
+
+
+@pytest.mark.parametrize("exit_code", range(1, 11))
+def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
+    expected = "restart" if exit_code in (1, 6, 9) else f"RunFailed {exit_code}"
+    assert fate_of(Restarts(3), Verdict(exit_code, "it failed"), 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("allowed", "before", "steps", "expected"),
+    [
+        (0, 0, [0], ["RunFailed 1"]),
+        (2, 0, [0, 0, 0], ["restart", "restart", "RunFailed 1"]),  # its own code: it was the last one anyway
+        (3, 0, [0, 0, 0], ["restart", "restart", "NoProgressError 10"]),
+        (50, 0, [0, 0, 100, 100, 100, 100], [*["restart"] * 5, "NoProgressError 10"]),
+        (50, 80, [80, 80, 80], ["restart", "restart", "NoProgressError 10"]),  # a run that was continued
+        (4, 0, [1, 2, 3, 4, 5], [*["restart"] * 4, "RunFailed 1"]),
+    ],
+)
+def test_three_generations_without_a_new_checkpoint_end_a_run(allowed, before, steps, expected) -> None:
+    restarts = Restarts(allowed, before)
+    assert [fate_of(restarts, Verdict(1, "it failed"), step) for step in steps] == expected
+
+
+def test_errors_carry_the_hint_to_the_end() -> None:
+    with pytest.raises(RunFailed, match=r"^it failed\. Look there\.$"):
+        Restarts(0).allow(Verdict(1, "it failed", "Look there."), 0)
+    with pytest.raises(NoProgressError, match=r"The last time it failed\. Look there\.$"):
+        Restarts(9, fruitless=2).allow(Verdict(1, "it failed", "Look there."), 0)
+
+
+# Signals
+
+
+def test_signals_are_noted_and_handlers_put_back() -> None:
+    before = [signal.getsignal(number) for number in HEEDED]
+    with heeded() as signals:
+        with held_back():
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.take() == []
+        assert signals.take() == [signal.SIGUSR1]
+        assert signals.stop is None
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.take() == [signal.SIGTERM, signal.SIGINT]
+        assert signals.take() == []
+        assert signals.stop == signal.SIGTERM
+    assert [signal.getsignal(number) for number in HEEDED] == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "pause_s", "impatient"),
+    [
+        ([signal.SIGINT], 2, False),
+        ([signal.SIGTERM, signal.SIGTERM], 2, False),
+        ([signal.SIGINT, signal.SIGUSR1, signal.SIGINT], 2, True),
+        ([signal.SIGTERM, signal.SIGINT], 2, True),
+        ([signal.SIGINT, signal.SIGINT], 0.1, False),  # one request, passed on by a terminal and a script
+    ],
+)
+def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatient) -> None:
+    signals, now_s = Signals(), 100.0
+    for number in numbers:
+        now_s += pause_s
+        monkeypatch.setattr("launcher.supervisor.signals.time.monotonic", lambda at=now_s: at)
+        signals.receive(number)
+    monkeypatch.undo()
+    assert signals.impatient == impatient
+
+
+# Workers
+
+
+def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
+    return LaunchConfig(nproc, max_restarts, init_timeout_s=1, stall_s=1, grace_s=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"),
+    [
+        (wish(), 0, None),
+        (wish(), 1, None),
+        (wish(), 4, 4),
+        (wish(max_restarts=2), 0, 1),
+        (wish(max_restarts=2), 1, 1),
+        (wish(1), 0, 1),
+        (wish(3), 0, 3),
+        (wish(2), 4, 2),
+    ],
+)
+def test_the_number_of_workers(asked, gpus, expected, monkeypatch) -> None:
+    monkeypatch.setattr(worker_count, "count_gpus", lambda: gpus)
+    assert worker_count.num_workers(asked, LaunchEnv()) == expected
+
+
+def test_more_workers_than_gpus_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(worker_count, "count_gpus", lambda: 2)
+    with pytest.raises(PreflightError, match=r"launch\.nproc=3 asks for more workers than the 2 GPU"):
+        worker_count.num_workers(wish(3), LaunchEnv())
+
+
+def test_who_is_launched_by_another_starts_nobody() -> None:
+    launch = LaunchEnv(rank=0, world_size=4, local_world_size=2, launched=True)
+    for nproc in ("auto", 2, 4):
+        assert worker_count.num_workers(wish(nproc, max_restarts=3), launch) is None
+    with pytest.raises(ConfigError, match=r"launch\.nproc=3, but 4 process\(es\) were started by torchrun"):
+        worker_count.num_workers(wish(3), launch)

@@ -1,0 +1,210 @@
+"""What people see: a bar on a real pseudo-terminal, plain lines through a real pipe."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+import pytest
+
+from launcher.telemetry.formatting import duration, metric, number
+from launcher.telemetry.step_time import time_shares
+
+RUN = """
+import sys, threading
+from pathlib import Path
+from launcher.telemetry import Telemetry
+from launcher.telemetry.console.console import Console
+
+times = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
+telemetry = Telemetry([Console(sys.stdout, sys.stderr, Path("/runs/one"))])
+telemetry.decision("precision", "fp16, emulated: this CPU has no fp16 arithmetic")
+telemetry.decision("tracker", "offline: no API key", sync="wandb sync /runs/one/wandb/offline-run-*")
+telemetry.emit("start", 0, epochs=2, steps_per_epoch=12, total_steps=24)
+step = 0
+for epoch in range(2):
+    for _ in range(12):
+        step += 1
+        telemetry.advance(epoch, step)
+        if step % 5 == 0:
+            telemetry.emit("step", step, epoch=epoch, loss=2.5 / step, lr=0.1, scale=65536.0, skipped=1,
+                           samples_per_s=1234.0, **times)
+    metrics = {"loss": 0.25, "accuracy": 0.875 + epoch / 10, "macro_f1": 0.9}
+    telemetry.emit("eval", step, epoch=epoch, **metrics, samples=360)
+telemetry.warn("something is odd")
+telemetry.emit("report", step, text="precision    recall\\n   class 0      1.00\\n")
+telemetry.emit("end", step, state="done", exit=0, seconds=83.0, samples_per_s=1200.0,
+               metrics={"loss": 0.25, "accuracy": 0.975})
+telemetry.close()
+assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+"""
+
+END = [
+    "precision    recall",
+    "   class 0      1.00",
+    "",
+    "done after 24 steps in 1:23 at 1,200 samples/s: loss 0.2500, accuracy 97.50 %",
+    "input-bound: 71 % of the step waits for data: "
+    "make the data set's transform cheaper, or raise data.batch_size",
+    "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4",
+    "files: /runs/one",
+    "upload the offline tracker run: wandb sync /runs/one/wandb/offline-run-*",
+]
+DECISIONS = [
+    "precision fp16, emulated: this CPU has no fp16 arithmetic",
+    "tracker offline: no API key",
+]
+
+
+@pytest.fixture(scope="module")
+def piped():
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUN], capture_output=True, text=True, check=True
+    )
+
+
+def run_on_terminal(columns):
+    """(stdout, which is a pipe here; what the terminal behind stderr got)."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    shown = bytearray()
+
+    def read():
+        try:
+            while chunk := os.read(leader, 65536):
+                shown.extend(chunk)
+        except OSError:  # Linux: the other side is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", RUN], stdout=subprocess.PIPE, stderr=follower, text=True
+    ) as process:
+        os.close(follower)
+        reader.start()
+        out = process.stdout.read()
+    reader.join()
+    os.close(leader)
+    assert process.returncode == 0, shown.decode()
+    return out, shown.decode()
+
+
+def test_through_a_pipe_each_step_event_is_a_line(piped):
+    lines = piped.stdout.splitlines()
+    assert piped.stderr == ""
+    assert lines[:2] == DECISIONS
+    steps = [line for line in lines if line.startswith("epoch ")]
+    assert [re.search(r"step (\d+)/24", line)[1] for line in steps] == ["5", "10", "15", "20"]
+    expected = "epoch 1/2  step 5/24  loss 0.5  lr 0.1  1,234 samples/s  scale 65536  skipped 1"
+    assert steps[0] == expected
+    assert re.search(r"epoch 2/2  step 20/24 .*  eta \d+:\d\d$", steps[-1])
+    assert lines[-9:-8] == [""]
+    assert lines[-8:] == END
+    assert "\x1b" not in piped.stdout
+    assert "\r" not in piped.stdout
+
+
+def test_each_evaluation_stands_under_its_titles(piped):
+    lines = piped.stdout.splitlines()
+    at = [number for number, line in enumerate(lines) if "accuracy" in line and "F1" in line]
+    assert len(at) == 2, "step lines come between, so the titles are repeated"
+    assert lines[at[0]].split() == ["epoch", "step", "loss", "accuracy", "F1", "samples"]
+    assert lines[at[0] + 1].split() == ["1", "12", "0.2500", "87.50", "%", "0.9000", "360"]
+    assert lines[at[1] + 1].split()[:2] == ["2", "24"]
+    assert len(lines[at[0]]) == len(lines[at[0] + 1])
+
+
+def test_a_warning_is_a_line(piped):
+    assert "warning: something is odd" in piped.stdout.splitlines()
+
+
+def test_on_a_terminal_there_is_a_bar_per_epoch_and_one_table():
+    out, shown = run_on_terminal(columns=140)
+    lines = out.splitlines()
+    assert lines[:2] == DECISIONS
+    assert lines[-8:] == END
+    assert not [line for line in lines if line.startswith("epoch 1/2")], "no step lines beside the bar"
+    assert len([line for line in lines if "accuracy" in line and "F1" in line]) == 1
+    assert "epoch 1/2" in shown
+    assert "epoch 2/2" in shown
+    assert re.search(r"\d+% \[#+ *\] epoch 2/2  step \d+/24, ", shown)
+    for text in ("step ", "loss 0.", "1,234 samples/s", "scale 65536", "skipped 1", "eta "):
+        assert text in shown
+    assert shown.endswith(("\r", "\x1b[A", " ", "\x1b[K")), "the bar is gone at the end"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_a_narrow_terminal_gets_one_line_that_fits(columns):
+    _, shown = run_on_terminal(columns)
+    for line in re.split(r"[\r\n]+", shown):
+        assert len(re.sub(r"\x1b\[[A-Z]", "", line)) <= columns
+
+
+def timed(step, data, compute, wire, update):
+    times = {"data_ms": data, "compute_ms": compute, "wire_ms": wire, "update_ms": update}
+    return {"step": step, "step_ms": float(data + compute + wire + update), **times}
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        ((71, 20, 5, 4), "input-bound: 71 % of the step waits for data"),
+        ((10, 40, 45, 5), "wire-bound: 45 % of the step waits for the exchange of gradients"),
+        ((31, 38, 31, 0), "input-bound: 31 %"),
+        ((5, 50, 5, 40), "update-bound: 40 % of the step updates the weights"),
+        ((10, 70, 10, 10), "compute-bound: 70 % of the step computes"),
+    ],
+)
+def test_the_verdict_names_the_part_that_takes_too_much(parts, verdict):
+    shares = time_shares([timed(5, *parts), timed(10, *parts)])
+    assert shares.verdict.startswith(verdict)
+
+
+def test_the_first_event_does_not_count_and_the_rest_weigh_by_their_steps():
+    shares = time_shares([timed(1, 1000, 0, 0, 0), timed(11, 0, 10, 0, 0), timed(41, 0, 50, 0, 0)])
+    assert shares.num_steps == 40
+    assert shares.step_ms == pytest.approx((10 * 10 + 30 * 50) / 40)
+
+
+@pytest.mark.parametrize("missing", ["step_ms", "data_ms", "wire_ms"])
+def test_without_times_there_is_no_verdict(missing):
+    record = {**timed(5, 1, 1, 1, 1), missing: None}
+    assert time_shares([record]) is None
+    assert time_shares([]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (True, "True"),
+        (7, "7"),
+        (12345, "12,345"),
+        (0.123456, "0.1235"),
+        (1e-7, "1e-07"),
+        (1234.5, "1,234"),
+        (2.0, "2"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_read_well(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (None, "-")])
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("accuracy", 0.98765, "98.77 %"), ("samples", 12345.0, "12,345"), ("loss", 0.5, "0.5000")],
+)
+def test_metrics_read_well(name, value, text):
+    assert metric(name, value) == text

@@ -1,0 +1,176 @@
+"""WANDB_ variables: before the YAML, behind the command line. With wandb's own client and offline file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import wandb
+
+from launcher.errors import ConfigError
+from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
+from launcher.telemetry.tracker.wandb_session import quiet_environment
+from tests.configs import composed
+from tests.process.test_shortage import RECIPE, YAML
+from tests.telemetry.test_wandb_runs import ROOT, offline_records
+
+CANARY = "canary-0123456789abcdef0123456789abcdef01"
+ALL = {
+    "WANDB_PROJECT": "my project",
+    "WANDB_ENTITY": "my-team",
+    "WANDB_NAME": "a name",
+    "WANDB_RUN_ID": "an-id",
+    "WANDB_RUN_GROUP": "a-group",
+    "WANDB_TAGS": "one, two",
+    "WANDB_NOTES": "some notes",
+    "WANDB_JOB_TYPE": "a-job-type",
+    "WANDB_MODE": "offline",
+    "WANDB_API_KEY": CANARY,
+}
+
+
+def train(directory: Path, *words: str, **environ: str) -> str:
+    (directory / "own" / "recipe").mkdir(parents=True)
+    (directory / "own" / "recipe" / "tiny.yaml").write_text(YAML + "tracker: {project: yaml, tags: [yaml]}\n")
+    (directory / "mine.py").write_text(RECIPE.replace("{build}", "pass"))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    fixed = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "train.max_steps=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", *fixed, *words],
+        cwd=directory,
+        env=clean | {"PYTHONPATH": str(ROOT), "HOME": str(directory)} | environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tracked(directory: Path):
+    """The run record of wandb's offline file, and the environment that it has recorded as text."""
+    records = list(offline_records(directory))
+    return next(record.run for record in records if record.WhichOneof("record_type") == "run")
+
+
+def test_all_variables_reach_the_run(tmp_path: Path) -> None:
+    out = train(tmp_path, "run.dir=run", **ALL, WANDB_DIR=str(tmp_path / "elsewhere"))
+    run = tracked(tmp_path / "elsewhere")
+    assert (run.project, run.entity, run.display_name) == ("my project", "my-team", "a name")
+    assert (run.run_id, run.run_group, list(run.tags)) == ("an-id", "a-group", ["one", "two"])
+    assert (run.notes, run.job_type) == ("some notes", "a-job-type")
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert "tracker takes project my project from WANDB_PROJECT, entity my-team from WANDB_ENTITY" in out
+    assert f"wandb sync {tmp_path}/elsewhere/wandb/offline-run-*" in out
+    config = {update.key: json.loads(update.value_json) for update in run.config.update}
+    assert config["tracker"]["project"] == "my project"
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or CANARY.encode() not in file.read_bytes()
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_yaml(tmp_path: Path) -> None:
+    words = ["tracker.project=typed", "tracker.run_name=typed name", "tracker.mode=offline", "run.dir=run"]
+    variables = {**ALL, "WANDB_MODE": "disabled"}
+    out = train(tmp_path, *words, **variables)
+    run = tracked(tmp_path / "run")
+    assert (run.project, run.display_name, run.entity) == ("typed", "typed name", "my-team")
+    assert list(run.tags) == ["one", "two"]
+    assert "WANDB_PROJECT" not in out
+    assert "from WANDB_TAGS" in out
+
+
+def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
+    train(tmp_path, "-m", "seed=0,1", "hydra.sweep.dir=sweep", **ALL)
+    runs = [tracked(tmp_path / "sweep" / job) for job in ("0_seed=0", "1_seed=1")]
+    assert [run.run_id for run in runs] == ["an-id-0", "an-id-1"]
+    assert [run.display_name for run in runs] == ["a name-0_seed=0", "a name-1_seed=1"]
+    assert {run.run_group for run in runs} == {"a-group"}
+
+
+def environment_of(*overrides: str, **environ: str):
+    return with_environment(composed("tracker.project=x"), overrides, environ).tracker
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "key", "value"),
+    [
+        ((), {"WANDB_PROJECT": "p"}, "project", "p"),
+        (("tracker.project=x",), {"WANDB_PROJECT": "p"}, "project", "x"),
+        (("tracker={project: x}",), {"WANDB_PROJECT": "p"}, "project", "x"),
+        (("tracker=wandb",), {"WANDB_PROJECT": "p"}, "project", "p"),
+        ((), {"WANDB_PROJECT": ""}, "project", "x"),
+        ((), {"WANDB_TAGS": "a,,b ,"}, "tags", ("a", "b")),
+        ((), {"WANDB_MODE": "offline"}, "mode", "auto"),
+        ((), {}, "run_id", None),
+    ],
+)
+def test_who_wins(overrides, environ, key, value) -> None:
+    assert getattr(environment_of(*overrides, **environ), key) == value
+
+
+@pytest.mark.parametrize(
+    "environ", [{"WANDB_PROJECT": "a/b"}, {"WANDB_RUN_ID": "a:b"}, {"WANDB_ENTITY": "x" * 129}]
+)
+def test_what_wandb_would_refuse_is_refused_by_the_name_of_its_variable(environ) -> None:
+    ((name, value),) = environ.items()
+    with pytest.raises(ConfigError, match=f"{name}={value} in the environment: must be "):
+        environment_of(**environ)
+
+
+def test_an_unknown_mode_is_refused_unless_something_else_decides() -> None:
+    with pytest.raises(
+        ConfigError, match=r"WANDB_MODE=ofline .*: must be one of online, .* Nearest: offline"
+    ):
+        environment_of(WANDB_MODE="ofline")
+    assert environment_of("tracker.mode=offline", WANDB_MODE="nonsense").mode == "auto"
+    untracked = composed("tracker=none")
+    assert with_environment(untracked, (), {"WANDB_MODE": "nonsense"}).tracker.name == "none"
+    for mode in get_args(wandb.Settings.model_fields["mode"].annotation):
+        assert environment_of(WANDB_MODE=mode).mode == "auto"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WANDB_MODE": ""},
+        {"WANDB_MODE": "nonsense"},
+        {"WANDB_TAGS": ",,"},
+        {"WANDB_TAGS": ""},
+        {"WANDB_RUN_ID": "a/b"},
+        {"WANDB_RUN_ID": ""},
+        {"WANDB_CONSOLE": ""},
+        {"WANDB_SILENT": ""},
+        {"WANDB_INIT_TIMEOUT": ""},
+    ],
+    ids=str,
+)
+def test_wandb_reads_no_empty_variable_and_none_that_has_been_read(environ, monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with quiet_environment():
+        wandb.Settings().update_from_env_vars(os.environ)
+        assert not environ.keys() & os.environ.keys() - {"WANDB_SILENT"}
+    assert dict(os.environ) == before
+
+
+def test_an_empty_mode_leaves_the_command_line_its_word(tmp_path: Path) -> None:
+    out = train(tmp_path, "tracker.mode=offline", "run.dir=run", WANDB_MODE="", WANDB_TAGS=",,")
+    assert "given up" not in out
+    assert tracked(tmp_path / "run").project == "yaml"
+
+
+def test_a_sweep_leaves_what_is_not_set_alone() -> None:
+    assert in_sweep(composed(), "0_a", 0) == composed()
+    named = with_environment(composed(), (), {"WANDB_NAME": "n"})
+    assert (
+        taken_from(in_sweep(named, "0_a", 0).tracker, {"WANDB_NAME": "n"}) == "run_name n-0_a from WANDB_NAME"
+    )

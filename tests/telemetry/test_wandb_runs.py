@@ -1,0 +1,308 @@
+"""Real wandb runs: what an offline one holds, and that wandb cannot stop or delay training.
+
+Each runs in a process of its own, as a training run would, with no terminal.
+"""
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.run_dir.atomic import read_json
+from launcher.telemetry.events import read_events
+from launcher.telemetry.tracker.mode import NO_KEY
+from tests.run_dir.test_records import CANARY
+from tests.telemetry.test_wandb_sink import OK, Server, closed_port
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+import json, os, signal, subprocess, sys, threading, time
+from launcher.telemetry import open_telemetry
+from contextlib import ExitStack
+from launcher.run_dir.claim import claimed
+from launcher.telemetry.tracker.wandb_session import Patience
+from tests.run_dir.test_records import sample_config
+
+plan = json.loads(sys.argv[1])
+if plan.get("limit_bytes"):
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (plan["limit_bytes"], plan["limit_bytes"]))
+hooks = sys.exit, sys.excepthook, dict(os.environ)
+slowest_s, closing_s, dirs, held = 0.0, [], [], ExitStack()
+
+def services():
+    command = ["ps", "-o", "pid=,stat=,comm=", "--ppid", str(os.getpid())]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    return [int(pid) for pid, state, name in rows if "wandb" in name and not state.startswith("Z")]
+
+def freeze_or_kill():
+    until = time.monotonic() + 20
+    while not services() and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.7)
+    for pid in services():
+        os.kill(pid, getattr(signal, plan["signal"]))
+
+for job in range(plan.get("jobs", 1)):
+    wanted = sample_config(plan.get("dir", ""))
+    began = time.monotonic()
+    config = held.enter_context(claimed(wanted, [])).config
+    telemetry = open_telemetry(config, os.environ, False, Patience(*plan.get("patience", ())))
+    opening_s = time.monotonic() - began
+    telemetry.emit("start", 0, total_steps=plan["steps"])
+    if plan.get("signal"):
+        freeze_or_kill()
+    for step in range(1, plan["steps"] + 1):
+        began = time.monotonic()
+        values = {"loss": job + 1 / step, "lr": 0.1, "scale": 65536.0 / step, "skipped": 0, "step_ms": 1.0}
+        telemetry.emit("step", step, epoch=0, **values)
+        slowest_s = max(slowest_s, time.monotonic() - began)
+    telemetry.emit("eval", plan["steps"], epoch=0, loss=0.25, accuracy=0.975, samples=360)
+    if plan.get("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    telemetry.emit("end", plan["steps"], state="done", exit=0, metrics={"accuracy": 0.975})
+    began = time.monotonic()
+    telemetry.close()
+    closing_s.append(time.monotonic() - began)
+    dirs.append(config.run.dir)
+
+print("RESULT " + json.dumps({
+    "dirs": dirs, "opening_s": opening_s, "slowest_s": slowest_s, "closing_s": closing_s,
+    "services": services(),
+    "threads": sorted(thread.name for thread in threading.enumerate()),
+    "hooks_kept": hooks == (sys.exit, sys.excepthook, dict(os.environ)),
+}))
+"""
+
+
+class Trained:
+    """A finished process and what it said of itself."""
+
+    def __init__(self, done, seconds):
+        self.out, self.err, self.code, self.seconds = done.stdout, done.stderr, done.returncode, seconds
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        self.said = json.loads(lines[0].removeprefix("RESULT ")) if lines else {}
+        self.dirs = [Path(directory) for directory in self.said.get("dirs", [])]
+
+    @property
+    def warnings(self):
+        return [line for line in self.out.splitlines() if line.startswith("warning: ")]
+
+
+def train(cwd, plan, **environ):
+    """Runs TRAIN with no terminal and an environment without a trace of the machine's own wandb settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    home = {"HOME": str(cwd / "home"), "PYTHONPATH": str(ROOT), "UNUSED_SECRET": CANARY[::-1]}
+    (cwd / "home").mkdir(exist_ok=True)
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, json.dumps(plan)],
+        cwd=cwd,
+        env={**kept, **home, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return Trained(done, time.monotonic() - began)
+
+
+def offline_records(run_directory):
+    """The records of the only offline run below a run's directory, read with wandb's own protocol."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = run_directory.glob("wandb/offline-run-*/run-*.wandb")
+    for payload in transaction_log(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(payload)
+        yield record
+
+
+def transaction_log(data, block_bytes=32768):
+    """The payloads of a LevelDB-style log: a 7-byte file header, then blocks of (crc, length, kind, part)."""
+    assert data[:4] == b":W&B"
+    position, parts = 7, b""
+    while position + 7 <= len(data):
+        if block_bytes - position % block_bytes < 7:
+            position += block_bytes - position % block_bytes
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += 7 + length
+        parts += data[position - length : position]
+        if kind in (1, 4):  # whole, last
+            yield parts
+            parts = b""
+
+
+def history_of(records):
+    """Per logged row, name -> value."""
+    return [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """Two runs, one after the other in one process, without a key and without a terminal."""
+    return train(tmp_path_factory.mktemp("offline"), {"steps": 20, "jobs": 2})
+
+
+def test_without_a_key_and_a_terminal_the_run_is_tracked_offline(offline):
+    assert offline.code == 0, offline.err
+    assert offline.err == "", "wandb says nothing by itself"
+    assert offline.warnings == []
+    assert f"tracker offline: {NO_KEY}" in offline.out
+    assert f"wandb sync {offline.dirs[0]}/wandb/offline-run-*" in offline.out
+    assert offline.said["opening_s"] < 1
+
+
+def test_the_offline_file_holds_config_losses_accuracy_and_loss_scale(offline):
+    for job, directory in enumerate(offline.dirs):
+        records = list(offline_records(directory))
+        run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+        config = {update.key: json.loads(update.value_json) for update in run.config.update}
+        assert config["model"]["name"] == "resnet18"
+        assert config["model"]["stem"] == "small"
+        assert config["optim"]["lr"] == 1e-3
+        assert (run.project, run.run_group, list(run.tags)) == ("launcher", "g", ["a"])
+        rows = history_of(records)
+        steps = [row for row in rows if "train/loss" in row]
+        assert [row["step"] for row in steps] == list(range(1, 21))
+        assert [row["train/loss"] for row in steps] == [job + 1 / step for step in range(1, 21)]
+        assert [row["scale/value"] for row in steps] == [65536.0 / step for step in range(1, 21)]
+        assert [row["eval/accuracy"] for row in rows if "eval/accuracy" in row] == [0.975]
+        assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
+
+
+def test_curves_are_drawn_over_the_logged_step(offline):
+    records = offline_records(offline.dirs[0])
+    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    over_step = {metric.glob_name for metric in metrics if metric.step_metric == "step"}
+    assert {"train/*", "scale/*", "eval/*", "perf/*"} <= over_step
+
+
+def test_each_job_is_a_run_of_its_own_and_nothing_is_left_behind(offline):
+    names = [next(directory.glob("wandb/offline-run-*")).name for directory in offline.dirs]
+    assert len({name.rpartition("-")[2] for name in names}) == 2
+    assert offline.said["services"] == []
+    assert offline.said["threads"] == ["MainThread"]
+    assert offline.said["hooks_kept"], "sys.exit, sys.excepthook and the environment are as they were"
+    assert not (offline.dirs[0].parents[2] / "wandb").exists(), "nothing in the current directory"
+
+
+def test_metrics_jsonl_names_the_run_that_the_tracker_has(offline):
+    decision = next(event for event in read_events(offline.dirs[0] / "metrics.jsonl") if event.get("run_id"))
+    assert list(offline.dirs[0].glob(f"wandb/offline-run-*-{decision['run_id']}"))
+
+
+def files_with(directory, needle):
+    found = [path for path in directory.rglob("*") if path.is_file() and needle in path.read_bytes()]
+    assert any(directory.rglob("*.wandb"))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_secrets_and_arguments_are_in_no_file(tmp_path, mode):
+    """The canaries are the key and an unused variable; argv is the plan, with a word of its own."""
+    with Server(lambda line: OK if b"healthz" in line else None) as server:
+        trained = train(
+            tmp_path,
+            {"steps": 3, "patience": [1.0, 1.0], "word-of-argv": 1},
+            WANDB_API_KEY=CANARY,
+            WANDB_MODE=mode,
+            WANDB_BASE_URL=server.url,
+        )
+    assert trained.code == 0, trained.err
+    assert f"tracker {mode}" in trained.out
+    if mode == "online":
+        assert any(b"graphql" in request for request in server.requests), "it did try"
+    for secret in (CANARY, CANARY[::-1], "word-of-argv"):
+        assert files_with(trained.dirs[0], secret.encode()) == []
+        assert secret not in trained.out + trained.err
+
+
+def test_an_unreachable_server_costs_nothing(tmp_path):
+    url = f"http://127.0.0.1:{closed_port()}"
+    trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=url)
+    assert trained.code == 0, trained.err
+    assert f"tracker offline: {url} cannot be reached" in trained.out
+    assert trained.said["opening_s"] < 1
+    assert [row for row in history_of(offline_records(trained.dirs[0])) if "train/loss" in row]
+
+
+def test_a_server_that_never_answers_costs_the_probe(tmp_path):
+    with Server(lambda _: None) as server:
+        trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url)
+    assert trained.code == 0, trained.err
+    assert f"tracker offline: {server.url} did not answer within 2 s" in trained.out
+    assert trained.said["opening_s"] < 3.5
+    assert trained.said["slowest_s"] < 0.5
+
+
+def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_warning(tmp_path):
+    with Server(lambda line: OK if b"healthz" in line else None) as server:
+        trained = train(
+            tmp_path, {"steps": 5, "patience": [2.0, 2.0]}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url
+        )
+    assert trained.code == 0, trained.err
+    assert len(trained.warnings) == 1
+    assert "wandb could not start online" in trained.warnings[0]
+    assert "wandb sync" in trained.warnings[0]
+    assert trained.said["slowest_s"] < 0.5
+    assert trained.said["closing_s"][0] < 6
+    assert trained.seconds < 15
+    rows = history_of(offline_records(trained.dirs[0]))
+    assert len([row for row in rows if "train/loss" in row]) == 5, "nothing that was logged meanwhile is lost"
+
+
+@pytest.mark.parametrize(
+    ("signal", "says"), [("SIGKILL", "wandb is given up"), ("SIGSTOP", "did not finish within 5.6 s")]
+)
+def test_a_service_that_dies_or_stops_costs_one_warning_and_a_bounded_wait(tmp_path, signal, says):
+    trained = train(tmp_path, {"steps": 50, "signal": signal, "patience": [0.3, 0.3]})
+    assert trained.code == 0, trained.err
+    assert len(trained.warnings) == 1, trained.out
+    assert says in trained.warnings[0]
+    assert trained.said["slowest_s"] < 0.5
+    assert trained.said["closing_s"][0] < 10
+    assert trained.said["services"] == []
+    assert trained.seconds < 25, "and the interpreter's exit does not wait for it either"
+    assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
+
+
+def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
+    trained = train(tmp_path, {"steps": 400, "limit_bytes": 20_000})
+    assert trained.code == 0, trained.err
+    assert len(trained.warnings) == 2, trained.out
+    assert "metrics.jsonl is given up" in trained.warnings[0]
+    assert "could not write all of its offline run" in trained.warnings[1]
+    assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
+
+
+def test_a_killed_run_takes_its_service_with_it(tmp_path):
+    trained = train(tmp_path, {"steps": 5, "die": True, "signal": "SIGCONT"})
+    assert trained.code == -9
+    until = time.monotonic() + 5
+    while services_below(tmp_path) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert services_below(tmp_path) == []
+
+
+def services_below(directory):
+    """wandb services that work in the directory, whoever their parent is by now."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "cwd") == str(directory) and "wandb" in (process / "comm").read_text():
+                found.append(process.name)
+    return found

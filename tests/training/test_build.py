@@ -1,0 +1,85 @@
+"""Switches of torch that a config names, and what is said about what was decided."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from launcher.data.loader import BatchPlan
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import SGD, Stepper
+from launcher.training.build import apply_switches, decisions
+from tests.configs import composed
+from tests.models import mlp
+
+
+@pytest.fixture
+def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # noted, so that it is as before afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("wish", [True, False])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
+def test_deterministic_means_matrix_products_too(switches, wish) -> None:
+    """torch refuses those on CUDA unless cuBLAS has a workspace of a fixed size."""
+    apply_switches(composed(f"train.deterministic={str(wish).lower()}"))
+    assert torch.are_deterministic_algorithms_enabled() is wish
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wish else None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_workspace_of_the_users_own_is_kept(switches) -> None:
+    switches.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    apply_switches(composed("train.deterministic=true"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize(("given", "processes"), [(None, 1), ("3", 3)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switches, given, processes) -> None:
+    from torch._inductor.config import decide_compile_threads
+
+    switches.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")  # noted, as above
+    if given is None:
+        switches.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    apply_switches(composed())
+    assert decide_compile_threads() == processes
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "said"),
+    [
+        (("train.compile=true",), 2, True),
+        (("train.compile=true",), 1, False),
+        (("train.compile=true", "wire.overlap=false"), 2, False),
+        ((), 2, False),
+    ],
+)
+def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size, said) -> None:
+    env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, world_size, 0, 0, False)
+    stepper = Stepper(mlp(), SGD(0.1), reference_count=8)
+    lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, stepper, plan))
+    assert ("compile" in lines) == said
+    if said:
+        assert lines["compile"].startswith("gradients travel after the backward pass, and all are in memory")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> None:
+    """What that sentence says: else the last layer's gradient arrives before the first one's is computed."""
+    model = mlp()
+    order: list[str] = []
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: order.append("arrived"))
+    model[0].weight.register_hook(lambda g: order.append("computed"))
+    forward(torch.randn(4, 8)).sum().backward()
+    assert order.index("arrived") == int(compiled)

@@ -1,0 +1,59 @@
+"""Learning-rate tables against torch's own schedulers and against their definition."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.training.lr_schedule import learning_rates
+
+NAMES = ["constant", "linear", "cosine", "onecycle"]
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 500), st.floats(0, 1), st.floats(1e-6, 10))
+def test_one_rate_per_step_never_above_the_peak(name, steps, warmup_fraction, peak) -> None:
+    rates = learning_rates(name, peak, steps, warmup_fraction)
+    assert len(rates) == steps
+    assert all(0 <= rate <= peak * (1 + 1e-12) for rate in rates)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_warm_up_rises_linearly_to_the_peak(name) -> None:
+    rates = learning_rates(name, 0.4, 100, 0.1)
+    assert rates[:10] == pytest.approx([0.04 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "middle", "end"), [("constant", 1.0, 1.0), ("linear", 0.5, 0.01), ("cosine", 0.5, 0.000246719)]
+)
+def test_shapes_without_warm_up(name, middle, end) -> None:
+    rates = learning_rates(name, 1.0, 100, 0.0)
+    assert rates[0] == 1.0
+    assert rates[50] == pytest.approx(middle)
+    assert rates[99] == pytest.approx(end, rel=1e-4)
+
+
+def test_cosine_is_torchs_cosine() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    assert learning_rates("cosine", 0.3, 50, 0.0) == pytest.approx(rates_of(optimizer, theirs, 50))
+
+
+def test_onecycle_is_torchs_one_cycle() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.3, total_steps=51, pct_start=11 / 51, cycle_momentum=False
+    )
+    # torch's peak is at step pct_start * total - 1
+    assert learning_rates("onecycle", 0.3, 51, 10 / 51) == pytest.approx(rates_of(optimizer, theirs, 51))
+
+
+def rates_of(optimizer, scheduler, steps: int) -> list[float]:
+    rates = []
+    for step in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step < steps - 1:
+            scheduler.step()
+    return rates

@@ -1,0 +1,73 @@
+"""Exceptions of torch that a recipe's data brings about, and the rule that the message adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.data.loader import Batch
+from launcher.engine import EngineWarning
+from launcher.errors import DataError
+from launcher.recipe import Loss, Recipe, TensorData
+from launcher.training.recipe_errors import guarded, guarding
+
+LOG = Path("/run/logs/rank0.log")
+NORMS: dict[str, tuple[nn.Module, Tensor, str]] = {
+    "batch norm": (nn.BatchNorm1d(3), torch.ones(1, 3), "A batch norm divides by the variance of a channel"),
+    "of images": (nn.BatchNorm2d(3), torch.ones(1, 3, 1, 1), "set data.drop_last=true if it is the rest of"),
+    "instance norm": (
+        nn.InstanceNorm2d(3),
+        torch.ones(4, 3, 1, 1),
+        "An instance norm divides by the",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_a_single_value_says_what_it_needs(name: str) -> None:
+    norm, x, rule = NORMS[name]
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        return norm(batch["x"])
+
+    with pytest.raises(DataError) as caught, guarding("the recipe's loss", LOG, {"x": x}):
+        loss({"x": x})
+    text = str(caught.value)
+    assert text.count("\n") == 0
+    assert f"at {__file__}:" in text
+    assert rule in text
+
+
+def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
+    data = TensorData({"x": torch.ones(4, 3)})
+    return guarded(Recipe(lambda: nn.Linear(3, 1), data, data, loss), LOG)
+
+
+@pytest.mark.parametrize(
+    ("training", "text"),
+    [(True, "to evaluation mode while it is trained"), (False, "to training mode while it is evaluated")],
+)
+def test_a_loss_that_changes_the_mode_of_the_network_is_warned_of_once(training: bool, text: str) -> None:
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        network.train(not training)
+        return Loss(network(batch["x"]).sum(), 4)
+
+    recipe = recipe_with(loss)
+    network = recipe.build_model()
+    with pytest.warns(EngineWarning, match=text):
+        recipe.loss(network.train(training), {"x": torch.ones(4, 3)})
+    recipe.loss(network.train(training), {"x": torch.ones(4, 3)})
+
+
+def test_parts_of_the_network_may_have_another_mode() -> None:
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        next(iter(network.children())).eval()
+        network.eval()  # for a second look, say
+        return Loss(network.train()(batch["x"]).sum(), 4)
+
+    network = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    assert recipe_with(loss).loss(network, {"x": torch.ones(4, 3)}).count == 4

@@ -1,0 +1,58 @@
+"""model.sync_bn=true, driven as a user drives it: two ranks train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.run_dir.atomic import read_json
+from tests.test_end_to_end import launch
+
+RECIPE = """
+from torch import nn
+from launcher.data.images import load_images
+from launcher.recipe import Config, Recipe, cross_entropy, recipe
+
+
+@recipe("small")
+def small(config: Config) -> Recipe:
+    images = load_images(config.data)
+    return Recipe(
+        build_model=lambda: nn.Sequential(
+            nn.Conv2d(1, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+        ),
+        train=images.train,
+        validation=images.validation,
+        loss=cross_entropy,
+        train_transform=images.train_transform(config.data.augment),
+        eval_transform=images.eval_transform(),
+        classes=images.classes,
+    )
+"""
+SMALL = ["recipe=resnet18", "recipe.uses=small", "recipes.path=small.py", "tracker=none"]
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    (tmp_path / "small.py").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process(directory) -> None:
+    losses = []
+    for ranks, sync_bn in ((1, "false"), (2, "true"), (2, "false")):
+        run_dir = directory / f"{ranks}-{sync_bn}"
+        words = ["precision=fp32", "data.batch_size=64", "train.max_steps=30", "data.drop_last=true"]
+        done = launch(directory, [*SMALL, *words, f"model.sync_bn={sync_bn}", f"run.dir={run_dir}"], ranks)
+        assert done.returncode == 0, done.stderr
+        losses.append(read_json(run_dir / "result.json")["metrics"]["loss"])
+    one, synchronised, apart = losses
+    assert synchronised == pytest.approx(one, rel=1e-5)
+    assert apart != pytest.approx(one, rel=1e-3)
+
+
+def test_ranks_that_would_wait_for_each_other_for_ever_are_refused(directory) -> None:
+    done = launch(directory, [*SMALL, "data.batch_size=479", "data.micro_batch=160", "model.sync_bn=true"])
+    assert done.stderr.count("model.sync_bn=true needs equally many micro-batches on all ranks") == 1
