@@ -62,3 +62,12 @@ def own_keys(values: Mapping[str, Any], group: str) -> Iterator[str]:
     for key, value in values.items():
         if key not in ("name", "defaults"):
             yield f"{group}.{key}={'{...}' if isinstance(value, Mapping) else show(value)}"
+
+
+def version_text() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"fp16-launcher {version('fp16-launcher')}"
+    except PackageNotFoundError:
+        return "fp16-launcher, not installed (run from its sources)"

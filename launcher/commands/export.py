@@ -1,0 +1,21 @@
+"""`export`: the weights of a finished run as one safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.commands.arguments import Arguments
+from launcher.errors import ConfigError
+
+
+def export_weights(arguments: Arguments) -> None:
+    from launcher.checkpoint.export import export
+
+    if len(arguments.words) != 2:
+        raise ConfigError(
+            "export: give a run and a file: "
+            "python -m launcher export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best]"
+        )
+    run_dir, file = map(Path, arguments.words)
+    done = export(run_dir, file, arguments.flags.get("--dtype") or "fp32", "--best" in arguments.flags)
+    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}")

@@ -1,0 +1,67 @@
+"""One job: on workers that this process starts, or on the ranks that were started with it.
+
+Owns the printing of what ended a job and its exit code. Imports no torch until a job runs in this process.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.distributed.handoff import JobFailed, Leader
+from launcher.distributed.process_group import LaunchEnv
+from launcher.errors import LauncherError, PreemptedError
+from launcher.process.shortage import shortage_of
+from launcher.process.terminal import columns_of, wrapped
+from launcher.supervisor.worker_count import num_workers
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from launcher.config.schema import Config
+
+INTERRUPTED = 130
+STOPPED = (75, 129, INTERRUPTED, 131, 143)  # by a signal, saved or not
+
+
+def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
+    """In parent mode on workers of its own, else on the ranks that have been started with this process."""
+    from launcher.run_dir.claim import claimed
+    from launcher.supervisor.supervise import supervise, write_down
+
+    workers = num_workers(config.launch, leader.launch)
+    with claimed(leader.recalled(config), overrides) as claim:
+        if claim.finished:
+            print(wrapped(claim.finished, columns_of(sys.stdout)), flush=True)
+        elif workers is None:
+            leader.remember(claim.config)
+            try:
+                leader.run(claim.config)
+            except JobFailed as error:
+                if (
+                    error.exit_code != PreemptedError.exit_code
+                ):  # what rank 0 wrote is about a lost connection
+                    write_down(Path(claim.config.run.dir), error)
+                raise
+        else:
+            supervise(claim.config, workers)
+
+
+def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
+    from launcher import worker
+
+    worker.run(config, launch, store, job)
+
+
+def report_failure(error: Exception) -> int:
+    """Print what happened, with a traceback only if nobody foresaw it; returns the exit code."""
+    error = shortage_of(error, "this process") or error
+    if isinstance(error, LauncherError):
+        kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"
+        print(wrapped(f"{kind}: {error}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
+        return error.exit_code
+    traceback.print_exception(error)
+    return 1

@@ -1,0 +1,70 @@
+"""Several jobs one after another, as Hydra's multirun orders them, and their comparison at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.commands.run import STOPPED, report_failure, run_one
+from launcher.distributed.handoff import Leader
+from launcher.errors import CollectiveError, StalledError
+
+if TYPE_CHECKING:
+    from launcher.config.composition import Request
+    from launcher.config.schema import Config
+
+
+@dataclass
+class SweepProgress:
+    """What became of the jobs of a sweep so far. A job that fails is told at once and does not end it."""
+
+    num_jobs: int
+    leader: Leader
+    started: int = 0
+    exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
+    broken: bool = False  # the ranks have lost each other, or all was asked to stop: no further job
+
+    def run(self, config: Config, overrides: Sequence[str]) -> None:
+        from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
+
+        if self.broken:
+            return
+        self.started += 1
+        print(f"sweep: job {self.started} of {self.num_jobs}: {config.run.dir}", flush=True)
+        try:
+            tracked = with_environment(config, overrides, os.environ)
+            run_one(in_sweep(tracked, Path(config.run.dir).name, self.started - 1), overrides, self.leader)
+        except Exception as error:
+            print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
+            self.exit_codes.append(report_failure(error))
+            stopped = self.exit_codes[-1] in STOPPED
+            self.broken = stopped or isinstance(
+                error, StalledError | CollectiveError
+            )  # in parent mode that is a RunFailed
+
+
+def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
+    from launcher.sweep import hydra_sweep
+
+    progress = SweepProgress(len(configs), leader)
+    directory = hydra_sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
+    done = progress.started - len(progress.exit_codes)
+    print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
+    if directory is not None:
+        compare_jobs(directory)
+    return progress.exit_codes[0] if progress.exit_codes else 0
+
+
+def compare_jobs(directory: Path) -> None:
+    """Picture and tables of a sweep; what goes wrong there is a warning, for the jobs are done."""
+    from launcher.report.comparison import write_comparison
+
+    try:
+        for path in write_comparison(directory):
+            print(f"sweep: {path}", flush=True)
+    except Exception as error:
+        print(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", file=sys.stderr)

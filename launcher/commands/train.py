@@ -1,0 +1,67 @@
+"""Compose and check all that was asked for, then run it, or let Hydra answer about it.
+
+Owns the choice between one job, a sweep and a question for Hydra. What cannot be started is refused before
+anything is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.commands.arguments import Arguments
+from launcher.commands.run import run_one
+from launcher.commands.sweep import run_sweep
+from launcher.distributed.handoff import Leader
+from launcher.errors import ConfigError
+from launcher.supervisor.worker_count import refuse_small_batch
+
+if TYPE_CHECKING:
+    from launcher.config.composition import Request
+
+HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
+
+
+def train(arguments: Arguments, leader: Leader) -> int:
+    """Compose and check everything that was asked for, then run it, or let Hydra answer about it."""
+    from launcher.config.experiments import with_experiment
+    from launcher.config.resolve import compose_jobs
+    from launcher.telemetry.tracker.wandb_environment import with_environment
+
+    request = request_of(arguments)
+    if "--hydra-help" in arguments.flags:
+        return ask_hydra(request, ["--hydra-help"])
+    if "--shell-completion" in arguments.flags:
+        from launcher.commands.completion import answer
+
+        return answer(request, ask_hydra)
+    configs = compose_jobs(expanded := with_experiment(request))
+    if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
+        return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
+    for config in configs:
+        refuse_small_batch(config, leader.launch)  # what cannot be started is refused before anything is
+    if expanded.multirun:
+        return run_sweep(expanded, configs, leader)
+    (config,) = configs
+    run_one(with_environment(config, request.overrides, os.environ), request.overrides, leader)
+    return 0
+
+
+def request_of(arguments: Arguments) -> Request:
+    from launcher.config.composition import Request
+
+    multirun = "--multirun" in arguments.flags
+    clashing = [flag for flag in (*HYDRA_ANSWERS, "--run") if multirun and flag in arguments.flags]
+    if clashing:
+        raise ConfigError(f"--multirun and {clashing[0]} exclude each other. Leave one of them out.")
+    directory, name = arguments.flags.get("--config-dir"), arguments.flags.get("--config-name")
+    return Request(arguments.words, Path(directory) if directory else None, name or "config", multirun)
+
+
+def ask_hydra(request: Request, argv: Sequence[str]) -> int:
+    from launcher.sweep import hydra_sweep
+
+    hydra_sweep.call_hydra(request, argv, lambda composed: None)
+    return 0
