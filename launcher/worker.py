@@ -38,7 +38,7 @@ from launcher.distributed.process_group import (
     stall_of,
     tighten,
 )
-from launcher.engine import EngineWarning, Stepper, UnusableError, works
+from launcher.engine import EngineWarning, UnusableError, works
 from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
 from launcher.evaluation.evaluate import Evaluation
 from launcher.process.shortage import shortage_of
@@ -46,14 +46,17 @@ from launcher.recipe import Recipe, Used, load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.training import build, results
-from launcher.training.checkpointing import Saving
+from launcher.training.checkpointing import Checkpoints
 from launcher.training.data_check import compare_data
-from launcher.training.divergence import Culprit
-from launcher.training.evaluator import Measuring
-from launcher.training.loop import Course, Start, train
-from launcher.training.monitor import Watch
+from launcher.training.divergence import DivergenceInspector
+from launcher.training.evaluator import Evaluator
+from launcher.training.loop import Task, train
+from launcher.training.monitor import Monitor
+from launcher.training.progress import Course, Start
 from launcher.training.recipe_errors import guarded, guarding, place_of, recipe_failure
+from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
+from launcher.training.run import Run, Votes
 from launcher.training.signals import Requests, heeded
 from launcher.training.watchdog import Watchdog
 
@@ -206,22 +209,18 @@ def _tell_of_failure(
 class _Job:
     """The parts of a running job."""
 
-    config: Config
-    env: WorkerEnv
-    telemetry: Telemetry
+    run: Run
     recipe: Recipe
     used: Used
     plan: BatchPlan
     course: Course
     model: nn.Module
-    stepper: Stepper
-    heartbeat: Heartbeat
     continuity: Continuity
 
     def beat_after(self, part: str) -> None:
         """Enter the phase that follows a part of the step."""
         if part in PHASE_AFTER:
-            self.heartbeat.beat(PHASE_AFTER[part])
+            self.run.heartbeat.beat(PHASE_AFTER[part])
 
 
 def _join_and_run(
@@ -242,12 +241,12 @@ def _join_and_run(
     ):
         build.apply_switches(config)
         devices = meet(config, env, store, job)
-        assembled = _assemble(config, env, telemetry, heartbeat)
+        assembled = _assemble(config, env, telemetry, heartbeat, requests)
         heartbeat.beat("restoring")
         start = assembled.continuity.resume(launch.restart_count)
         heartbeat.beat("data", start.step)
         _announce(assembled, devices, start)
-        _train(assembled, requests, start, watchdog)
+        _train(assembled, start, watchdog)
 
 
 def _leeway_s(heartbeat: Heartbeat) -> float:
@@ -258,7 +257,9 @@ def _leeway_s(heartbeat: Heartbeat) -> float:
     return 10.0 if heartbeat.watched else 0.0
 
 
-def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat) -> _Job:
+def _assemble(
+    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, requests: Requests
+) -> _Job:
     build.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
     log_file = log_path(Path(config.run.dir), env.rank)
@@ -282,106 +283,89 @@ def _assemble(config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: H
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
-    continuity = Continuity(config, env, stepper, course, telemetry, plan.num_samples)
-    used = Used.of(config, recipe, model)
-    return _Job(config, env, telemetry, recipe, used, plan, course, model, stepper, heartbeat, continuity)
+    run = Run(config, env, stepper, telemetry, heartbeat, requests)
+    continuity = Continuity(run, course, plan.num_samples)
+    return _Job(run, recipe, Used.of(config, recipe, model), plan, course, model, continuity)
 
 
 def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     """Say what was decided and what begins; write down where."""
-    if job.env.is_leader:
-        write_environment(Path(job.config.run.dir), devices)
-    for topic, text in build.decisions(job.config, job.env, devices, job.stepper, job.plan):
-        job.telemetry.decision(topic, text)
-    job.telemetry.emit(
+    run = job.run
+    if run.env.is_leader:
+        write_environment(Path(run.config.run.dir), devices)
+    for topic, text in build.decisions(run.config, run.env, devices, run.stepper, job.plan):
+        run.telemetry.decision(topic, text)
+    run.telemetry.emit(
         "start",
         start.step,
-        epochs=job.config.train.epochs,
+        epochs=run.config.train.epochs,
         steps_per_epoch=job.course.steps_per_epoch,
         total_steps=job.course.total_steps,
-        world_size=job.env.world_size,
+        world_size=run.env.world_size,
         parameters=sum(p.numel() for p in job.model.parameters()),
         model=job.used.model,
         data=job.used.data,
     )
 
 
-def _train(job: _Job, requests: Requests, start: Start, watchdog: Watchdog) -> None:
-    config, env, telemetry, recipe, stepper = job.config, job.env, job.telemetry, job.recipe, job.stepper
-    continuity = job.continuity
+def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
+    run, recipe, course, continuity = job.run, job.recipe, job.course, job.continuity
+    config, stepper = run.config, run.stepper
     batches = DeviceBatches(recipe.train, job.plan, recipe.train_transform)
-    if (
-        config.precision.scale.mode == "auto"
-        and not continuity.has_scale
-        and job.course.total_steps > start.step
-    ):
-        first = batches.step(*divmod(start.step, job.course.steps_per_epoch))
-        telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))
-    watch = Watch(
-        telemetry,
-        config.precision.scale,
-        config.train.log_every_steps,
-        env.device,
-        Culprit(stepper, recipe.loss, batches, env.group),
-        build.gradient_looks(config, env, stepper, telemetry),
+    if config.precision.scale.mode == "auto" and not continuity.has_scale and course.total_steps > start.step:
+        first = batches.step(*divmod(start.step, course.steps_per_epoch))
+        run.telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))
+    votes = Votes()
+    monitor = Monitor(
+        run,
+        votes,
+        DivergenceInspector(stepper, recipe.loss, batches, run.env.group),
+        build.gradient_stats(config, run.env, stepper, run.telemetry),
         continuity.totals,
+        first_step_done=partial(_first_step_done, run, watchdog),
     )
-    measuring = Measuring(
-        config, env, recipe, job.model, stepper, telemetry, job.heartbeat, requests, continuity.standing
-    )
+    evaluator = Evaluator(run, course, recipe, job.model, monitor, votes, continuity.standing)
+    network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)
     with Writer(continuity.directory, config.checkpoint.keep) as writer:
-        saving = Saving(
-            stepper,
-            env,
-            watch,
-            writer,
-            Due(config.checkpoint.every_steps, config.checkpoint.every_s),
-            requests,
-            telemetry,
-            job.heartbeat,
-            continuity.take,
-            stops_on_error=config.checkpoint.on_error == "stop",
-        )
+        due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
         train(
-            stepper,
-            build.compiled(job.model, stepper) if config.train.compile else job.model,
-            recipe.loss,
-            batches,
-            job.course,
+            course,
             start,
-            watch,
-            saving,
-            first_step_done=partial(_first_step_done, job, watchdog),
-            evaluate=measuring.at,
+            Task(stepper, network, recipe.loss, batches),
+            Checkpoints(run, course, monitor, votes, writer, due, continuity.take),
+            monitor,
+            Replicas(stepper, course),
+            evaluator,
         )
-    job.heartbeat.beat("finishing")
-    _finish(job, watch, measuring.latest, time.perf_counter() - began)
-    job.heartbeat.beat("done")
+    run.heartbeat.beat("finishing")
+    _finish(job, monitor, evaluator.latest, time.perf_counter() - began)
+    run.heartbeat.beat("done")
 
 
-def _first_step_done(job: _Job, watchdog: Watchdog) -> None:
+def _first_step_done(run: Run, watchdog: Watchdog) -> None:
     """All have met and compiled: from here on ranks wait for launch.stall_s at most."""
-    tighten(job.env, job.config.launch.stall_s + _leeway_s(job.heartbeat))
+    tighten(run.env, run.config.launch.stall_s + _leeway_s(run.heartbeat))
     watchdog.tighten()
 
 
-def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: float) -> None:
+def _finish(job: _Job, monitor: Monitor, evaluation: Evaluation | None, seconds: float) -> None:
     """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
+    run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
-        job.config, job.env, job.stepper, job.used, job.recipe.metric, evaluation, watch.totals
+        run.config, run.env, run.stepper, job.used, job.recipe.metric, evaluation, monitor.totals
     )
     steps = job.course.total_steps
     if result["applied_steps"] < steps / 2:
-        job.telemetry.warn(
+        run.telemetry.warn(
             f"only {result['applied_steps']} of {steps} steps were applied, the others skipped: lower "
             "precision.scale.init, or start with precision.scale.mode=auto."
         )
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
-    if job.env.is_leader:
-        results.write_files(Path(job.config.run.dir), result, evaluation, job.telemetry)
-    job.telemetry.emit(
+    if run.env.is_leader:
+        results.write_files(run_dir, result, evaluation, run.telemetry)
+    run.telemetry.emit(
         "end",
         steps,
         state="done",
@@ -391,6 +375,6 @@ def _finish(job: _Job, watch: Watch, evaluation: Evaluation | None, seconds: flo
         metrics=result["metrics"],
         weights_sha256=result["weights_sha256"],
     )
-    if job.env.is_leader:
-        results.mark_end(Path(job.config.run.dir), "done", 0)
-        results.write_page(Path(job.config.run.dir), job.telemetry)
+    if run.env.is_leader:
+        results.mark_end(run_dir, "done", 0)
+        results.write_page(run_dir, run.telemetry)

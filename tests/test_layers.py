@@ -32,9 +32,10 @@ ENGINE_LAYERS = (
     {"errors", "limits", "works"},
     {"precision", "flat"},
     {"wire", "state"},
+    {"verdict"},
     {"optim", "diagnostics"},
     {"notices", "arguments", "attachment", "in_place", "sync_batchnorm"},
-    {"step_result", "verdict"},
+    {"step_result"},
     {"stepper"},
     {"__init__"},
 )

@@ -429,6 +429,43 @@ class Stepper:
         return found
 
     @property
+    def device(self) -> torch.device:
+        """Where the model, its masters and its gradients are."""
+        return self._device
+
+    @property
+    def num_trainable(self) -> int:
+        """Elements of all trainable parameters; tied ones count once."""
+        return sum(segment.numel for segment in self.layout.segments)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 where there is none. Waits for the device."""
+        return float(self.scale.value())
+
+    def counters(self) -> dict[str, int]:
+        """Counters of the loss scale by name: steps applied and skipped among them. Waits for the device."""
+        return counters_of(self.scale)
+
+    def average_buffers(self) -> None:
+        """Replace floating-point buffers (BatchNorm statistics) by their mean over the ranks.
+
+        A collective, for an evaluation. A checkpoint keeps each rank's own.
+        """
+        self.buffers.average()
+
+    def reduced_gradients(self) -> dict[str, Tensor]:
+        """The reduced gradients by parameter name, still times the loss scale, in the dtype of the wire.
+
+        Views, valid from step() to the next backward(). With `Wire(shard=True)` use `own_gradients`.
+        """
+        return self.layout.gradients()
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """As `reduced_gradients`, but only the elements that this rank updates: flat."""
+        return self.reducer.own_gradients()
+
+    @property
     def has_trained(self) -> bool:
         """Whether samples of this rank have gone into an update since the start. Waits for the device."""
         return bool(self._trained)

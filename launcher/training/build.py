@@ -28,7 +28,7 @@ from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError
 from launcher.recipe import Recipe, loss_of
 from launcher.telemetry import Telemetry
-from launcher.training.gradient_stats import GradientLooks
+from launcher.training.gradient_stats import GradientStats
 from launcher.training.lr_schedule import learning_rates
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -221,14 +221,13 @@ def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool,
     return True, f"compiled with C++: saves about {saved:.0f} s of this run"
 
 
-def gradient_looks(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: Telemetry) -> GradientLooks:
-    """How often this rank looks at the gradients: the leader alone, where they are equal on all ranks."""
+def gradient_stats(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: Telemetry) -> GradientStats:
+    """How often this rank counts the gradients: the leader alone, where they are equal on all ranks."""
     every_steps = config.telemetry.gradients_every_steps or None
     if config.wire.shard:
-        own = stepper.reducer.own_gradients
-        return GradientLooks(own, telemetry, every_steps, env.device, env.group)
-    return GradientLooks(
-        stepper.layout.gradients, telemetry, every_steps if env.is_leader else None, env.device
+        return GradientStats(stepper.own_gradients, telemetry, every_steps, env.device, env.group)
+    return GradientStats(
+        stepper.reduced_gradients, telemetry, every_steps if env.is_leader else None, env.device
     )
 
 
@@ -241,7 +240,7 @@ def decisions(
     yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
     yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
     yield "batch", _division(plan)
-    numel = sum(segment.numel for segment in stepper.layout.segments)
+    numel = stepper.num_trainable
     steps = plan.steps_per_epoch * config.train.epochs
     if config.optim.name in TORCH_OPTIMIZERS:
         yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"

@@ -43,8 +43,8 @@ class Evidence:
     text: str
 
 
-class Culprit:
-    """Looks for what made the loss or the gradient of a step not finite."""
+class DivergenceInspector:
+    """Finds what made the loss or the gradient of a step not finite."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Culprit:
             own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
         except Exception as error:  # whatever happens here, the other ranks wait in the exchange below
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
-        found = exchange(own, self._group, self._stepper.layout.device)
+        found = exchange(own, self._group, self._stepper.device)
         return told_by_rank(found, suspected_ranks)
 
     def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:

@@ -1,6 +1,6 @@
-"""The evaluations of a run while it trains: measured, told, and compared with those before.
+"""The evaluations of a run while it trains: when, what is reported, and how they compare with those before.
 
-Owns what becomes of an evaluation; how one is made is in `evaluate`. A collective throughout.
+Owns what becomes of an evaluation; how one is computed is in `launcher.evaluation`. A collective throughout.
 """
 
 from __future__ import annotations
@@ -11,55 +11,58 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from launcher.config.schema import Config
-from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import Stepper
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.recipe import Recipe
-from launcher.telemetry import Telemetry
-from launcher.training.checkpointing import Measured, Standing
-from launcher.training.monitor import Moment
-from launcher.training.signals import Requests
+from launcher.training.monitor import Monitor
+from launcher.training.progress import Course, Measured, Position, Standing
+from launcher.training.run import Question, Run, Votes
 
 
 @dataclass
-class Measuring:
-    """Measures the model on the held-out set. `latest` is the last evaluation that got to its end."""
+class Evaluator:
+    """Evaluates the model on the held-out set. `latest` is the last evaluation that was completed."""
 
-    config: Config
-    env: WorkerEnv
+    run: Run
+    course: Course
     recipe: Recipe
     model: nn.Module
-    stepper: Stepper
-    telemetry: Telemetry
-    heartbeat: Heartbeat
-    requests: Requests
+    monitor: Monitor
+    votes: Votes
     standing: Standing
     latest: Evaluation | None = None
 
-    def at(self, moment: Moment) -> Measured | None:
-        """Evaluate and tell of it. None, on all ranks, where one of them was asked to stop meanwhile."""
+    def after(self, position: Position) -> Measured | None:
+        """`evaluate` where an evaluation is due; None, on all ranks, where not or before a stop."""
+        due = self.course.evaluates_after(position.step) and Question.STOP not in self.votes
+        return self.evaluate(position) if due else None
+
+    def evaluate(self, position: Position) -> Measured | None:
+        """Evaluate and report. None, on all ranks, where one of them was asked to stop meanwhile."""
+        self.monitor.log_remaining()
         began = time.perf_counter()
-        self.stepper.buffers.average()
-        share = self.config.data.batch_size // self.env.world_size
+        self.run.stepper.average_buffers()
+        config = self.run.config.data
+        share = config.batch_size // self.run.env.world_size
         try:
             found = evaluate(
                 self.recipe,
                 self.model,
                 self._context,
                 self.recipe.validation,
-                self.env,
-                self.config.data.micro_batch or max(1, share),
-                interrupted=lambda: self.requests.stop is not None,
+                self.run.env,
+                config.micro_batch or max(1, share),
+                interrupted=lambda: self.run.requests.stop is not None,
             )
         except Interrupted:
+            self.votes.agree(Question.STOP)
             return None
+        finally:
+            self.monitor.restart_timer()
         self.latest = found
-        self.telemetry.emit(
+        self.run.telemetry.emit(
             "eval",
-            moment.step,
-            epoch=moment.epoch,
+            position.step,
+            epoch=position.epoch,
             loss=found.loss,
             **found.metrics,
             samples=found.samples,
@@ -71,5 +74,5 @@ class Measuring:
         return self.standing.measure("loss", found.loss, lower_is_better=True, loss=found.loss)
 
     def _context(self) -> AbstractContextManager[object]:
-        self.heartbeat.beat("evaluation")  # batch by batch: a large set may take longer than a phase may
-        return self.stepper.forward()
+        self.run.heartbeat.beat("evaluation")  # batch by batch: a large set may take longer than a phase may
+        return self.run.stepper.forward()

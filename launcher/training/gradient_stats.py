@@ -1,7 +1,7 @@
-"""Tells now and then how the gradients lie in the range of fp16.
+"""Where the gradients lie in the range of fp16, every so many steps.
 
-Owns when to look and the form of the `gradients` event. The look is queued behind the step on the device
-and read one step late; a step that was skipped has nothing to show, so the next one is looked at instead.
+Owns when to count and the form of the `gradients` event. The count is queued behind the step on the device
+and read one step late; after a step that was skipped the next one is counted instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from launcher.engine.diagnostics.exponents import FIRST_EXPONENT, ExponentCounte
 from launcher.telemetry import Telemetry
 
 
-class GradientLooks:
-    """Looks at the gradients every `every_steps` steps; never, where that is None.
+class GradientStats:
+    """Counts the exponents of the gradients every `every_steps` steps; never, where that is None.
 
     `gradients` gives the reduced wire gradients by parameter name, valid until the next backward pass. Where
-    they are equal on all ranks, only the rank that tells of them needs to look. With a `group`, each rank of
-    it gives its own elements, and all look at the same steps: a collective.
+    they are equal on all ranks, only the rank that reports them needs to count. With a `group`, each rank
+    of it counts its own elements, and all count the same steps: a collective.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class GradientLooks:
         self._next = every_steps or 0
         self._counter = ExponentCounter(device, group) if every_steps else None
 
-    def look(self, step: int) -> ExponentCounts | None:
+    def count(self, step: int) -> ExponentCounts | None:
         """The counts of the step just done, where one is due."""
         if self._counter is None or step < self._next:
             return None
         return self._counter.count(self._gradients())
 
-    def tell(self, epoch: int, step: int, scale: float, counts: ExponentCounts) -> None:
+    def record(self, epoch: int, step: int, scale: float, counts: ExponentCounts) -> None:
         """Emit what a step that was not skipped has shown; `scale` is the loss scale that it used."""
         assert self._every is not None
         self._next = step - step % self._every + self._every

@@ -1,4 +1,4 @@
-"""Reads what each step reports, tells it to the telemetry, and ends a run that has diverged.
+"""Logs each step's report and raises DivergedError where a run diverges.
 
 Owns the averages between two log lines and the limits on bad steps. All ranks read the same numbers and so
 come to the same verdict at the same step. Never touches the device: it reads a step one step late.
@@ -7,34 +7,24 @@ come to the same verdict at the same step. Never touches the device: it reads a 
 from __future__ import annotations
 
 import math
-import operator
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import ExponentCounts
-from launcher.engine.limits import VOTES
 from launcher.errors import DataError, DivergedError
-from launcher.telemetry import Telemetry
-from launcher.training.gradient_stats import GradientLooks
+from launcher.training.gradient_stats import GradientStats
+from launcher.training.progress import Position, Totals
+from launcher.training.run import Run, Votes
 
 PARTS = ("data", "compute", "wire", "update")
-SCALES_TOLD = 10  # the latest changes of the loss scale that an error names
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Where in the run a step stands; `step` counts from 1 and includes skipped ones."""
-
-    epoch: int
-    step: int
+SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
 @dataclass
@@ -45,16 +35,6 @@ class _Window:
     seconds: float = 0.0
 
 
-@dataclass
-class Totals:
-    """What the whole run has done so far, in training only (evaluation excluded); `last` of this process."""
-
-    samples: float = 0.0
-    seconds: float = 0.0
-    wire_bytes_per_step: int = 0
-    last: StepReport | None = None
-
-
 class Inspector(Protocol):
     """Looks closer once a step has gone wrong. All ranks ask the same at the same step."""
 
@@ -63,143 +43,145 @@ class Inspector(Protocol):
     def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str: ...
 
 
-class Watch:
-    """Sees every step of a run, in order."""
+class Monitor:
+    """Records every step of a run, in order.
+
+    With `first_step_done` the first one is read and logged at once, and then that is called.
+    """
 
     def __init__(
         self,
-        telemetry: Telemetry,
-        limits: ScaleConfig,
-        log_every_steps: int,
-        device: torch.device,
+        run: Run,
+        votes: Votes,
         inspector: Inspector,
-        gradients: GradientLooks,
-        totals: Totals | None = None,
+        gradients: GradientStats,
+        totals: Totals,
+        first_step_done: Callable[[], None] | None = None,
     ) -> None:
-        self._telemetry = telemetry
-        self._limits = limits
-        self._every = log_every_steps
-        self._device = device
+        self._telemetry = run.telemetry
+        self._limits = run.config.precision.scale
+        self._every = run.config.train.log_every_steps
+        self._device = run.env.device
+        self._votes = votes
         self._inspector = inspector
         self._gradients = gradients
-        self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_TOLD)  # (first step, scale)
-        self._waiting: tuple[Moment, StepResult, ExponentCounts | None, float] | None = None
+        self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_SHOWN)  # (first step, scale)
+        self._waiting: tuple[Position, StepResult, ExponentCounts | None, float] | None = None
         self._previous = time.perf_counter()  # when the step before ended
-        self._last: Moment | None = None
+        self._last: Position | None = None
         self._window = _Window()
-        self._votes: tuple[int, ...] = (0,) * VOTES
-        self.totals = totals or Totals()
+        self._first_step_done = first_step_done
+        self.totals = totals
 
-    def see(self, moment: Moment, result: StepResult) -> None:
-        """Take a step in; report the one before, which the device has finished by now."""
-        self._report_waiting()
+    def record(self, position: Position, result: StepResult) -> None:
+        """Take a step; report the one before, which the device has finished by now."""
+        self.flush()
         now = time.perf_counter()
-        self._waiting = (moment, result, self._gradients.look(moment.step), now - self._previous)
+        self._waiting = (position, result, self._gradients.count(position.step), now - self._previous)
         self._previous = now
+        if self._first_step_done is not None:
+            self.log_remaining()
+            done, self._first_step_done = self._first_step_done, None
+            done()
 
-    def settle(self) -> None:
-        """Report the last step too; waits for the device."""
-        self._report_waiting()
-
-    def catch_up(self) -> None:
+    def log_remaining(self) -> None:
         """Report and log the last step too. Called before an evaluation and at the end."""
-        self.settle()
+        self.flush()
         if self._window.reports and self._last is not None:
             self._log(self._last)
 
-    def refuse_fruitless_end(self, moment: Moment, counters: Mapping[str, int], held_out_loss: float) -> None:
+    def refuse_fruitless_end(
+        self, position: Position, counters: Mapping[str, int], held_out_loss: float
+    ) -> None:
         """Raise DivergedError where a run that has reached its last step has nothing to show for it.
 
         That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
         it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
         """
-        self.catch_up()
+        self.log_remaining()
         bad, told = counters["bad_losses"], "so the run is not done"
         if bad:
             raise DivergedError(
-                f"the loss was not finite in the last {bad} of {moment.step} steps, {told}. Check the input "
-                f"for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
+                f"the loss was not finite in the last {bad} of {position.step} steps, {told}. Check the "
+                f"input for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
             )
         if not counters["applied"]:
             raise DivergedError(
-                f"none of {moment.step} steps was applied, because every gradient overflowed, {told}. Lower "
-                "precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
+                f"none of {position.step} steps was applied, because every gradient overflowed, {told}. "
+                "Lower precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
                 f"{self._evidence_of_last()}"
             )
         if not math.isfinite(held_out_loss):
             raise DivergedError(
-                f"the loss on the held-out set is {held_out_loss} after the last of {moment.step} steps, "
+                f"the loss on the held-out set is {held_out_loss} after the last of {position.step} steps, "
                 f"{told}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
             )
 
-    def resume(self) -> None:
-        """Training goes on after something else: that time is nobody's step."""
+    def restart_timer(self) -> None:
+        """Restart the step timer, so that evaluation and saving are not counted."""
         self._previous = time.perf_counter()
 
-    def take_votes(self) -> tuple[int, ...]:
-        """For each question, the votes in the steps reported since the last call: alike on all ranks."""
-        votes, self._votes = self._votes, (0,) * VOTES
-        return votes
-
-    def _report_waiting(self) -> None:
+    def flush(self) -> None:
+        """Report the last step; waits for the device."""
         if self._waiting is None:
             return
-        (moment, result, counts, seconds), self._waiting = self._waiting, None
+        (position, result, counts, seconds), self._waiting = self._waiting, None
         report = result.read()
-        self._last = moment
+        self._last = position
         self._window.reports.append(report)
         self._window.seconds += seconds
-        self._votes = tuple(map(operator.add, self._votes, report.votes))
+        self._votes.count(report)
         self.totals.last = report
         self.totals.samples += report.count
         self.totals.seconds += seconds
         self.totals.wire_bytes_per_step = report.wire_bytes
-        self._telemetry.advance(moment.epoch, moment.step)
+        self._telemetry.advance(position.epoch, position.step)
         if not self._scales or self._scales[-1][1] != report.scale:
-            self._scales.append((moment.step, report.scale))
+            self._scales.append((position.step, report.scale))
         if report.skipped:
-            self._tell_of_skip(moment, report)
-            self._end_if_diverged(moment, report)
+            self._report_skip(position, report)
+            self._end_if_diverged(position, report)
         elif counts is not None:
-            self._gradients.tell(moment.epoch, moment.step, report.scale, counts)
-        if moment.step % self._every == 0:
-            self._log(moment)
+            self._gradients.record(position.epoch, position.step, report.scale, counts)
+        if position.step % self._every == 0:
+            self._log(position)
 
-    def _tell_of_skip(self, moment: Moment, report: StepReport) -> None:
+    def _report_skip(self, position: Position, report: StepReport) -> None:
         self._telemetry.emit(
             "overflow",
-            moment.step,
-            epoch=moment.epoch,
+            position.step,
+            epoch=position.epoch,
             scale=report.scale,
             ranks=list(report.culprit_ranks),
             parameters=list(report.culprit_parameters),
             bad_losses=report.bad_losses,
         )
 
-    def _end_if_diverged(self, moment: Moment, report: StepReport) -> None:
+    def _end_if_diverged(self, position: Position, report: StepReport) -> None:
         """Raise where going on is no use. The same on all ranks, so the inspector may communicate."""
         if report.count == 0:
             raise DataError(
-                f"step {moment.step} had no sample on any rank. Each step needs at least one: check the data."
+                f"step {position.step} had no sample on any rank. Each step needs at least one: check the "
+                "data."
             )
         broken = self._inspector.broken_weights() if report.bad_losses else ""
         if broken:
             raise DivergedError(
-                f"the loss was not finite in step {moment.step}, because weights are not: {broken}. No later "
-                "step can mend that. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
-                f"optim.clip_norm.\n{self._evidence(moment, report)}"
+                f"the loss was not finite in step {position.step}, because weights are not: {broken}. No "
+                "later step can mend that. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
+                f"optim.clip_norm.\n{self._evidence(position, report)}"
             )
         if report.bad_loss_steps >= self._limits.max_bad_losses:
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
-                f"{moment.step}. That is not the loss scale's fault: check the input for NaN, lower "
-                f"optim.lr, or set optim.clip_norm.\n{self._evidence(moment, report)}"
+                f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
+                f"optim.lr, or set optim.clip_norm.\n{self._evidence(position, report)}"
             )
         if report.floor_skips >= self._limits.max_floor_skips:
             at, advice = self._floor(report.scale)
             raise DivergedError(
                 f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
-                f"{moment.step}. {advice}\n{self._evidence(moment, report)}"
+                f"{position.step}. {advice}\n{self._evidence(position, report)}"
             )
 
     def _floor(self, scale: float) -> tuple[str, str]:
@@ -221,7 +203,7 @@ class Watch:
             f"Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32.{lower}",
         )
 
-    def _evidence(self, moment: Moment, report: StepReport) -> str:
+    def _evidence(self, position: Position, report: StepReport) -> str:
         """What is known of a step that ends the run: ranks, parameters, loss scale, and a closer look."""
         names = report.culprit_parameters
         parameters = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -230,7 +212,7 @@ class Watch:
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {parameters}",
             f"Loss scale: {scales}",
             self._inspector.explain(
-                moment.epoch, moment.step, report.culprit_ranks, backward=not report.bad_losses
+                position.epoch, position.step, report.culprit_ranks, backward=not report.bad_losses
             ),
         ]
         return "\n".join(lines)
@@ -241,7 +223,7 @@ class Watch:
             return ""
         return f"\n{self._evidence(self._last, self.totals.last)}"
 
-    def _log(self, moment: Moment) -> None:
+    def _log(self, position: Position) -> None:
         window, self._window = self._window, _Window()
         reports, steps = window.reports, len(window.reports)
         samples = sum(report.count for report in reports)
@@ -250,8 +232,8 @@ class Watch:
         latest = reports[-1]
         self._telemetry.emit(
             "step",
-            moment.step,
-            epoch=moment.epoch,
+            position.step,
+            epoch=position.epoch,
             loss=sum(report.loss * report.count for report in finite) / weight,
             lr=latest.lr,
             grad_norm=latest.grad_norm,

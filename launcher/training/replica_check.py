@@ -8,6 +8,7 @@ no NaN and no rounding can hide a difference.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,23 @@ from torch import Tensor
 
 from launcher.engine import Stepper
 from launcher.errors import ReplicaError
+from launcher.training.progress import Course, Position
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSTAINS = -2  # of a rank that has not trained since the start: below both answers and their negatives
 SHOWN = 5  # names in an error; more would hide the rest of it
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Compares the ranks' replicas where the course of the run says so."""
+
+    stepper: Stepper
+    course: Course
+
+    def check(self, position: Position) -> None:
+        if self.course.checks_after(position.step):
+            check_replicas(self.stepper)
 
 
 def check_replicas(stepper: Stepper) -> None:
@@ -46,7 +60,7 @@ def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
     changed = stepper.changed_buffers()
     if not changed:
         return
-    device = stepper.layout.device
+    device = stepper.device
     own = torch.tensor(list(changed.values()), dtype=torch.int64, device=device)
     answers = torch.cat([own, -own])
     if not stepper.has_trained:

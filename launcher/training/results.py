@@ -18,7 +18,6 @@ from launcher.config.schema import Config
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
 from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.engine.state import counters_of
 from launcher.errors import StorageError, in_words
 from launcher.evaluation.evaluate import Evaluation, classification_report_text, confusion_matrix
 from launcher.recipe import Used
@@ -29,7 +28,7 @@ from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
-from launcher.training.monitor import Totals
+from launcher.training.progress import Totals
 
 
 def weights_sha256(stepper: Stepper) -> str:
@@ -55,7 +54,7 @@ def result(
 
     `metric` is the name of the one that runs are compared by: the loss where the evaluation has not got it.
     """
-    counters = counters_of(stepper.scale)
+    counters = stepper.counters()
     content: dict[str, Any] = {
         "state": "done",
         "exit": 0,
@@ -69,7 +68,7 @@ def result(
         "metrics": {},
         "applied_steps": counters["applied"],
         "skipped_steps": counters["skipped"],
-        "scale": float(stepper.scale.value()),
+        "scale": stepper.loss_scale,
         "samples_per_s": totals.samples / totals.seconds if totals.seconds else None,
         "wire_bytes_per_step": totals.wire_bytes_per_step,
         "parameters": sum(p.numel() for p in stepper.model.parameters()),

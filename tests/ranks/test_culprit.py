@@ -11,7 +11,7 @@ from launcher.data.loader import Batch, BatchPlan, DeviceBatches, TensorData, ep
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
-from launcher.training.divergence import Culprit
+from launcher.training.divergence import DivergenceInspector
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
@@ -48,7 +48,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
         reference_count=8,
     )
     before = state_digest(stepper)
-    text = Culprit(stepper, loss, batches, env.group).explain(
+    text = DivergenceInspector(stepper, loss, batches, env.group).explain(
         EPOCH, EPOCH * plan.steps_per_epoch + STEP, range(env.world_size), backward
     )
     return text, state_digest(stepper) == before

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from launcher.training.checkpointing import Standing
+from launcher.training.progress import Standing
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.config.schema import TrainConfig
-from launcher.training.loop import Course
+from launcher.training.progress import Course
 
 TRAIN = TrainConfig(
     epochs=1,

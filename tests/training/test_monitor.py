@@ -1,5 +1,6 @@
 """What the watch tells of each step, and when it ends a run."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,11 @@ from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
 from launcher.telemetry import Telemetry
 from launcher.telemetry.tracker.wandb_sink import history_row
-from launcher.training.gradient_stats import GradientLooks
-from launcher.training.monitor import Moment, Watch
+from launcher.training.gradient_stats import GradientStats
+from launcher.training.monitor import Monitor
+from launcher.training.progress import Position, Totals
+from launcher.training.run import Question, Votes
+from tests.training.runs import run_alone
 
 LIMITS = ScaleConfig(
     mode="dynamic",
@@ -93,48 +97,66 @@ class Inspector:
         return "seen again"
 
 
-def watch_over(
+def monitor_of(
     recorder: Recorder,
     reports: list[StepReport],
     every: int = 2,
     inspector: Inspector | None = None,
     gradients_every: int | None = None,
     limits: ScaleConfig = LIMITS,
-) -> Watch:
-    telemetry = Telemetry([recorder])
-    looks = GradientLooks(lambda: GRADIENTS, telemetry, gradients_every, torch.device("cpu"))
-    watch = Watch(telemetry, limits, every, torch.device("cpu"), inspector or Inspector(), looks)
+    votes: Votes | None = None,
+    first_step_done: Callable[[], None] | None = None,
+) -> Monitor:
+    run = run_alone(Telemetry([recorder]), limits, every)
+    gradients = GradientStats(lambda: GRADIENTS, run.telemetry, gradients_every, torch.device("cpu"))
+    monitor = Monitor(run, votes or Votes(), inspector or Inspector(), gradients, Totals(), first_step_done)
     for step, report in enumerate(reports, 1):
-        watch.see(Moment(0, step), Ready(report))
-    return watch
+        monitor.record(Position(0, step - 1, step), Ready(report))
+    return monitor
 
 
 def test_a_step_is_reported_one_step_late(recorder) -> None:
-    watch = watch_over(recorder, [CLEAN] * 4)
+    monitor = monitor_of(recorder, [CLEAN] * 4)
     assert [event["step"] for event in recorder.of("step")] == [2]
-    watch.catch_up()
+    monitor.log_remaining()
     assert [event["step"] for event in recorder.of("step")] == [2, 4]
 
 
+def test_the_first_step_is_reported_at_once_where_somebody_waits_for_it(recorder) -> None:
+    done: list[int] = []
+    monitor_of(recorder, [CLEAN] * 4, first_step_done=lambda: done.append(len(recorder.of("step"))))
+    assert done == [1]
+    assert [event["step"] for event in recorder.of("step")] == [1, 2]
+
+
+def test_votes_are_counted_from_the_reports(recorder) -> None:
+    votes = Votes()
+    monitor = monitor_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, 0, 0))], votes=votes)
+    assert votes.take() == set()
+    monitor.flush()
+    assert votes.take() == {Question.SAVE}
+    assert votes.take() == set()
+
+
 def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
-    watch = watch_over(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
-    watch.catch_up()
+    monitor = monitor_of(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
+    monitor.log_remaining()
     (event,) = recorder.of("step")
     assert event["loss"] == pytest.approx((2 * 8 + 5 * 16) / 24)
     assert event["compute_ms"] == 3.0
     assert event["update_ms"] == 0.0
-    assert watch.totals.samples == 24
-    assert watch.totals.wire_bytes_per_step == 100
+    assert monitor.totals.samples == 24
+    assert monitor.totals.wire_bytes_per_step == 100
 
 
 def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
     bad = replace(OVERFLOW, loss=float("nan"), bad_losses=1, bad_loss_steps=1)
-    watch_over(recorder, [CLEAN, bad]).catch_up()
+    monitor_of(recorder, [CLEAN, bad]).log_remaining()
     assert recorder.of("step")[0]["loss"] == 2.0
 
 
 def test_a_skip_names_ranks_and_parameters(recorder) -> None:
-    watch_over(recorder, [OVERFLOW, CLEAN])
+    monitor_of(recorder, [OVERFLOW, CLEAN])
     (event,) = recorder.of("overflow")
     assert (event["step"], event["ranks"], event["parameters"]) == (1, [1], ["fc.weight"])
 
@@ -148,14 +170,14 @@ def test_a_skip_names_ranks_and_parameters(recorder) -> None:
     ],
 )
 def test_a_run_that_cannot_recover_is_ended(recorder, report, error, words) -> None:
-    watch = watch_over(recorder, [report])
+    monitor = monitor_of(recorder, [report])
     with pytest.raises(error, match=words):
-        watch.catch_up()
+        monitor.log_remaining()
 
 
 @pytest.mark.parametrize("report", [replace(OVERFLOW, bad_loss_steps=2), replace(OVERFLOW, floor_skips=3)])
 def test_a_run_below_the_limits_goes_on(recorder, report) -> None:
-    watch_over(recorder, [report, CLEAN]).catch_up()
+    monitor_of(recorder, [report, CLEAN]).log_remaining()
 
 
 def test_the_end_tells_ranks_parameters_scales_and_what_was_seen_again(recorder) -> None:
@@ -163,9 +185,9 @@ def test_the_end_tells_ranks_parameters_scales_and_what_was_seen_again(recorder)
     last = replace(OVERFLOW, scale=1.0, floor_skips=4, culprit_parameters=names)
     halved = [replace(CLEAN, scale=2.0**exponent) for exponent in range(12, 0, -1)]
     inspector = Inspector()
-    watch = watch_over(recorder, [CLEAN, CLEAN, *halved, last], inspector=inspector)
+    monitor = monitor_of(recorder, [CLEAN, CLEAN, *halved, last], inspector=inspector)
     with pytest.raises(DivergedError) as caught:
-        watch.catch_up()
+        monitor.log_remaining()
     lines = str(caught.value).splitlines()
     assert lines[1].startswith("Gradient not finite on ranks [1], in parameters: layer0.weight")
     assert lines[1].endswith("and 2 more")
@@ -177,13 +199,13 @@ def test_the_end_tells_ranks_parameters_scales_and_what_was_seen_again(recorder)
 
 def test_a_bad_loss_over_broken_weights_ends_the_run_at_once(recorder) -> None:
     bad = replace(OVERFLOW, bad_losses=1, bad_loss_steps=1)
-    watch = watch_over(recorder, [bad], inspector=Inspector("conv1.weight (master inf)"))
+    monitor = monitor_of(recorder, [bad], inspector=Inspector("conv1.weight (master inf)"))
     with pytest.raises(DivergedError, match=r"step 1, because weights are not: conv1\.weight \(master inf\)"):
-        watch.catch_up()
+        monitor.log_remaining()
 
 
 def test_an_overflow_is_no_reason_to_look_at_the_weights(recorder) -> None:
-    watch_over(recorder, [OVERFLOW, CLEAN], inspector=Inspector("never asked")).catch_up()
+    monitor_of(recorder, [OVERFLOW, CLEAN], inspector=Inspector("never asked")).log_remaining()
 
 
 @pytest.mark.parametrize(
@@ -200,12 +222,12 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights(recorder) -> None:
 )
 def test_gradients_are_told_every_so_many_clean_steps(recorder, every, skipped, told) -> None:
     reports = [OVERFLOW if step in skipped else CLEAN for step in range(1, 7)]
-    watch_over(recorder, reports, gradients_every=every).catch_up()
+    monitor_of(recorder, reports, gradients_every=every).log_remaining()
     assert [event["step"] for event in recorder.of("gradients")] == told
 
 
 def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
-    watch_over(recorder, [CLEAN], gradients_every=1).catch_up()
+    monitor_of(recorder, [CLEAN], gradients_every=1).log_remaining()
     (event,) = recorder.of("gradients")
     assert (event["scale"], event["epoch"], event["zeros"]) == (1024.0, 0, 1)
     assert event["layers"] == {
@@ -235,6 +257,6 @@ def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
 )
 def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(recorder, mode, least, words) -> None:
     limits = replace(LIMITS, mode=mode, min=least)
-    watch = watch_over(recorder, [replace(OVERFLOW, floor_skips=4)], limits=limits)
+    monitor = monitor_of(recorder, [replace(OVERFLOW, floor_skips=4)], limits=limits)
     with pytest.raises(DivergedError, match=words):
-        watch.catch_up()
+        monitor.log_remaining()

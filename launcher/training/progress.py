@@ -1,0 +1,112 @@
+"""Where a run stands: the values that the parts of a run hand to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.checkpoint import Metric
+from launcher.config.schema import TrainConfig
+from launcher.engine import StepReport
+
+
+@dataclass(frozen=True)
+class Position:
+    """One step of a run. `step` counts from 1 and includes skipped steps; the others count from 0."""
+
+    epoch: int
+    step_of_epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: after so many steps, the last of which may still owe its evaluation."""
+
+    step: int = 0
+    owes_evaluation: bool = False
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long a run is and when it pauses; steps count updates, skipped ones included."""
+
+    steps_per_epoch: int
+    total_steps: int
+    eval_every_epochs: int
+    check_every_steps: int | None = None
+
+    @classmethod
+    def of(cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None) -> Course:
+        total = steps_per_epoch * train.epochs
+        steps = min(total, train.max_steps or total)
+        return cls(steps_per_epoch, steps, train.eval_every_epochs, check_every_steps)
+
+    def positions(self, start: Start) -> Iterator[Position]:
+        """The steps that are left, in order."""
+        return map(self.position_of, range(start.step + 1, self.total_steps + 1))
+
+    def position_of(self, step: int) -> Position:
+        """The position of step `step`, at least 1."""
+        return Position(*divmod(step - 1, self.steps_per_epoch), step)
+
+    def ends_with(self, step: int) -> bool:
+        return step == self.total_steps
+
+    def checks_after(self, step: int) -> bool:
+        """Whether the ranks' replicas are compared after this step."""
+        return self.check_every_steps is not None and step % self.check_every_steps == 0
+
+    def evaluates_after(self, step: int) -> bool:
+        """After every `eval_every_epochs` whole epochs, and at the end of the run."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return self.ends_with(step) or (rest == 0 and epochs % self.eval_every_epochs == 0)
+
+
+@dataclass
+class Totals:
+    """What the whole run has done so far, in training only (evaluation excluded); `last` of this process."""
+
+    samples: float = 0.0
+    seconds: float = 0.0
+    wire_bytes_per_step: int = 0
+    last: StepReport | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found, and whether it is better than all earlier ones."""
+
+    metric: Metric
+    is_best: bool
+    loss: float  # mean over the held-out set
+
+
+@dataclass
+class Standing:
+    """What a run knows of its past besides the training state."""
+
+    best: Metric | None = None  # of all evaluations so far
+    seconds: float = 0.0  # of training
+
+    def measure(self, name: str, value: float, lower_is_better: bool, loss: float) -> Measured:
+        """Record an evaluation. A value that is not a number is never the best."""
+        metric = Metric(name, value, lower_is_better)
+        cost = value if lower_is_better else -value
+        before = math.inf if self.best is None else self.best.value * (1 if lower_is_better else -1)
+        is_best = cost < before
+        if is_best:
+            self.best = metric
+        return Measured(metric, is_best, loss)
+
+    def as_values(self) -> dict[str, Any]:
+        best = None if self.best is None else [self.best.name, self.best.value, self.best.lower_is_better]
+        return {"best": best, "seconds": self.seconds}
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Standing:
+        """The inverse of `as_values`; what an older checkpoint lacks is as at the start."""
+        best = values.get("best")
+        return cls(None if best is None else Metric(*best), float(values.get("seconds", 0.0)))

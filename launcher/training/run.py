@@ -1,0 +1,56 @@
+"""What the parts of a run share on one rank, and the questions on which the ranks vote in each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from launcher.config.schema import Config
+from launcher.distributed.heartbeat import Heartbeat
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import Stepper, StepReport
+from launcher.telemetry import Telemetry
+from launcher.training.signals import Requests
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank of a running job."""
+
+    config: Config
+    env: WorkerEnv
+    stepper: Stepper
+    telemetry: Telemetry
+    heartbeat: Heartbeat
+    requests: Requests
+
+
+class Question(IntEnum):
+    """What the ranks vote on in every step. One vote is enough."""
+
+    STOP = 0
+    SAVE = 1
+    GIVE_UP = 2  # a checkpoint could not be written, and the run is to end
+
+
+class Votes:
+    """The questions that some rank has voted for, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._agreed: set[Question] = set()
+
+    def count(self, report: StepReport) -> None:
+        """Add the votes of a step, which its report carries."""
+        self._agreed |= {question for question in Question if report.votes[question]}
+
+    def agree(self, question: Question) -> None:
+        """Add what all ranks have agreed on outside of a step."""
+        self._agreed.add(question)
+
+    def __contains__(self, question: Question) -> bool:
+        return question in self._agreed
+
+    def take(self) -> set[Question]:
+        """The questions since the last call."""
+        agreed, self._agreed = self._agreed, set()
+        return agreed

@@ -1,0 +1,29 @@
+"""A run of one process for tests of its parts: a real Stepper on a small model, a real config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from launcher.config.schema import ScaleConfig
+from launcher.distributed.heartbeat import Heartbeat
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import SGD, Stepper
+from launcher.telemetry import Telemetry
+from launcher.training.run import Run
+from launcher.training.signals import Requests
+from tests.configs import composed
+
+
+def run_alone(telemetry: Telemetry, limits: ScaleConfig, log_every_steps: int) -> Run:
+    config = composed()
+    config = replace(
+        config,
+        precision=replace(config.precision, scale=limits),
+        train=replace(config.train, log_every_steps=log_every_steps),
+    )
+    stepper = Stepper(nn.Linear(2, 2), SGD(lr=0.1))
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    return Run(config, env, stepper, telemetry, Heartbeat(), Requests())
