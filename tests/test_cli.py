@@ -102,7 +102,7 @@ def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Of my own.\nseed: 1\n")
     text = recipes_text([conf_dir(), tmp_path])
     assert "  mine         Of my own." in text
-    assert "ResNet-18 on 8 x 8 handwritten digits." in text
+    assert "  resnet18     ResNet-18 on 8 x 8 handwritten digits" in text
     assert "model.zero_init_residual=true" in text
     assert "data.num_samples=" in text
 

@@ -148,11 +148,11 @@ def tensors_in(snapshot: Snapshot) -> list[Tensor]:
 REPORT = [0.5, 1.0, 65536.0, 0.1, 0.0, 64.0, 32.0, 0.0]
 NO_VOTES, BAD_LOSS = [0.0] * 4, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 ANSWERS: dict[str, float | list[float]] = {
-    "engine/result.py": REPORT,
-    "evaluate.py _conclude": [1.0],
+    "engine/step_result.py": REPORT,
+    "evaluation/evaluate.py _conclude": [1.0],
     "engine/stepper.py _agree_on_reference": 32.0,  # once, in the first step
-    "engine/calibration.py": 0.25,
-    "engine/diagnosis.py": 1.0,
+    "engine/precision/calibration.py": 0.25,
+    "engine/diagnostics/nonfinite.py": 1.0,
     "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
 }
 RUN = (
@@ -189,7 +189,8 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
         (path,) = (Path(config.run.dir) / "checkpoints").iterdir()
         assert load(path).progress.step == steps
         # A report is read one step late; on a GPU the host holds it by then.
-        reads = [read for read in device.reads if not read.startswith("engine/result.py read")]
+        late = ("engine/step_result.py read", "engine/notices.py gradients")
+        reads = [read for read in device.reads if not read.startswith(late)]
         seen.append((Counter(reads), Counter(device.uploads)))
     assert seen[0] == seen[1]
     assert seen[0][0].total() > 10
@@ -198,7 +199,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    answers = ANSWERS | {"engine/result.py": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]}
+    answers = ANSWERS | {"engine/step_result.py": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]}
     with (
         Elsewhere(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,

@@ -41,7 +41,7 @@ def completed(line: str, directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("-m launcher recipe=res", ["recipe=resnet101", "recipe=resnet152", "recipe=resnet18"]),
+        ("-m launcher recipe=res", ["recipe=resnet", "recipe=resnet101", "recipe=resnet152"]),
         ("-m launcher recipe=resnet18 optim.weight", ["optim.weight_decay="]),
         ("-m launcher --config-dir own recipe=mi", ["recipe=mine"]),
         ("-m launcher -m recipe=resnet18 precision=amp_f", ["precision=amp_fp16"]),

@@ -52,14 +52,14 @@ PROCESS = """
 import multiprocessing.forkserver, multiprocessing.resource_tracker, multiprocessing.shared_memory
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from launcher import guardian, ties
+from launcher.process import guardian, lifetime
 
 def note(pid):
     open(f"child-{pid}", "w").close()
 
 if __name__ == "__main__":
     FIRST
-    guardian.start(ties.Leash().hangup)
+    guardian.start(lifetime.Leash().hangup)
     STARTED
     while not list(Path().glob("child-*")):
         time.sleep(0.01)
@@ -187,8 +187,8 @@ def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
     """Also those of one that was started by this one's program; they end with either."""
     nested = f"""
         inner = os.path.join(os.getcwd(), "inner.py")
-        Path(inner).write_text("import subprocess, sys, time; from launcher import guardian, ties;"
-            "guardian.start(ties.Leash().hangup);"
+        Path(inner).write_text("import subprocess, sys, time; from launcher.process import guardian, lifetime;"
+            "guardian.start(lifetime.Leash().hangup);"
             "open('child-' + str(subprocess.Popen({SLEEP}).pid), 'w'); time.sleep(1000)")
         subprocess.Popen([sys.executable, inner])
     """
