@@ -74,7 +74,7 @@ class NoProgressError(LauncherError):
 
 
 class PreemptedError(LauncherError):
-    """The run was asked to stop and is saved: the same command goes on with it."""
+    """The run was asked to stop and is saved: the same command resumes it."""
 
     exit_code = 75
 

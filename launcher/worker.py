@@ -78,7 +78,7 @@ def run(
     """Train as the config says, as one rank. Raises on failure, a LauncherError where a user can act.
 
     `job` names this job among those of the launch: its process group and its keys in the store are its own.
-    Goes on from a checkpoint where there is one. PreemptedError where a signal asked the run to stop.
+    Resumes from a checkpoint where there is one. PreemptedError where a signal asked the run to stop.
     """
     run_dir = Path(config.run.dir)
     alone = launch.world_size == 1
@@ -100,7 +100,7 @@ def run(
             give_reason(store, job, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = _of_another_rank(failure or error, store, job, launch)
-            _tell_of_failure(telemetry, steps, run_dir, launch, cause)
+            _report_failure(telemetry, steps, run_dir, launch, cause)
             _let_go(error)
             if failure is not None:
                 raise failure from error
@@ -190,7 +190,7 @@ def _engine_warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
         yield
 
 
-def _tell_of_failure(
+def _report_failure(
     telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
 ) -> None:
     code = error.exit_code if isinstance(error, LauncherError) else 1

@@ -38,7 +38,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a run goes on from; `snapshot` and `path` are None for a fresh start."""
+    """What a run resumes from; `snapshot` and `path` are None for a fresh start."""
 
     snapshot: Snapshot | None
     path: Path | None
@@ -46,7 +46,7 @@ class Resumption:
 
 
 def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Resumption:
-    """Choose and read the checkpoint to go on from, as `checkpoint.resume` says. A collective.
+    """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
     Raises on all ranks alike: ConfigError for another run's or a newer version's checkpoint, StorageError
     where none is intact although one was demanded, or where the ranks do not see the same.
@@ -67,7 +67,7 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
 
     `wish`: `auto`, the newest intact one in `directory` if there is any; `never`; or the path of a
     checkpoint or of a run. Another run's is where this one begins: once it has an intact checkpoint of its
-    own, it goes on from that. `directory` is this rank's own view. Raises alike on all ranks.
+    own, it resumes from that. `directory` is this rank's own view. Raises alike on all ranks.
     """
     verdict = _verdict(directory, wish) if env.is_leader else ""
     values = json.loads(exchange_texts(env, verdict)[0])
@@ -83,7 +83,7 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
 
 
 def _verdict(directory: Path, wish: str) -> str:
-    """Rank 0's choice, or the reason against any, as JSON: the other ranks wait to hear of either."""
+    """Rank 0's choice, or the reason against any, as JSON: the other ranks wait for either."""
     try:
         found = _choose(directory, wish)
         digest = None if found.path is None else manifest_digest(found.path)
@@ -110,7 +110,7 @@ def _choose(directory: Path, wish: str) -> Found:
     if not Path(wish).resolve().is_relative_to(directory.parent.resolve()):
         own = newest_intact(directory)
         if own.path is not None:
-            return own  # the same command again, after a stop: it goes on instead of beginning anew
+            return own  # the same command again, after a stop: it resumes instead of starting anew
     found = _demanded(Path(wish))
     if found.path is None:
         seen = f" Damaged: {', '.join(map(str, found.damaged))}." if found.damaged else ""
@@ -140,7 +140,7 @@ def _demanded(path: Path) -> Found:
 def _other_view(
     directory: Path, path: Path | None, digest: str | None, damaged: tuple[Damage, ...], wish: str
 ) -> str:
-    """Why this rank cannot go on from what rank 0 chose; empty where it sees the same."""
+    """Why this rank cannot resume from what rank 0 chose; empty where it sees the same."""
     try:
         if path is None:
             passed_over = {damage.name for damage in damaged}
@@ -159,7 +159,7 @@ def _other_view(
     chosen = "no checkpoint" if path is None else str(path)
     return _complaint_of(
         StorageError(
-            f"the ranks do not see the same checkpoints: rank 0 goes on from {chosen}, and this rank does "
+            f"the ranks do not see the same checkpoints: rank 0 resumes from {chosen}, and this rank does "
             f"not see that: {'; '.join(problems)}. run.dir must be a directory that all machines share."
         )
     )

@@ -47,7 +47,7 @@ class Due:
         return self._every_steps is not None and step % self._every_steps == 0
 
     def by_clock(self) -> bool:
-        """This rank's own view: only the leader's counts, and all ranks have to be told of it."""
+        """This rank's own view: only the leader's counts, and all ranks have to know it."""
         return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
 
     def done(self) -> None:

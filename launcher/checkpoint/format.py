@@ -41,7 +41,7 @@ from launcher.run_dir.atomic import restored, strict
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux: linux/fcntl.h, linux/fs.h
-BY_RANK = "buffer_by_rank/"  # what only going on needs lies beside the optimizer's states
+BY_RANK = "buffer_by_rank/"  # what only resuming needs is beside the optimizer's states
 
 
 def publish(directory: Path, snapshot: Snapshot) -> Path:
@@ -179,7 +179,7 @@ def _state_values(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str, Tensor]) -> Snapshot:
-    """`both` holds weights and buffers, `rest` what only going on needs.
+    """`both` holds weights and buffers, `rest` what only resuming needs.
 
     Raises ValueError, KeyError, TypeError or AttributeError for what does not fit.
     """
@@ -228,7 +228,7 @@ def _random_rows(rows: list[str]) -> Tensor:
 
 
 def _same_state(one: Snapshot, other: Snapshot) -> bool:
-    """As where a run goes on and saves again at the same step; its buffers may have been averaged."""
+    """As where a run resumes and saves again at the same step; its buffers may have been averaged."""
     pairs = ((one.engine.weights, other.engine.weights), (one.engine.optimizer, other.engine.optimizer))
     return one.engine.counters == other.engine.counters and all(
         mine.keys() == theirs.keys() and all(torch.equal(_bits(mine[n]), _bits(theirs[n])) for n in mine)

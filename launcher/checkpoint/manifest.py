@@ -82,7 +82,7 @@ def _content_of(raw: bytes) -> dict[str, Any]:
 
 
 def manifest_text(content: Mapping[str, Any]) -> bytes:
-    """The file's bytes. Later formats keep this frame, so that an older version can tell them from damage."""
+    """The file's bytes. Later formats keep this frame: an older version does not take them for damage."""
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"content": {text}, "sha256": "{digest}"}}\n'.encode()

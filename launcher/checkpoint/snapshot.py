@@ -47,7 +47,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Origin:
-    """Under which conditions a state was saved. A run may go on under others; this is for people."""
+    """Under which conditions a state was saved. A run may resume under others; this is for people."""
 
     world_size: int
     wire: str
@@ -109,7 +109,7 @@ class Identity:
         if found:
             more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise ConfigError(
-                f"{where} belongs to another run: {'; '.join(found[:SHOWN])}{more}. A run goes on only with "
+                f"{where} belongs to another run: {'; '.join(found[:SHOWN])}{more}. A run resumes only with "
                 "the model, data and optimizer it began with: give the overrides it was started with "
                 "(overrides.txt of its run), or begin a new run with another run.dir."
             )

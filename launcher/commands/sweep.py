@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SweepProgress:
-    """What became of the jobs of a sweep so far. A job that fails is told at once and does not end it."""
+    """What became of the jobs of a sweep so far. A job that fails is reported at once and does not end it."""
 
     num_jobs: int
     leader: Leader

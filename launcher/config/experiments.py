@@ -25,7 +25,7 @@ def with_experiment(request: Request) -> Request:
     """
     name = chosen(request.overrides)
     if name is None or name not in group_choices(*request.directories).get(GROUP, ()):
-        return request  # an unknown name is told together with all other problems
+        return request  # an unknown name is reported together with all other problems
     sweep = choice_values(request.directories, GROUP, name).get(SWEEP)
     if not isinstance(sweep, Mapping) or not sweep:
         file = choice_file(request.directories, GROUP, name)

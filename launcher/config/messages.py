@@ -1,4 +1,4 @@
-"""How a problem with the config is told: values as one writes them, and the nearest valid names.
+"""How a problem with the config is reported: values as one writes them, and the nearest valid names.
 
 Owns these few texts, so that they read alike wherever a problem is found. Pure.
 """

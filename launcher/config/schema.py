@@ -155,8 +155,8 @@ class CheckpointConfig:
     every_steps: int | None
     every_s: float | None  # seconds after the last one; null in both: only at the end and when stopped
     keep: int  # the newest so many, and the best
-    resume: str  # auto: go on if run.dir holds a checkpoint; never; the path of a checkpoint or run
-    on_error: str  # warn: go on training where one cannot be written; stop
+    resume: str  # auto: resume if run.dir holds a checkpoint; never; the path of a checkpoint or run
+    on_error: str  # warn: continue where one cannot be written; stop
 
 
 @dataclass(frozen=True)

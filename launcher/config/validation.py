@@ -1,4 +1,4 @@
-"""Whether a config may be run, and all that speaks against it.
+"""Whether a config may be run, and all of its problems.
 
 Owns the checks of keys and values of a whole tree and what must hold between keys; finds all problems, not
 just the first. Pure: touches neither files nor environment, and never imports torch or Hydra.

@@ -116,7 +116,7 @@ def _from_hub(datasets: ModuleType, hub_name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
-    """Without a network the hub's client retries for 24 s; told that it is offline, it looks at its cache."""
+    """Without a network the hub's client retries for 24 s; in offline mode it uses its cache."""
     import huggingface_hub
 
     switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)

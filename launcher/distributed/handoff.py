@@ -48,7 +48,7 @@ class Patience:
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw pictures and upload
     leave_s: float = 60.0  # all ranks, once one has left a job
     abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once, unless it was lost
-    goodbye_s: float = 10.0  # rank 0: until everyone has heard that this is the end
+    goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ class Leader:
             store.set(self._directory_key(), config.run.dir)
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
-        """Tell the others to leave with this exit code, and wait until they have heard it."""
+        """Send the others this exit code to leave with, and wait until they have confirmed it."""
         from torch.distributed import DistError
 
-        with contextlib.suppress(DistError):  # where the store is gone nobody can be told
+        with contextlib.suppress(DistError):  # where the store is gone nobody can be reached
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:
                 heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
-                arrived(store, heard, self._goodbye_s)  # who has not heard it has died: nothing to add
+                arrived(store, heard, self._goodbye_s)  # who has not confirmed has died: nothing to add
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
         store = self._opened()
@@ -251,7 +251,7 @@ def reach_leader(launch: LaunchEnv, wait_s: float) -> dist.Store:
 def run_as_follower(
     store: dist.Store, message: dict[str, Any], launch: LaunchEnv, run_job: RunJob
 ) -> Exception | None:
-    """Run this rank's part of the job, tell rank 0 how it ended, and return the failure, if any."""
+    """Run this rank's part of the job, report to rank 0 how it ended, and return the failure, if any."""
     from torch.distributed import DistError
 
     job, config, failure = message["job"], from_dict(message["config"]), None

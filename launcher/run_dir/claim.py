@@ -117,12 +117,12 @@ def _holds_run(directory: Path) -> bool:
 def _finished(config: Config, directory: Path) -> str:
     """Why there is nothing left to do in a directory that holds a run; empty where there is.
 
-    Raises ConfigError where the run is not to be gone on with, or is another one.
+    Raises ConfigError where the run cannot be resumed, or is another one.
     """
     if config.checkpoint.resume == "never":
         raise ConfigError(
             f"run.dir={directory} already holds a run, and checkpoint.resume=never would write over it. "
-            "Choose another directory, leave run.dir out for a new one, or go on with checkpoint.resume=auto."
+            "Choose another directory, leave run.dir out for a new one, or resume: checkpoint.resume=auto."
         )
     differences = _differences(config, directory)
     if differences:
@@ -146,7 +146,7 @@ def _finished(config: Config, directory: Path) -> str:
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:
-    """Whether a run was killed after its result and before it had told of its end.
+    """Whether a run was killed after its result and before it had reported its end.
 
     From the checkpoint of its last step it gets there again in a moment; without one it stays as it is.
     """

@@ -41,7 +41,7 @@ def locked(directory: Path) -> io.FileIO:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The process that took the lock, so that it can be told from another one with its number."""
+    """The process that took the lock, so that another one with its number is not taken for it."""
 
     pid: int
     started: str  # in clock ticks after the machine's start

@@ -138,7 +138,7 @@ class Agent(LocalElasticAgent):
         self._restarts.allow(verdict, newest)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
-        print(f"restart {count}: {verdict.text}; going on from {place}", file=sys.stderr, flush=True)
+        print(f"restart {count}: {verdict.text}; resuming from {place}", file=sys.stderr, flush=True)
 
     def _newest_step(self) -> int:
         """Of the newest checkpoint, by name; 0 if there is none. Whether it is intact the workers see."""

@@ -34,7 +34,7 @@ def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> Path
     """Call `run_one(config, overrides)` for each job of a request whose jobs have all been checked.
 
     Returns the directory of the sweep, None if Hydra has run no job.
-    `run_one` must not raise: Hydra would go on, and tell only at the end, and only of the first.
+    `run_one` must not raise: Hydra would continue, and report only the first failure, at the end.
     """
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
     settings = [

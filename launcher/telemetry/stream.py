@@ -23,7 +23,7 @@ log = logging.getLogger("launcher")
 
 
 class Sink(Protocol):
-    """Takes events. May raise anything: the stream then goes on without it."""
+    """Takes events. May raise anything: the stream then drops it."""
 
     @property
     def name(self) -> str: ...  # as it should read in the warning
@@ -99,7 +99,7 @@ class Telemetry:
                 self._attempt(sink, partial(sink.advance, epoch, step))
 
     def rewind(self, step: int, evaluates_again: bool) -> None:
-        """The run goes on after `step`: what it told of later ones did not happen.
+        """The run resumes after `step`: events of later steps are void.
 
         Nor did the evaluation after `step` itself where it `evaluates_again`.
         """
@@ -136,7 +136,7 @@ class Telemetry:
     def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a sink does, training goes on
+        except Exception as error:  # a sink never ends the training
             self._drop(sink, error)
 
     def _drop(self, sink: Sink, error: Exception) -> None:
@@ -145,7 +145,7 @@ class Telemetry:
         self._remove(sink)
         with contextlib.suppress(Exception):
             sink.close()
-        text = f"{sink.name} is given up: {type(error).__name__}: {error}. The run goes on without it."
+        text = f"{sink.name} is given up: {type(error).__name__}: {error}. The run continues without it."
         self.warn(text)
         if not self._sinks:
             log.warning(text)

@@ -1,7 +1,7 @@
 """When a run is saved, and when it stops because it was asked to.
 
 Owns the votes by which the ranks agree on both, the comparison of the replicas before each checkpoint, and
-what is told of one. Every method is called by all ranks at the same point of the run.
+what is reported of one. Every method is called by all ranks at the same point of the run.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Checkpoints:
             self.monitor.log_remaining()
             run_dir = self.writer.directory.parent
             raise PreemptedError(
-                f"after step {position.step}, as asked, and saved. To go on give the same command with "
+                f"after step {position.step}, on request; checkpoint saved. To resume: the same command with "
                 f"run.dir={run_dir}"
             )
 

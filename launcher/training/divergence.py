@@ -76,7 +76,7 @@ class DivergenceInspector:
     def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
 
-        A collective. `suspected_ranks` are those whose gradient was not finite: they are told of where no
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported where no
         pass shows anything. `backward` asks for the backward pass too: the losses were finite. The weights
         are those of now: the step left them alone, but the next one, under way when this one is read, may
         have moved them a little.
@@ -114,7 +114,7 @@ class DivergenceInspector:
         return diagnosis, bool(losses[0].isfinite())
 
     def _run_back(self, batch: Batch) -> BackwardDiagnosis:
-        """The same there and back, whatever the way there showed: modules that communicate stay in line."""
+        """Run backward even if forward failed, so that collectives within modules match on all ranks."""
 
         def gradients() -> dict[str, Tensor]:
             with self._stepper.forward():

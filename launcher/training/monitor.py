@@ -158,7 +158,7 @@ class Monitor:
         )
 
     def _end_if_diverged(self, position: Position, report: StepReport) -> None:
-        """Raise where going on is no use. The same on all ranks, so the inspector may communicate."""
+        """Raise where continuing is of no use. The same on all ranks, so the inspector may communicate."""
         if report.count == 0:
             raise DataError(
                 f"step {position.step} had no sample on any rank. Each step needs at least one: check the "

@@ -45,7 +45,7 @@ def check_replicas(stepper: Stepper) -> None:
     extremes = torch.cat([own, -own])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=stepper.group)
     largest, smallest = extremes[: len(own)], -extremes[len(own) :]
-    # Every rank sees the same extremes, so all of them go on here, or none does.
+    # Every rank sees the same extremes, so all of them continue here, or none does.
     if bool((largest != smallest).any()):
         raise ReplicaError(_difference(list(replicas), own, stepper.group))
 

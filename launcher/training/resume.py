@@ -1,6 +1,6 @@
-"""From where a run goes on, and what it leaves for those that will go on from it.
+"""From which checkpoint a run resumes, and what it saves for the next one.
 
-Owns the choice of the start, what is told of it, and the copy of a run's state with all that belongs to it.
+Owns the choice of the start, what is reported of it, and the copy of all that belongs to a run's state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Continuity:
         return Path(self.run.config.run.dir) / FOLDER
 
     def resume(self, restart_count: int) -> Start:
-        """Take the state of the checkpoint to go on from, if there is one. A collective.
+        """Load the checkpoint to resume from, if there is one. A collective.
 
         After a restart that is always the newest of this run. Raises, on all ranks alike, ConfigError for
         another run's checkpoint or one beyond the end, StorageError where none is intact although one was
@@ -71,7 +71,7 @@ class Continuity:
         owes = at_end or (self.course.evaluates_after(step) and not evaluated)
         self.run.telemetry.rewind(step, evaluates_again=owes)
         self.run.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
-        self.run.telemetry.decision("resume", f"goes on after step {step}, from {found.path}")
+        self.run.telemetry.decision("resume", f"after step {step}, from {found.path}")
         there, here = found.snapshot.identity.precision, self.run.config.precision.name
         if there != here:
             self.run.telemetry.decision(
@@ -83,7 +83,7 @@ class Continuity:
 
     @property
     def has_scale(self) -> bool:
-        """Whether the loss scale is that of the checkpoint from which the run goes on."""
+        """Whether the loss scale is that of the checkpoint from which the run resumed."""
         return self.scale is not None and self.scale.restored
 
     def take(self, position: Position, metric: Metric | None) -> Staged | None:

@@ -1,4 +1,4 @@
-"""What the world outside asks of a running worker: stop, or save and go on.
+"""Requests to a running worker by signals: stop, or save and continue.
 
 Owns the choice of signals and their handlers while a job runs. A handler sets a flag, nothing more; the
 flag becomes a vote, and all ranks act on it after the same step. Imports no torch.

@@ -84,7 +84,7 @@ def launcher(device: torch.device, dry_run: bool) -> dict[str, Any]:
         first = launch(*words, f"train.max_steps={steps}")
         second = launch(*words, f"train.max_steps={2 * steps}")
         result = json.loads((Path(name) / "run" / "result.json").read_text())
-    if "goes on after step" not in second and "resume" not in second:
+    if "resume after step" not in second and "resume" not in second:
         raise AssertionError(f"the second run did not resume:\n{second}")
     kept = ("applied_steps", "skipped_steps", "samples_per_s", "peak_memory_bytes", "state_bytes")
     decisions = [line for line in first.splitlines() if line.startswith(("precision", "update", "workers"))]

@@ -175,7 +175,7 @@ def test_an_orphan_is_noticed(tmp_path: Path, orphan, monkeypatch) -> None:
 
 def test_a_verdict_on_somebody_else_is_noticed(tmp_path: Path) -> None:
     run = Run(Plan(2, 6), tmp_path, "a-test", limit_s=10)
-    line = "restart 1 of 9: rank 0 was killed by SIGKILL (pid 12) in wire of step 3; going on from the start"
+    line = "restart 1 of 9: rank 0 was killed by SIGKILL (pid 12) in wire of step 3; resuming from the start"
     (tmp_path / "command.err").write_text(f"{line}\n{line}\n")
     run.wait_for_restart(12)
     with pytest.raises(Failed, match="pid 34 was hurt, but the parent says: restart 1 of 9: rank 0"):

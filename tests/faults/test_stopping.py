@@ -32,7 +32,7 @@ def assert_stopped(ended: Ended, ranks: int) -> int:
     step = int(status["step"])
     assert (status["state"], status["exit"]) == (result["state"], result["exit"]) == ("preempted", 75)
     for rank in range(ranks):
-        assert ended.log(rank).count(f"rank {rank}: after step {step}, as asked, and saved") == 1
+        assert ended.log(rank).count(f"rank {rank}: after step {step}, on request; checkpoint saved") == 1
     assert max(ended.checkpoints) == step
     assert f"stopped: after step {step}, as asked" in ended.outputs[0]
     assert f"run.dir={ended.directory}" in ended.outputs[0]

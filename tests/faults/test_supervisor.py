@@ -169,7 +169,7 @@ def test_a_crash_is_mended_by_a_restart(tmp_path: Path) -> None:
         assert parent.end() == 0
         first, second = [line for line in parent.stderr.splitlines() if line.startswith("restart")]
         assert first.startswith("restart 1 of 2: rank 1 was killed by SIGKILL (pid ")
-        assert first.endswith("; going on from the start (no checkpoint)")
+        assert first.endswith("; resuming from the start (no checkpoint)")
         assert second.startswith("restart 2 of 2: ")
         assert parent.json("result.json")["steps"] == 40
         assert parent.json("status.json")["state"] == "done"
@@ -200,7 +200,7 @@ def test_checkpoints_are_progress(tmp_path: Path) -> None:
     with Parent(tmp_path, LONG, "run.dir=run", "checkpoint.resume=never", "launch.max_restarts=4") as parent:
         assert parent.end(30) == 1
         assert parent.stderr.count("restart ") == 4
-        assert "going on from step 4 (checkpoint)" in parent.stderr
+        assert "resuming from step 4 (checkpoint)" in parent.stderr
 
 
 # G11: ignored requests to stop still end

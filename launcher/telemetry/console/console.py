@@ -1,4 +1,4 @@
-"""What people see while a run goes on: decisions, progress, evaluations, warnings, the end.
+"""What people see during a run: decisions, progress, evaluations, warnings, the end.
 
 Owns the text on stdout, on rank 0; the bar on stderr is `progress`'s. Reads events only and never asks the
 engine for anything.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WandbRun:
-    """What wandb is told about a run."""
+    """What wandb gets to know about a run."""
 
     directory: Path  # the run's, or WANDB_DIR; wandb writes to wandb/ below it
     mode: str  # online, offline
@@ -40,7 +40,7 @@ class WandbRun:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long wandb may take before the run goes on without it."""
+    """How long wandb may take before the run continues without it."""
 
     init_s: float = 10.0  # an online start that takes longer becomes an offline one
     finish_s: float = 30.0  # after the last event, for all that is still to be uploaded
@@ -51,7 +51,7 @@ class TrackerError(Exception):
 
 
 def start(run: WandbRun, mode: str, patience: Patience, warn: Callable[[str], None]) -> Run:
-    """Raises whatever wandb does. `warn` is told of a stop that is asked for on the run's page."""
+    """Raises whatever wandb does. `warn` is called where a stop is requested on the run's page."""
     import wandb
 
     return wandb.init(

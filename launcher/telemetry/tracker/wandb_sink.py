@@ -115,7 +115,7 @@ class WandbSink:
             except Exception as error:  # wandb raises its own, its service's and the network's
                 stop_service()  # it still holds the run's id
                 self._warn(
-                    f"wandb could not start online ({_in_one_line(error)}); it goes on offline, "
+                    f"wandb could not start online ({_in_one_line(error)}); it continues offline, "
                     f"later: {sync_command(self._run.directory)}"
                 )
         return start(self._run, "offline", self._patience, self._warn)
