@@ -34,7 +34,7 @@ def assert_stopped(ended: Ended, ranks: int) -> int:
     for rank in range(ranks):
         assert ended.log(rank).count(f"rank {rank}: after step {step}, on request; checkpoint saved") == 1
     assert max(ended.checkpoints) == step
-    assert f"stopped: after step {step}, as asked" in ended.outputs[0]
+    assert f"stopped: after step {step}, on request" in ended.outputs[0]
     assert f"run.dir={ended.directory}" in ended.outputs[0]
     assert "launcher/worker.py" not in "".join(ended.outputs), "a traceback of ours"
     return step

@@ -187,7 +187,8 @@ def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
     """Also those of one that was started by this one's program; they end with either."""
     nested = f"""
         inner = os.path.join(os.getcwd(), "inner.py")
-        Path(inner).write_text("import subprocess, sys, time; from launcher.process import guardian, lifetime;"
+        Path(inner).write_text("import subprocess, sys, time;"
+            "from launcher.process import guardian, lifetime;"
             "guardian.start(lifetime.Leash().hangup);"
             "open('child-' + str(subprocess.Popen({SLEEP}).pid), 'w'); time.sleep(1000)")
         subprocess.Popen([sys.executable, inner])
