@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import Config, RunConfig
 from launcher.telemetry.events import read_events
-from tests.ranks.harness import _PRELOADED
+from tests.ranks.harness import forkserver
 
 RECIPE = Path(__file__).with_name("noisy.py")
 EPOCH = 13  # steps; the last of them has half a batch
@@ -113,8 +112,7 @@ class Started:
     ) -> None:
         import torch.distributed as dist
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forkserver()
         self.directory = directory
         self._began = time.monotonic()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

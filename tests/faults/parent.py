@@ -7,7 +7,6 @@ and not for the start. All else is `python -m launcher`: its arguments, its sign
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,17 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.harness import _PRELOADED
+from tests.ranks.harness import forkserver
 
-WARM = [
-    *_PRELOADED,
-    "launcher.supervisor.agent",
-    "launcher.config.resolve",
-    "launcher.sweep.hydra_sweep",
-    "launcher.cli",
-    "sklearn.metrics",
-    "matplotlib.backends.backend_agg",
-]
 RECIPE = """
 import ctypes
 import os
@@ -127,8 +117,7 @@ class Parent:
         prepare: Callable[[], None] = nothing,
     ) -> None:
         self.directory, self._name = directory, name
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(WARM)
+        context = forkserver()
         workers = [] if nproc is None else [f"launch.nproc={nproc}"]
         arguments = (directory, [*WORDS, *workers, *words], name, prepare)
         self._process = context.Process(target=be_the_parent, args=arguments)

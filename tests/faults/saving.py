@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import multiprocessing
 import os
 import resource
 import shutil
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.harness import _PRELOADED
+from tests.ranks.harness import forkserver
 
 CALLS = ("open", "mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 4096, 16384, 1 << 18
@@ -26,8 +25,7 @@ CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 1, 32
 
 def in_a_child(work: Callable[..., Any], *args: Any) -> tuple[Any, Connection]:
     """Start `work(pipe, *args)` in a process forked from one that has imported torch; (process, pipe)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(theirs, *args), daemon=True)
     process.start()

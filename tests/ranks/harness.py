@@ -16,16 +16,32 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = [
+PRELOADED = [
     "torch",
     "torch.distributed",
     "torch.nn.functional",
     "launcher.worker",
+    "launcher.supervisor.agent",
+    "launcher.config.resolve",
     "launcher.sweep.hydra_sweep",
+    "launcher.cli",
+    "sklearn.metrics",
+    "matplotlib.backends.backend_agg",
 ]
+
+
+def forkserver() -> ForkServerContext:
+    """Processes forked from one server that has imported what a worker and its parent import.
+
+    The first to fork decides on what the server imports, so every harness forks from here.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class RankFailure(AssertionError):
@@ -38,8 +54,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, timeout_s: 
     `work` must be a function at the top level of a module. `env` is a `WorkerEnv` of
     `launcher.distributed` whose group is open (None for a world of one). Tensors may be returned.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
