@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_composition import OWN_RECIPE, own_tree
-from tests.telemetry.test_wandb_runs import ROOT
+from tests.telemetry.tracker.test_wandb_session import ROOT
 from tests.test_cli import WATCHED, ask
 
 ASK = """

@@ -16,7 +16,7 @@ from launcher.config.schema import Config, from_dict, to_dict
 from launcher.run_dir.records import config_yaml
 from tests.config.test_composition import OWN_RECIPE, own_tree, problems
 from tests.process.test_shortage import RECIPE, YAML
-from tests.telemetry.test_wandb_runs import ROOT, offline_records
+from tests.telemetry.tracker.test_wandb_session import ROOT, offline_records
 
 CANARY = "canary-value-of-the-environment"
 

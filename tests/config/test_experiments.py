@@ -12,7 +12,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs, swept_keys
 from launcher.errors import ConfigError
 from tests.test_end_to_end import launch
-from tests.training.test_sync_bn import RECIPE, SMALL
+from tests.training.test_sync_bn_option import RECIPE, SMALL
 
 EXPERIMENTS = group_choices(conf_dir())["experiment"]
 

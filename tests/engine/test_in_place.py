@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
-from tests.elsewhere import META, Elsewhere
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
+from tests.meta_device import META, MetaDevice
 from tests.models import Planted, features, mlp
 
 HALF = [Policy.fp16(), Policy.bf16()]
@@ -221,7 +221,7 @@ def test_normalised_weights_train_without_a_word(wrap) -> None:
 
 
 def test_taking_changes_asks_the_host_nothing() -> None:
-    with Elsewhere() as device:
+    with MetaDevice() as device:
         model = mlp().to(META)
         stepper = Stepper(model, AdamW(0.1), Policy.fp16(), emulate=True, reference_count=4)
         device.reads.clear()

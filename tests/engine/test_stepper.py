@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.wire.transports import default_predivide
-from tests.elsewhere import META, Elsewhere
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
+from tests.meta_device import META, MetaDevice
 from tests.models import Planted, conv_net, features, loss_sum, mlp
 
 
@@ -157,7 +157,7 @@ def test_two_forward_passes_before_one_backward_give_the_sum() -> None:
 
 def test_no_count_of_a_micro_batch_is_read_by_the_host() -> None:
     """Wherever it comes from."""
-    with Elsewhere() as device:
+    with MetaDevice() as device:
         stepper = Stepper(conv_net().to(META), AdamW(0.1), emulate=True, micro_batches=3, reference_count=4)
         device.reads.clear()
         for count in (4, torch.tensor(4), torch.tensor(4, device=META)):

@@ -15,7 +15,7 @@ from launcher.telemetry.tracker.wandb_sink import used_config
 from tests.configs import composed
 from tests.faults.launching import EPOCH, Ended, run
 from tests.faults.usercode import stop_after
-from tests.telemetry.test_wandb_runs import transaction_log
+from tests.telemetry.tracker.test_wandb_session import transaction_log
 
 pytestmark = pytest.mark.timeout(90)
 WORDS = ("train.max_steps=13", "tracker=wandb", "tracker.mode=offline")

@@ -23,8 +23,8 @@ from launcher.engine.optim.fused import (
     _whole,
     _widened,
 )
-from tests.elsewhere import META, Elsewhere
 from tests.engine.observe import state_digest, weights_are_rounded_masters
+from tests.meta_device import META, MetaDevice
 from tests.models import Planted
 
 # Torch's own compiler uses torch.jit when it is first imported.
@@ -223,7 +223,7 @@ def test_a_plain_update_elsewhere_takes_a_chunk_of_memory_and_a_few_operations(
     """Of 50 M parameters: on a GPU, where a pass per expression took 20 bytes for each of them."""
     with META:
         model = nn.Sequential(nn.Linear(5_000, 10_000), nn.LayerNorm(10_000))
-    with Elsewhere() as device:
+    with MetaDevice() as device:
         stepper = Stepper(model, optimizer, policy, reference_count=1, emulate=True)
         scalar = torch.zeros((), device=META)
         scalars = Scalars(scalar, scalar.double(), scalar.long(), scalar.bool())

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
-from tests.elsewhere import META, Elsewhere, fake_group
+from tests.meta_device import META, MetaDevice, fake_group
 
 LAYERS = 5  # a bucket each
 NAMES = {"alltoall_base_": "exchange", "_allgather_base_": "gather", "allreduce_": "all-reduce"}
 
 
-class Collectives(Elsewhere):
+class Collectives(MetaDevice):
     """Notes them in their order."""
 
     def __init__(self) -> None:

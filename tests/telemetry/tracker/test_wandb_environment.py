@@ -17,7 +17,7 @@ from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, w
 from launcher.telemetry.tracker.wandb_session import quiet_environment
 from tests.configs import composed
 from tests.process.test_shortage import RECIPE, YAML
-from tests.telemetry.test_wandb_runs import ROOT, offline_records
+from tests.telemetry.tracker.test_wandb_session import ROOT, offline_records
 
 CANARY = "canary-0123456789abcdef0123456789abcdef01"
 ALL = {

@@ -1,4 +1,7 @@
-"""model.sync_bn=true, driven as a user drives it: two ranks train as one process does."""
+"""The option `model.sync_bn`: what two ranks train with it, by the command line, and which data it refuses.
+
+What the module computes is in tests/ranks/test_sync_batchnorm_large_batch.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.data.loader import BatchPlan
+from launcher.errors import ConfigError
 from launcher.run_dir.atomic import read_json
+from launcher.training.build import refuse_uneven_micro_batches
 from tests.test_end_to_end import launch
 
 RECIPE = """
@@ -56,3 +62,26 @@ def test_two_ranks_train_as_one_process(directory) -> None:
 def test_ranks_that_would_wait_for_each_other_for_ever_are_refused(directory) -> None:
     done = launch(directory, [*SMALL, "data.batch_size=479", "data.micro_batch=160", "model.sync_bn=true"])
     assert done.stderr.count("model.sync_bn=true needs equally many micro-batches on all ranks") == 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "micro", "world_size", "drop_last", "accepted"),
+    [
+        (100, 50, None, 4, False, True),
+        (101, 50, None, 4, False, False),  # one sample for four ranks
+        (101, 50, None, 4, True, True),
+        (64, 16, 2, 3, False, True),  # 5, 5 and 6 samples: three passes each
+        (64, 13, 2, 3, False, False),  # 4, 4 and 5 samples: two and three passes
+    ],
+)
+def test_ranks_that_would_wait_for_ever_are_refused(
+    samples, batch, micro, world_size, drop_last, accepted
+) -> None:
+    plan = BatchPlan(samples, batch, micro, world_size, 0, 0, drop_last)
+    if accepted:
+        refuse_uneven_micro_batches(plan)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"equally many micro-batches on all ranks, but the \d+ samples"
+        ):
+            refuse_uneven_micro_batches(plan)

@@ -1,4 +1,4 @@
-"""Real wandb runs: what an offline one holds, and that wandb cannot stop or delay training.
+"""Real wandb runs: what the file of an offline one holds, and that wandb cannot stop or delay training.
 
 Each runs in a process of its own, as a training run would, with no terminal.
 """
@@ -18,9 +18,9 @@ from launcher.run_dir.atomic import read_json
 from launcher.telemetry.events import read_events
 from launcher.telemetry.tracker.mode import NO_KEY
 from tests.run_dir.test_records import CANARY
-from tests.telemetry.test_wandb_sink import OK, Server, closed_port
+from tests.telemetry.tracker.http_server import OK, Server, closed_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 TRAIN = """
 import json, os, signal, subprocess, sys, threading, time
@@ -197,7 +197,7 @@ def test_each_job_is_a_run_of_its_own_and_nothing_is_left_behind(offline):
     assert offline.said["services"] == []
     assert offline.said["threads"] == ["MainThread"]
     assert offline.said["hooks_kept"], "sys.exit, sys.excepthook and the environment are as they were"
-    assert not (offline.dirs[0].parents[2] / "wandb").exists(), "nothing in the current directory"
+    assert not (offline.dirs[0].parents[3] / "wandb").exists(), "nothing in the current directory"
 
 
 def test_metrics_jsonl_names_the_run_that_the_tracker_has(offline):

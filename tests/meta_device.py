@@ -27,7 +27,7 @@ FUSED = (aten._fused_sgd_.tensor_lr, aten._fused_adamw_.tensor_lr)
 SCALAR, COPY, TO = aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default
 
 
-class Elsewhere(TorchDispatchMode):
+class MetaDevice(TorchDispatchMode):
     """While it is active tensors on `meta` can be read: as zeros, or as `answers` say for a line of code.
 
     `answers` maps a prefix of `where` (`engine/step_result.py`) to a value, or to a list of the first ones.

@@ -1,4 +1,4 @@
-"""What is decided about the tracker, and why, with real files and real loopback servers."""
+"""Whether a run is tracked online, offline or not at all, and why: real files, real loopback servers."""
 
 import contextlib
 import socket
@@ -9,8 +9,8 @@ import pytest
 
 from launcher.config.schema import TrackerConfig
 from launcher.telemetry.tracker.mode import NO_KEY, decide, probe_server
-from launcher.telemetry.tracker.wandb_sink import history_row, new_run_id
 from tests.run_dir.test_records import CANARY
+from tests.telemetry.tracker.http_server import OK, Server, closed_port
 
 UP, DOWN = (lambda server: None), (lambda server: "is down")
 
@@ -119,51 +119,6 @@ def test_the_server_of_the_settings_file_is_probed(tmp_path):
     assert asked == ["http://own:1"]
 
 
-class Server:
-    """A loopback server. `answer` maps a request's first line to bytes, or to None for no answer at all."""
-
-    def __init__(self, answer):
-        self._answer = answer
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._open = []
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.requests = []
-        self._thread = threading.Thread(target=self._accept)
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                connection.settimeout(5)
-                self._open.append(connection)
-                request = connection.recv(65536)
-                self.requests.append(request)
-                answer = self._answer(request.split(b"\r\n")[0])
-                if answer is not None:
-                    connection.sendall(answer)
-                    connection.close()
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
-        for connection in self._open:
-            connection.close()
-
-
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-def closed_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     "answer", [OK, OK.replace(b"200 OK", b"404 Not Found"), OK.replace(b"200 OK", b"500 Oh")]
 )
@@ -212,49 +167,3 @@ def test_a_server_that_answers_byte_by_byte_costs_no_more_either():
 @pytest.mark.parametrize("server", ["nonsense", "http://[", "ftp://127.0.0.1:1", "http://127.0.0.1:99999"])
 def test_an_address_that_is_none_is_a_reason_not_a_crash(server):
     assert "cannot be reached" in probe_server(server)
-
-
-@pytest.mark.parametrize(
-    ("record", "row"),
-    [
-        (
-            {"event": "step", "time": 1.0, "step": 5, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": None}
-            | {"scale": 65536.0, "skipped": 1, "samples_per_s": 99.0, "step_ms": 3.0},
-            {"step": 5, "train/epoch": 0, "train/loss": 0.5, "train/lr": 0.1, "scale/value": 65536.0}
-            | {"scale/skipped": 1, "perf/samples_per_s": 99.0, "perf/step_ms": 3.0},
-        ),
-        (
-            {"event": "eval", "time": 1.0, "step": 9, "loss": 0.2, "accuracy": 0.9},
-            {"step": 9, "eval/loss": 0.2, "eval/accuracy": 0.9},
-        ),
-        (
-            {
-                "event": "overflow",
-                "time": 1.0,
-                "step": 2,
-                "ranks": [0, 1],
-                "parameters": ["a.b"],
-                "scale": 8.0,
-            },
-            {
-                "step": 2,
-                "scale/overflow_ranks": "0, 1",
-                "scale/overflow_parameters": "a.b",
-                "scale/value": 8.0,
-            },
-        ),
-        ({"event": "gpu", "time": 1.0, "step": 2, "power_w": 300.0}, {"step": 2, "gpu/power_w": 300.0}),
-        ({"event": "warning", "time": 1.0, "step": 2, "text": "x"}, {}),
-        ({"event": "end", "time": 1.0, "step": 2, "state": "done"}, {}),
-    ],
-)
-def test_events_appear_under_grouped_names(record, row):
-    assert history_row(record) == row
-
-
-def test_run_ids_are_what_wandb_takes():
-    ids = {new_run_id() for _ in range(100)}
-    assert len(ids) == 100
-    assert all(
-        (len(run_id) == 8 and run_id.isalnum() and run_id.islower()) or run_id.isdigit() for run_id in ids
-    )

@@ -20,7 +20,7 @@ from launcher.telemetry.console.bar import Moment, bar_line
 from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
 from tests.process.test_shortage import RECIPE, YAML
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAIN = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "run.dir=run", "launch.nproc=1"]
 QUICK = ["train.epochs=3", "data.batch_size=8", "train.log_every_steps=2", "tracker=none"]
 

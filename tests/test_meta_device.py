@@ -1,7 +1,7 @@
 """Every part of a run on a device that is not the CPU, without one: tensors on `meta`, reads counted.
 
 Values do not matter here. What fails is what would fail or wait on a GPU: a tensor on the wrong device, and a
-look at a value within a step.
+read of a value within a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
 from launcher.training import build
 from tests.configs import composed
-from tests.elsewhere import META, Elsewhere, fake_group
+from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net
 
 POLICIES = ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
@@ -73,7 +73,7 @@ def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
     """For one micro-batch and for two, in backward and in step."""
     for k in (1, 2):
         alone = contextlib.nullcontext()
-        with alone if wire is None else fake_group(2) as group, Elsewhere() as device:
+        with alone if wire is None else fake_group(2) as group, MetaDevice() as device:
             stepper = stepper_of(policy, group, wire, k)
             x, classes = batch()
             step_on(stepper, x, classes, k)
@@ -87,7 +87,7 @@ def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norms_of_all_ranks_read_no_value_and_wait_for_no_upload(momentum) -> None:
-    with fake_group(2) as group, Elsewhere() as device:
+    with fake_group(2) as group, MetaDevice() as device:
         model = synchronised(nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), conv_net()).to(META), group)
         kinds = Counter(type(module) for module in model.modules() if isinstance(module, _BatchNorm))
         assert kinds == {SyncBatchNorm: 3}
@@ -111,7 +111,7 @@ def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(
 
 
 def test_reads_and_uploads_are_seen_where_there_are_some() -> None:
-    with Elsewhere({"engine/stepper.py": 1.0}) as device:
+    with MetaDevice({"engine/stepper.py": 1.0}) as device:
         stepper = stepper_of("fp16", None, None, 1)
         device.reads.clear()
         device.uploads.clear()
@@ -127,7 +127,7 @@ def test_reads_and_uploads_are_seen_where_there_are_some() -> None:
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "pure_fp16"])
 def test_nothing_of_a_snapshot_stays_on_the_device(policy, wire) -> None:
     alone = contextlib.nullcontext()
-    with alone if wire is None else fake_group(2) as group, Elsewhere():
+    with alone if wire is None else fake_group(2) as group, MetaDevice():
         stepper = stepper_of(policy, group, wire, 1)
         env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
         identity = Identity.of(composed(), stepper.model, 100)
@@ -184,7 +184,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
     seen = []
     for steps in (2, 4):
         config = run_config(tmp_path / str(steps), *words, f"train.max_steps={steps}")
-        with Elsewhere(ANSWERS) as device:
+        with MetaDevice(ANSWERS) as device:
             worker.run(config, LaunchEnv(), None, "job")
         (path,) = (Path(config.run.dir) / "checkpoints").iterdir()
         assert load(path).progress.step == steps
@@ -201,7 +201,7 @@ def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypa
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
     answers = ANSWERS | {"engine/step_result.py": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]}
     with (
-        Elsewhere(answers),
+        MetaDevice(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,
     ):
         worker.run(config, LaunchEnv(), None, "job")

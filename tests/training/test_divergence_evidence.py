@@ -1,4 +1,7 @@
-"""What is said about the batch that ended a run: pure texts, messages of fixed size."""
+"""The error of a diverged run: its texts, and its messages of fixed size between ranks. Pure functions.
+
+Whole runs are in test_diverged_runs.py, the search by real ranks in tests/ranks/test_divergence.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Batch norm over all ranks equals one process with the large batch, gradients included."""
+"""Synchronised batch norm on real ranks computes what one process computes with the large batch.
+
+Outputs, gradients and statistics of the module, and the weights of a short training. The conversion of
+models: tests/engine/test_sync_batchnorm_conversion.py. The option: tests/training/test_sync_bn_option.py.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.data.loader import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.sync_batchnorm import synchronised
-from launcher.errors import ConfigError
-from launcher.training.build import refuse_uneven_micro_batches
 from tests.engine.observe import train
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
@@ -124,26 +125,3 @@ def test_training_on_ranks_is_training_on_one(policy: Policy, limit: float) -> N
     apart = run_ranks(2, trained, policy, False)[0]
     assert distance(together, alone) < limit
     assert distance(apart, alone) > 2 * limit  # without it they do not: the comparison can fail
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch", "micro", "world_size", "drop_last", "accepted"),
-    [
-        (100, 50, None, 4, False, True),
-        (101, 50, None, 4, False, False),  # one sample for four ranks
-        (101, 50, None, 4, True, True),
-        (64, 16, 2, 3, False, True),  # 5, 5 and 6 samples: three passes each
-        (64, 13, 2, 3, False, False),  # 4, 4 and 5 samples: two and three passes
-    ],
-)
-def test_ranks_that_would_wait_for_ever_are_refused(
-    samples, batch, micro, world_size, drop_last, accepted
-) -> None:
-    plan = BatchPlan(samples, batch, micro, world_size, 0, 0, drop_last)
-    if accepted:
-        refuse_uneven_micro_batches(plan)
-    else:
-        with pytest.raises(
-            ConfigError, match=r"equally many micro-batches on all ranks, but the \d+ samples"
-        ):
-            refuse_uneven_micro_batches(plan)

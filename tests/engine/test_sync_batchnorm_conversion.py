@@ -1,4 +1,7 @@
-"""The exchange of batch norms in a model: what is kept, what is refused. Sums over ranks: tests/ranks."""
+"""`synchronised(model)`: which modules of a model it replaces, what stays as it was, and what it refuses.
+
+What the new modules compute is in tests/ranks/test_sync_batchnorm_large_batch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The three wires: the same step, the same bytes, different roundings; sharded masters and states."""
+"""The native, the fp32-sum and the sharded wire compared: the same step and bytes, their own roundings.
+
+Sharded masters and states belong here; sums and bytes of the native wire alone are in test_native_wire.py.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.engine import SGD, Policy, Stepper
 from recipes.resnet import BasicBlock, ResNet
-from tests.elsewhere import META
+from tests.meta_device import META
 
 LIMIT = 1.3
 OPTIONS = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}

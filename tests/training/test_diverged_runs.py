@@ -1,4 +1,4 @@
-"""Runs that must end with code 5, driven as a user drives them: the error names who did it."""
+"""Whole runs that diverge, by the command line: they end with code 5, and the error names the cause."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""The names under which events become rows of wandb's history, and the ids of runs. Pure functions."""
+
+import pytest
+
+from launcher.telemetry.tracker.wandb_sink import history_row, new_run_id
+
+
+@pytest.mark.parametrize(
+    ("record", "row"),
+    [
+        (
+            {"event": "step", "time": 1.0, "step": 5, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": None}
+            | {"scale": 65536.0, "skipped": 1, "samples_per_s": 99.0, "step_ms": 3.0},
+            {"step": 5, "train/epoch": 0, "train/loss": 0.5, "train/lr": 0.1, "scale/value": 65536.0}
+            | {"scale/skipped": 1, "perf/samples_per_s": 99.0, "perf/step_ms": 3.0},
+        ),
+        (
+            {"event": "eval", "time": 1.0, "step": 9, "loss": 0.2, "accuracy": 0.9},
+            {"step": 9, "eval/loss": 0.2, "eval/accuracy": 0.9},
+        ),
+        (
+            {
+                "event": "overflow",
+                "time": 1.0,
+                "step": 2,
+                "ranks": [0, 1],
+                "parameters": ["a.b"],
+                "scale": 8.0,
+            },
+            {
+                "step": 2,
+                "scale/overflow_ranks": "0, 1",
+                "scale/overflow_parameters": "a.b",
+                "scale/value": 8.0,
+            },
+        ),
+        ({"event": "gpu", "time": 1.0, "step": 2, "power_w": 300.0}, {"step": 2, "gpu/power_w": 300.0}),
+        ({"event": "warning", "time": 1.0, "step": 2, "text": "x"}, {}),
+        ({"event": "end", "time": 1.0, "step": 2, "state": "done"}, {}),
+    ],
+)
+def test_events_appear_under_grouped_names(record, row):
+    assert history_row(record) == row
+
+
+def test_run_ids_are_what_wandb_takes():
+    ids = {new_run_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(
+        (len(run_id) == 8 and run_id.isalnum() and run_id.islower()) or run_id.isdigit() for run_id in ids
+    )
