@@ -15,6 +15,10 @@ from hypothesis import settings
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
 
+# Before torch is imported, here and in the processes that tests start: OpenMP's idle threads sleep. With more
+# threads than cores, as always beside xdist, those that spin take the cores of the ones they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 NEEDS_GPU = ("gpu", "gpus2")
 
 
