@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.telemetry.events import read_events
+from tests.forked import launch_forked
 
 SHORT = ["recipe=resnet18", "train.max_steps=12", "train.log_every_steps=5"]
 
@@ -141,8 +142,9 @@ def test_other_policies_optimizers_and_worlds_train(ranks, words, tmp_path) -> N
 
 
 def test_equal_runs_end_with_equal_bits(finished, tmp_path) -> None:
+    """Whoever starts them: torchrun or a parent of their own."""
     _, run_dir = finished
-    done = launch(tmp_path, [*SHORT, "tracker=none"])
+    done = launch_forked(tmp_path, [*SHORT, "tracker=none", "launch.nproc=2"])
     assert done.returncode == 0, done.stderr
     digests = [
         json.loads((directory / "result.json").read_text())["weights_sha256"]
@@ -153,7 +155,7 @@ def test_equal_runs_end_with_equal_bits(finished, tmp_path) -> None:
 
 def test_a_run_that_diverges_says_so_and_ends_with_code_5(tmp_path) -> None:
     words = [*SHORT, "optim.lr=1e30", "precision=fp32", "tracker=none", "schedule=constant"]
-    done = launch(tmp_path, words, ranks=0)
+    done = launch_forked(tmp_path, words)
     assert done.returncode == 5
     assert "the loss was not finite" in done.stderr
     assert "Traceback" not in done.stderr

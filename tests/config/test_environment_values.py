@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,9 @@ from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.run_dir.records import config_yaml
 from tests.config.test_composition import OWN_RECIPE, own_tree, problems
+from tests.forked import launch_forked
 from tests.process.test_shortage import RECIPE, YAML
-from tests.telemetry.tracker.test_wandb_session import ROOT, offline_records
+from tests.telemetry.tracker.test_wandb_session import offline_records
 
 CANARY = "canary-value-of-the-environment"
 
@@ -87,16 +87,7 @@ def run(directory: Path, *words: str, **environ: str) -> subprocess.CompletedPro
     (directory / "own" / "recipe" / "tiny.yaml").write_text(text)
     (directory / "mine.py").write_text(RECIPE.replace("{build}", "pass"))
     fixed = ["recipe=tiny", "recipes.path=mine.py", "hydra.searchpath=[own]", "train.max_steps=2"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    return subprocess.run(
-        [sys.executable, "-m", "launcher", *fixed, *words],
-        cwd=directory,
-        env=clean | {"PYTHONPATH": str(ROOT), "HOME": str(directory)} | environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return launch_forked(directory, [*fixed, *words], HOME=str(directory), **environ)
 
 
 def test_the_value_is_in_no_file_but_where_it_is_used(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Forked, be_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +47,7 @@ from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
 from launcher.distributed.handoff import Leader, Patience, follow
 
-patience = Patience(first_job_s=6, next_job_s=2, leave_s=2, goodbye_s=1)
+patience = Patience(first_job_s=3, next_job_s=2, leave_s=2, goodbye_s=1)
 launch = LaunchEnv.from_environ(os.environ)
 case = sys.argv[1]
 
@@ -60,7 +63,7 @@ def lead():
     leader = Leader(launch, work, patience)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
-        store = open_store(launch, 6)
+        store = open_store(launch, 3)
         time.sleep(60)
     leader.run(config)
     if case == "dies":
@@ -78,9 +81,9 @@ os._exit(code)
 @pytest.fixture
 def start(tmp_path) -> Iterator:
     """Starts ranks as a plain scheduler would, rank 0 hosting the store; leaves no process behind."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Forked] = []
 
-    def start_ranks(source: str, words: Sequence[str], world_size: int) -> list[subprocess.Popen[str]]:
+    def start_ranks(source: str, words: Sequence[str], world_size: int) -> list[Forked]:
         script = tmp_path / "front.py"
         script.write_text(source)
         with socket.socket() as free:
@@ -97,30 +100,19 @@ def start(tmp_path) -> Iterator:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": 1,
-                "PYTHONPATH": ROOT,
             }
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), *words],
-                    cwd=tmp_path,
-                    env=os.environ | {key: str(value) for key, value in (place | meeting).items()},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            environ = os.environ | {key: str(value) for key, value in (place | meeting).items()}
+            forked = Forked(be_script, script, words, directory=tmp_path, environ=environ)
+            processes.append(stack.enter_context(forked))
         return processes
 
-    yield start_ranks
-    for process in processes:
-        process.kill()
-        process.communicate()
+    with contextlib.ExitStack() as stack:
+        yield start_ranks
 
 
-def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def ends(processes: Sequence[Forked]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each rank."""
-    texts = [process.communicate(timeout=60) for process in processes]
-    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+    return [(process.wait(), process.stdout, process.stderr) for process in processes]
 
 
 def test_every_rank_gets_the_same_job_in_the_same_directory(start, tmp_path) -> None:
@@ -181,27 +173,27 @@ def test_a_sweep_goes_on_after_a_failed_job(start, tmp_path) -> None:
 
 def test_a_rank_that_stays_in_a_job_is_named(start) -> None:
     leader, _ = start(ENDS, ["stays"], 2)
-    assert leader.wait(timeout=30) == 6
-    assert "error: rank 1 did not leave job 0 within 2 s after rank 0 did.\n" in leader.stderr.read()
+    assert leader.wait(30) == 6
+    assert "error: rank 1 did not leave job 0 within 2 s after rank 0 did.\n" in leader.stderr
 
 
 def test_a_follower_that_fails_alone_says_why_and_leaves(start) -> None:
     _, follower = start(ENDS, ["fails alone"], 2)
-    assert follower.wait(timeout=30) == 1
-    assert "ValueError: a bug on one rank" in follower.stderr.read()
+    assert follower.wait(30) == 1
+    assert "ValueError: a bug on one rank" in follower.stderr
 
 
 def test_a_silent_leader_is_named(start) -> None:
     _, follower = start(ENDS, ["silent"], 2)
-    assert follower.wait(timeout=30) == 6
-    assert "error: rank 1 waited 6 s for rank 0 to hand over the job." in follower.stderr.read()
+    assert follower.wait(30) == 6
+    assert "error: rank 1 waited 3 s for rank 0 to hand over the job." in follower.stderr
 
 
 def test_a_leader_that_is_not_there_is_named(start) -> None:
     leader, follower = start(ENDS, ["silent"], 2)
     leader.kill()
-    assert follower.wait(timeout=30) == 6
-    assert "error: rank 1 could not reach rank 0 within 6 s:" in follower.stderr.read()
+    assert follower.wait(30) == 6
+    assert "error: rank 1 could not reach rank 0 within 3 s:" in follower.stderr
 
 
 def test_a_leader_that_dies_ends_the_others(start) -> None:

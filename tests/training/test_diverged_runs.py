@@ -11,6 +11,7 @@ import pytest
 
 from launcher.data.loader import epoch_order
 from launcher.run_dir.atomic import read_json
+from tests.forked import launch_forked
 from tests.test_end_to_end import launch, only_run
 
 RECIPE = """
@@ -50,9 +51,9 @@ def diverge(directory: Path, words: Sequence[str], poisoned: int | None = None, 
     (directory / "own.py").write_text(RECIPE.format(poisoned=poisoned, factor=factor))
     own = ["recipe=resnet18", "recipe.uses=own", "recipes.path=own.py", f"data.batch_size={BATCH}"]
     common = ["tracker=none", "schedule=constant", "train.epochs=20", "train.eval_every_epochs=20"]
-    done = launch(directory, [*own, *common, *words])
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr.partition("failed (exitcode")[0]
+    done = launch_forked(directory, [*own, *common, "launch.nproc=2", *words])
+    assert done.returncode == 5
+    assert "Traceback" not in done.stderr
     result = read_json(only_run(directory) / "result.json")
     assert (result["state"], result["exit"]) == ("failed", 5)
     status = json.loads((only_run(directory) / "status.json").read_text())
@@ -112,22 +113,31 @@ BAD_MODELS = {
 }
 
 
-@pytest.mark.parametrize(("build", "text"), BAD_MODELS.values(), ids=BAD_MODELS)
 @pytest.mark.parametrize(
-    "words", [[], ["launch.nproc=2", "launch.max_restarts=2"]], ids=["torchrun", "parent"]
+    ("starter", "model"),
+    [
+        ("torchrun", "frozen"),
+        pytest.param("torchrun", "fp64", marks=pytest.mark.slow),  # from there on as in a parent's workers
+        ("parent", "frozen"),
+        ("parent", "fp64"),
+    ],
 )
 def test_a_model_that_cannot_be_trained_is_one_line_and_no_reason_to_restart(
-    tmp_path, words, build, text
+    tmp_path, starter, model
 ) -> None:
+    build, text = BAD_MODELS[model]
     recipe = re.sub(r"nn\.Sequential\(.*\),\n", f"{build},\n", RECIPE.format(poisoned=None, factor=1))
     (tmp_path / "own.py").write_text(recipe)
     own = ["recipe=resnet18", "recipe.uses=own", "recipes.path=own.py", f"data.batch_size={BATCH}"]
-    done = launch(tmp_path, [*own, *words, "tracker=none"], ranks=0 if words else 2)
+    own.append("tracker=none")
+    alone = starter == "parent"
+    restarts = ["launch.nproc=2", "launch.max_restarts=2"]
+    done = launch_forked(tmp_path, [*own, *restarts]) if alone else launch(tmp_path, own)
     result = read_json(only_run(tmp_path) / "result.json")
     assert (result["state"], result["exit"]) == ("failed", 2)
     assert text in result["error"]
     assert done.stderr.count(text) == 1
     assert "restart" not in done.stdout + done.stderr
-    if words:
+    if alone:
         assert done.returncode == 2
         assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from launcher.data.loader import BatchPlan
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic import read_json
 from launcher.training.build import refuse_uneven_micro_batches
+from tests.forked import launch_forked
 from tests.test_end_to_end import launch
 
 RECIPE = """
@@ -60,7 +61,8 @@ def test_two_ranks_train_as_one_process(directory) -> None:
 
 
 def test_ranks_that_would_wait_for_each_other_for_ever_are_refused(directory) -> None:
-    done = launch(directory, [*SMALL, "data.batch_size=479", "data.micro_batch=160", "model.sync_bn=true"])
+    words = ["launch.nproc=2", "data.batch_size=479", "data.micro_batch=160", "model.sync_bn=true"]
+    done = launch_forked(directory, [*SMALL, *words])
     assert done.stderr.count("model.sync_bn=true needs equally many micro-batches on all ranks") == 1
 
 

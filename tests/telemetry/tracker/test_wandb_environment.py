@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -16,8 +14,9 @@ from launcher.errors import ConfigError
 from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
 from launcher.telemetry.tracker.wandb_session import quiet_environment
 from tests.configs import composed
+from tests.forked import launch_forked
 from tests.process.test_shortage import RECIPE, YAML
-from tests.telemetry.tracker.test_wandb_session import ROOT, offline_records
+from tests.telemetry.tracker.test_wandb_session import offline_records
 
 CANARY = "canary-0123456789abcdef0123456789abcdef01"
 ALL = {
@@ -38,17 +37,8 @@ def train(directory: Path, *words: str, **environ: str) -> str:
     (directory / "own" / "recipe").mkdir(parents=True)
     (directory / "own" / "recipe" / "tiny.yaml").write_text(YAML + "tracker: {project: yaml, tags: [yaml]}\n")
     (directory / "mine.py").write_text(RECIPE.replace("{build}", "pass"))
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     fixed = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "train.max_steps=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher", *fixed, *words],
-        cwd=directory,
-        env=clean | {"PYTHONPATH": str(ROOT), "HOME": str(directory)} | environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = launch_forked(directory, [*fixed, *words], HOME=str(directory), **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
