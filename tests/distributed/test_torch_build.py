@@ -1,0 +1,151 @@
+"""Which build of torch a machine gets, and the refusal of one that has no kernels for its GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.distributed.process_group import LaunchEnv, join
+from launcher.distributed.torch_build import choose, has_kernels, install_command
+from launcher.errors import PreflightError
+
+V100, T4, A100, L4, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+# torch.cuda.get_arch_list() of the builds for CUDA 13.0 and 12.6
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "capabilities", "backend", "reason"),
+    [
+        (None, [], None, "no NVIDIA GPU"),
+        ("580.65.06", [H100] * 8, None, "compute capability 9.0, driver 580.65.06$"),
+        ("595.10", [T4, RTX5090], None, "7.5, 12.0"),
+        ("580.65.06", [V100] * 2, "cu126", "default .CUDA 13. has no kernels for compute capability 7.0$"),
+        ("535.183.01", [V100], "cu126", "driver 535.183.01 is older than 580"),
+        ("550.54.15", [A100], "cu126", "older than 580, which default .CUDA 13. needs$"),
+        ("580.65.06", [(6, 1)], "cu126", "6.1"),
+        ("580.65.06", [V100, H100], "cu126", "7.0, 9.0"),
+        ("525.60.13", [L4], "cu126", "525.60.13 is older than 580"),
+        (None, [V100], "cu126", "7.0; default"),
+    ],
+)
+def test_a_machine_gets_the_build_that_runs_on_it(driver, capabilities, backend, reason) -> None:
+    choice = choose(driver, capabilities)
+    assert choice.fits
+    assert choice.build.backend == backend
+    assert re.search(reason, choice.reason)
+    assert "\n" not in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("driver", "capabilities", "reason"),
+    [
+        ("580.65.06", [V100, B200], r"default .* compute capability 7\.0; cu126 .* compute capability 10\.0"),
+        ("470.82", [V100], r"cu126 \(CUDA 12\.6\) needs"),
+        ("570.26", [RTX5090], r"driver 570\.26 is older .*; cu126 .* compute capability 12\.0"),
+        ("580.65.06", [(3, 7)], r"cu126 .* no kernels for compute capability 3\.7"),
+    ],
+)
+def test_a_machine_that_no_build_fits_gets_the_default_and_the_reason(driver, capabilities, reason) -> None:
+    choice = choose(driver, capabilities)
+    assert not choice.fits
+    assert choice.build.backend is None
+    assert re.search(f"no build runs on all GPUs.*{reason}", choice.reason)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (CUDA_13, V100, False),
+        (CUDA_12, V100, True),
+        (CUDA_13, T4, True),
+        (CUDA_13, L4, True),  # machine code of 8.6 runs on 8.9
+        (["sm_86"], A100, False),  # but not on 8.0
+        (CUDA_12, (6, 1), True),
+        (CUDA_12, B200, False),
+        (CUDA_13, (10, 3), True),
+        (CUDA_13, (11, 0), False),
+        (CUDA_13, (12, 1), True),
+        (CUDA_13, (13, 0), True),  # from the PTX of 12.0
+        ([*CUDA_12, "compute_90"], RTX5090, True),
+        (["compute_80"], V100, False),
+        (["sm_90a"], H100, True),
+        (["sm_100a"], (10, 3), False),
+        (["compute_90a"], B200, False),
+        (["sm_100f"], (10, 3), True),
+        (["compute_100f"], RTX5090, False),
+        (["gfx90a", "gfx942"], H100, True),  # ROCm: not ours to judge
+        ([], V100, True),
+    ],
+)
+def test_kernels_that_run_on_a_gpu(architectures, capability, runs) -> None:
+    assert has_kernels(architectures, capability) is runs
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "last"),
+    [
+        ("2.13.0+cu130", "cu126", "--torch-backend=cu126 --reinstall-package torch torch==2.13.0"),
+        ("2.13.0", None, "--python py --reinstall-package torch torch==2.13.0"),
+        ("2.15.0", "cu126", "--torch-backend=cu126 --reinstall-package torch 'torch<2.15'"),
+        ("2.15.0+cu126", None, "--reinstall-package torch torch==2.15.0"),
+    ],
+)
+def test_the_command_keeps_the_version_where_the_build_exists(version, backend, last) -> None:
+    command = install_command("py", version, backend)
+    assert command.startswith("py -m pip install uv && py -m uv pip install --python py ")
+    assert command.endswith(last)
+
+
+def see_gpus(
+    monkeypatch: pytest.MonkeyPatch, architectures: list[str], *capabilities: tuple[int, int]
+) -> None:
+    """As a torch built for CUDA answers on a machine with these GPUs."""
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(capabilities),
+        "set_device": lambda device: None,
+        "get_arch_list": lambda: architectures,
+        "get_device_capability": lambda device: capabilities[torch.device(device).index],
+        "get_device_name": lambda device: "Tesla V100-SXM2-16GB",
+        "get_device_properties": lambda device: SimpleNamespace(uuid=str(device)),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def refusal(launch: LaunchEnv) -> str:
+    with pytest.raises(PreflightError) as refused, join(launch, dist.HashStore(), "job", 5):
+        pass
+    assert not dist.is_initialized()
+    assert refused.value.exit_code == 3
+    return str(refused.value)
+
+
+def test_a_rank_whose_torch_has_no_kernels_ends_before_it_meets_the_others(monkeypatch) -> None:
+    see_gpus(monkeypatch, CUDA_13, V100, V100)
+    text = refusal(LaunchEnv(1, 2, 1, 2, launched=True))
+    assert f"rank 1: torch {torch.__version__} has no kernels for its GPU, Tesla V100-SXM2-16GB" in text
+    assert "(compute capability 7.0), only for sm_75, " in text
+    assert install_command(sys.executable, torch.__version__, "cu126") in text
+
+
+def test_gpus_that_share_no_build_are_named(monkeypatch) -> None:
+    see_gpus(monkeypatch, CUDA_13, B200, V100)
+    text = refusal(LaunchEnv(1, 2, 1, 2, launched=True))
+    assert "no build runs on all GPUs" in text
+    assert "CUDA_VISIBLE_DEVICES" in text
+    assert "pip install" not in text
+
+
+def test_set_up_can_choose_before_torch_is_installed(tmp_path) -> None:
+    code = "import launcher.distributed.torch_build, sys; print('torch' in sys.modules)"
+    bare = (sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {os.getcwd()!r}); {code}")
+    done = subprocess.run(bare, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == "False"
