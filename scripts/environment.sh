@@ -2,7 +2,8 @@
 # what it depends on has changed. The argument is the list of extras to install, such as "data dev".
 
 set_up_environment() {
-  local extras=$1 venv="$root/.venv" wanted python
+  local extras=$1 venv="$root/.venv" wanted
+  is_a_backend "${TORCH_BACKEND:-default}" || return
   wanted="$(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum) $root"
   is_set_up && return
   (
@@ -10,18 +11,25 @@ set_up_environment() {
       flock 9 # of two first uses at once the second waits here
     fi
     is_set_up && exit
-    echo "setting up $venv: once, takes minutes" >&2
+    echo "setting up $venv: once, takes from 10 seconds to minutes" >&2
+    is_usable || create
     rm -f "$venv"/set-up-for-*
-    if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
-      python=$(find_python)
-      "$python" -m venv --clear "$venv"
-    fi
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      -c "$root/scripts/constraints.txt" -e "$root[${extras// /,}]" >&2
+    touch "$venv/unfinished"
+    "$venv/bin/python" "$root/scripts/install.py" $extras >&2
     for extra in $extras; do # last: without these files the next use starts over
       echo "$wanted" >"$venv/set-up-for-$extra"
     done
+    rm "$venv/unfinished"
   ) 9<"$root/pyproject.toml"
+}
+
+is_a_backend() {
+  case $1 in
+    default | auto | cpu | xpu | cu[0-9]* | rocm[0-9]*) return ;;
+  esac
+  echo "error: TORCH_BACKEND=$1 is no build of torch. Use one that uv pip install --torch-backend knows, such" \
+    "as cu126 or cpu, or default for the one in the package index." >&2
+  return 2
 }
 
 is_set_up() {
@@ -29,6 +37,26 @@ is_set_up() {
   for extra in $extras; do
     [[ "$(cat "$venv/set-up-for-$extra" 2>/dev/null)" == "$wanted" ]] || return 1
   done
+  [[ -z "${TORCH_BACKEND-}" || "$(cat "$venv/torch-backend" 2>/dev/null)" == "$TORCH_BACKEND" ]]
+}
+
+# Not where a set-up was interrupted, which leaves packages that only look installed, nor in a copy of
+# another clone, whose programs start that one's Python.
+is_usable() {
+  local last
+  [[ ! -e "$venv/unfinished" ]] && "$venv/bin/python" -c 'import pip' 2>/dev/null || return 1
+  for last in "$venv"/set-up-for-*; do
+    [[ ! -e "$last" || "$(cut -d ' ' -f 3- "$last")" == "$root" ]] || return 1
+  done
+}
+
+create() {
+  local python
+  python=$(find_python)
+  mkdir -p "$venv"
+  find "$venv/" -mindepth 1 -delete
+  touch "$venv/unfinished"
+  "$python" -m venv "$venv"
 }
 
 find_python() {
