@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launcher.distributed.torch_build import refuse_missing_kernels
+from launcher.distributed.torch_build import refuse_missing_kernels, refuse_old_driver
 from launcher.errors import LauncherError, PreemptedError, PreflightError, StalledError
 
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
@@ -285,6 +285,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     import torch.distributed as dist
 
     device = _device(launch)
+    refuse_old_driver(launch.rank, device)
     refuse_missing_kernels(launch.rank, device)
     _refuse_shared_gpu(launch, store, job, device)
     _divide_threads(launch)

@@ -5,7 +5,9 @@ Owns the table of builds. Importing it imports only the standard library: set-up
 
 from __future__ import annotations
 
+import ctypes
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +102,7 @@ def _runs_on(capability: Capability, kind: str, major: str, minor: str, suffix: 
 
 def install_command(python: str, torch_version: str, backend: str | None) -> str:
     """The shell command that puts another build of the same torch into the environment of `python`."""
-    base = torch_version.split("+")[0]
+    python, base = shlex.quote(python), torch_version.split("+")[0]
     release = tuple(int(part) for part in re.findall(r"\d+", base)[:2])
     wanted = f"torch=={base}" if backend is None or release < FIRST_WITHOUT_CU126 else "'torch<2.15'"
     which = f"--torch-backend={backend} " if backend else ""
@@ -115,10 +117,10 @@ def refuse_missing_kernels(rank: int, device: torch.device) -> None:
 
     Otherwise the first kernel fails with "no kernel image is available for execution on the device".
     """
-    if device.type != "cuda":
-        return
     import torch
 
+    if device.type != "cuda":
+        return
     architectures, own = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(device)
     if has_kernels(architectures, own):
         return
@@ -129,6 +131,40 @@ def refuse_missing_kernels(rank: int, device: torch.device) -> None:
         f"{dotted(own)}), only for {', '.join(architectures)}. "
         + _advice(choose(None, [torch.cuda.get_device_capability(gpu) for gpu in gpus]), torch.__version__)
     )
+
+
+def refuse_old_driver(rank: int, device: torch.device) -> None:
+    """Raise PreflightError where this rank has GPUs and a torch for CUDA, but a driver too old for it.
+
+    Otherwise torch only warns, and the job trains on the CPU.
+    """
+    import torch
+
+    if device.type == "cuda" or torch.version.cuda is None:
+        return
+    num_gpus, supported = _ask_driver()
+    if num_gpus and supported[0] < int(torch.version.cuda.split(".")[0]):
+        other = install_command(sys.executable, torch.__version__, BUILDS[-1].backend)
+        raise PreflightError(
+            f"rank {rank}: torch {torch.__version__} is built for CUDA {torch.version.cuda}, but the driver "
+            f"of the {num_gpus} GPU(s) here supports only CUDA {dotted(supported)}. Update the driver, or, "
+            f"where it supports CUDA 12, install another build: {other}. "
+            "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
+        )
+
+
+def _ask_driver() -> tuple[int, tuple[int, int]]:
+    """The number of GPUs that this process may use, and the newest CUDA that their driver supports."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, (0, 0)
+    count, version = ctypes.c_int(0), ctypes.c_int(0)
+    for failed in (driver.cuInit(0), driver.cuDeviceGetCount(ctypes.byref(count))):
+        if failed:
+            return 0, (0, 0)
+    driver.cuDriverGetVersion(ctypes.byref(version))  # 12040 is CUDA 12.4
+    return count.value, (version.value // 1000, version.value % 1000 // 10)
 
 
 def _advice(choice: Choice, torch_version: str) -> str:

@@ -1,5 +1,6 @@
 """Which build of torch a machine gets, and the refusal of one that has no kernels for its GPU."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed.process_group import LaunchEnv, join
-from launcher.distributed.torch_build import choose, has_kernels, install_command
+from launcher.distributed.torch_build import choose, has_kernels, install_command, refuse_old_driver
 from launcher.errors import PreflightError
 
 V100, T4, A100, L4, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -142,6 +143,47 @@ def test_gpus_that_share_no_build_are_named(monkeypatch) -> None:
     assert "no build runs on all GPUs" in text
     assert "CUDA_VISIBLE_DEVICES" in text
     assert "pip install" not in text
+
+
+LIBCUDA = """
+int cuInit(unsigned flags) {{ return {fails}; }}
+int cuDeviceGetCount(int *count) {{ *count = {gpus}; return 0; }}
+int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "gpus", "version", "built_for", "refused"),
+    [
+        (0, 2, 12040, "13.0", True),
+        (0, 2, 13000, "13.2", False),  # any driver of the same major version will do
+        (0, 2, 13000, "12.6", False),
+        (0, 0, 12040, "13.0", False),  # none there, or hidden by CUDA_VISIBLE_DEVICES
+        (100, 2, 12040, "13.0", False),  # CUDA_ERROR_NO_DEVICE
+        (0, 2, 12040, "", False),  # a torch for the CPU
+    ],
+)
+def test_a_driver_too_old_for_torch_does_not_lead_to_the_cpu(
+    monkeypatch, tmp_path, fails, gpus, version, built_for, refused
+) -> None:
+    """A library in the place of the driver's answers as the driver does."""
+    library = tmp_path / "libcuda.so"
+    source = LIBCUDA.format(fails=fails, gpus=gpus, version=version)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=source, text=True, check=True
+    )
+    real = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(library) if "libcuda" in name else name))
+    monkeypatch.setattr(torch.version, "cuda", built_for or None)
+    if not refused:
+        refuse_old_driver(0, torch.device("cpu"))
+        return
+    with pytest.raises(PreflightError) as error:
+        refuse_old_driver(0, torch.device("cpu"))
+    assert "is built for CUDA 13.0, but the driver of the 2 GPU(s) here supports only CUDA 12.4" in str(
+        error.value
+    )
+    assert "--torch-backend=cu126" in str(error.value)
 
 
 def test_set_up_can_choose_before_torch_is_installed(tmp_path) -> None:
