@@ -44,10 +44,17 @@ def refuse_kinds(
     limits.flag.require("compiled", compiled)
 
 
-def refuse_group(group: object) -> None:
-    """Raise UnusableError for what is no process group, and for one that this rank is no member of."""
+def group_of(group: object) -> dist.ProcessGroup | None:
+    """The group to train in: `group`, or the default one where it is None, as torch's own modules choose it.
+
+    None for one process: where no group is initialised, and for a group of one, in which there is nobody to
+    exchange anything with. Raises UnusableError for what is no process group, and for one that this rank is
+    no member of.
+    """
     if group is None:
-        return
+        group = dist.group.WORLD  # None where there is none
+    if group is None:
+        return None
     if group == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
     ):
@@ -57,9 +64,10 @@ def refuse_group(group: object) -> None:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise UnusableError(
-            f"group={group!r}: it must be a process group, for example torch.distributed.group.WORLD, or "
-            "None for one process."
+            f"group={group!r}: it must be a process group, for example one that "
+            "torch.distributed.new_group() returned, or None for the default one."
         )
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def refuse_lazy(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import limits, works
-from launcher.engine.arguments import rates_of, refuse_attribute, refuse_group, refuse_kinds, refuse_lazy
+from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds, refuse_lazy
 from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.diagnostics.step_timer import StepClock
@@ -27,7 +27,7 @@ from launcher.engine.errors import (
     refuse_loss,
     refuse_optimizer,
 )
-from launcher.engine.flat.broadcast import refuse_different_models, take_values_of_rank_0, warn_of_others
+from launcher.engine.flat.broadcast import refuse_different_models, take_values_of_rank_0
 from launcher.engine.flat.buffers import Buffers, bits_of
 from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_buffers, named_parameters
@@ -57,12 +57,16 @@ from launcher.engine.wire.transports import Wire, choose_transports
 class Stepper:
     """Trains `model` with `optimizer` under a precision policy, on one or many ranks.
 
-    `group` None means one process. `micro_batches` is the largest number of backward() calls before each
-    step(); the last of them overlaps with the wire. `reference_count` is n0 of the loss boundary: the usual
-    number of samples (or tokens) per step and rank; None takes it from the counts of the first step, which
-    costs that step one collective. `learning_rates` gives one rate per applied step, the last one for ever
-    after; None means `optimizer.lr` throughout. `compiled` makes one kernel of the update with torch.compile,
-    on all ranks or on none; where that does not work, `compilation.reason` says why.
+    `group` None means the default process group, or one process where none is initialised. To train alone
+    beside other ranks pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`. The
+    attribute `group` is the group in use, None for one process.
+
+    `micro_batches` is the largest number of backward() calls before each step(); the last of them overlaps
+    with the wire. `reference_count` is n0 of the loss boundary: the usual number of samples (or tokens) per
+    step and rank; None takes it from the counts of the first step, which costs that step one collective.
+    `learning_rates` gives one rate per applied step, the last one for ever after; None means `optimizer.lr`
+    throughout. `compiled` makes one kernel of the update with torch.compile, on all ranks or on none; where
+    that does not work, `compilation.reason` says why.
 
     Building a Stepper moves the model's parameters and buffers into flat memory and takes rank 0's values
     on all ranks: load weights before it, or afterwards with `load`. Raises UnusableError for what cannot be
@@ -102,7 +106,7 @@ class Stepper:
         before = set(vars(self))  # what a subclass has set already
         refuse_optimizer(optimizer)
         refuse_kinds(model, policy, scaling, wire, emulate, compiled)
-        refuse_group(group)
+        group = group_of(group)
         refuse_lazy(model)
         wire = wire or Wire()
         self.model = model
@@ -111,7 +115,6 @@ class Stepper:
         world_size = dist.get_world_size(group) if group else 1
         rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
-        warn_of_others(group)
         # First: what comes next then raises on all ranks or on none.
         refuse_different_models(model, reference_count, group)
         refuse_unadaptable(optimizer, model, self.policy, wire.shard and world_size > 1)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
+from launcher.engine import stepper as stepper_module
 from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.fused import Scalars, Updater
 from launcher.recipe import registry_of
@@ -150,10 +151,7 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
     build = tiny_net if dry_run else resnet18
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     alone = {k: masters(device, None, None, k, build) for k in (1, 2)}
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    try:
+    with collectives_of_one(device) as group:
         found = {}
         for name, wire in (
             ("native", Wire()),
@@ -162,13 +160,30 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
             ("no overlap", Wire(overlap=False)),
         ):
             for k in (1, 2):
-                same = torch.equal(masters(device, dist.group.WORLD, wire, k, build), alone[k])
+                same = torch.equal(masters(device, group, wire, k, build), alone[k])
                 found[f"{name}, {k} micro-batch(es)"] = same
-    finally:
-        dist.destroy_process_group()
     if not all(found.values()):
         raise AssertionError(f"other bits than without a group: {found}")
     return found
+
+
+@contextlib.contextmanager
+def collectives_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A default group of one in which Steppers built within have collectives, as one GPU can run them.
+
+    A Stepper takes a group of one for no group. Within this it takes the group that it is given.
+    """
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    chosen, stepper_module.group_of = stepper_module.group_of, lambda group: group
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        stepper_module.group_of = chosen
+        dist.destroy_process_group()
 
 
 def masters(

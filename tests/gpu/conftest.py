@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.bench.gpu_road import collectives_of_one
+
 
 def on_cpu() -> bool:
     return os.environ.get("LAUNCHER_TEST_DEVICE") == "cpu"
@@ -45,9 +47,6 @@ def same_bits() -> Iterator[None]:
 
 @pytest.fixture
 def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    yield group
-    dist.destroy_process_group()
+    """The default group. A Stepper that is given it has collectives, one that is given None has none."""
+    with collectives_of_one(device) as group:
+        yield group

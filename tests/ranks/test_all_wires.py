@@ -296,15 +296,6 @@ def test_different_reference_counts_are_refused_on_all_ranks() -> None:
         assert f"Its reference count is {8 << rank}" in text
 
 
-def build_alone(env: WorkerEnv) -> None:
-    with pytest.warns(UserWarning, match="trains alone, beside 1 others"):
-        Stepper(mlp(), SGD(0.1))
-
-
-def test_a_stepper_without_a_group_says_that_it_trains_alone() -> None:
-    run_ranks(2, build_alone)
-
-
 def buffers_of_rank_0(env: WorkerEnv) -> dict[str, torch.Tensor]:
     model = mlp()
     for dtype in (torch.int16, torch.bool, torch.float64, torch.complex64):
@@ -317,17 +308,3 @@ def test_buffers_of_any_dtype_take_the_values_of_rank_0() -> None:
     for buffers in run_ranks(2, buffers_of_rank_0):
         assert len(buffers) == 4
         assert all(torch.equal(value, torch.ones(3).to(value.dtype)) for value in buffers.values())
-
-
-def train_in_a_group_of_one(env: WorkerEnv) -> torch.Tensor:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stepper = Stepper(Planted(), SGD(1.0), group=dist.group.WORLD, wire=Wire(shard=True), reference_count=1)
-    stepper.backward(stepper.model(0.5, 0.5), 1)
-    stepper.step()
-    dist.destroy_process_group()
-    return stepper.named_masters()["matrix"].clone()
-
-
-def test_one_rank_has_nothing_to_share() -> None:
-    (matrix,) = run_ranks(1, train_in_a_group_of_one)
-    assert torch.equal(matrix, torch.full((2, 3), -0.5))

@@ -1,4 +1,4 @@
-"""A Stepper in a group of some of the ranks: nothing goes to the others, and no number is theirs."""
+"""The group of a Stepper: the default one, some of the ranks, or one. Ranks outside it take no part."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from tests.engine.observe import state_digest, train
-from tests.models import conv_net, features, loss_sum
+from tests.models import Planted, conv_net, features, loss_sum
 from tests.ranks.harness import run_ranks
 
 WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
@@ -71,3 +71,41 @@ def test_two_of_three_ranks_train_as_two_ranks_do() -> None:
             assert ours[name]["votes"] == (1, 1)
             assert ours[name]["bad"] == [0, 1]
             assert ours[name]["losses"] == pytest.approx(ours["native"]["losses"])
+
+
+def train_without_naming_a_group(env: WorkerEnv) -> tuple[bool, torch.Tensor]:
+    model = Planted()
+    with torch.no_grad():
+        model.matrix.fill_(float(env.rank))
+    stepper = Stepper(model, SGD(1.0), scaling=Scaling(init=64))
+    stepper.backward(model(1.0 + env.rank, 0.0), 1)
+    stepper.step()
+    return stepper.group is env.group, stepper.named_masters()["matrix"].clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_a_group_the_default_one_is_trained_in(world_size) -> None:
+    """From rank 0's values, by the mean of all ranks' gradients; one process is alone."""
+    for same_group, matrix in run_ranks(world_size, train_without_naming_a_group):
+        assert same_group
+        assert torch.equal(matrix, torch.full((2, 3), -(1 + world_size) / 2))
+
+
+def train_in_a_group_of_one(env: WorkerEnv, wire: Wire) -> tuple[bool, torch.Tensor]:
+    """The groups are gone before the first step: a collective would raise."""
+    group = dist.new_group([env.rank], use_local_synchronization=True)
+    stepper = Stepper(Planted(), SGD(1.0), group=group, wire=wire, scaling=Scaling(init=64))
+    dist.destroy_process_group()
+    stepper.calibrate(lambda: (stepper.model(1.0 + env.rank, 0.0), 1))
+    stepper.backward(stepper.model(1.0 + env.rank, 0.0), 1)
+    stepper.step()
+    stepper.average_buffers()
+    stepper.load(stepper.state())
+    return stepper.group is None, stepper.named_masters()["matrix"].clone()
+
+
+@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
+def test_a_group_of_one_is_no_group(wire) -> None:
+    for rank, (no_group, matrix) in enumerate(run_ranks(2, train_in_a_group_of_one, wire)):
+        assert no_group
+        assert torch.equal(matrix, torch.full((2, 3), -1.0 - rank))

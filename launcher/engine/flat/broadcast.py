@@ -6,7 +6,6 @@ Owns the comparison of the ranks' models and the broadcasts before the first ste
 from __future__ import annotations
 
 import hashlib
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -41,16 +40,6 @@ def refuse_different_models(
             "or order), or were given different reference counts. Build the same model on all of them; "
             f"rank {dist.get_rank(group)} has {len(tensors)} of them, the first is "
             f"{lines[0] if tensors else 'none'}. Its reference count is {reference_count}."
-        )
-
-
-def warn_of_others(group: dist.ProcessGroup | None) -> None:
-    """Without a group among several ranks the replicas would drift apart unseen."""
-    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            f"group=None: this Stepper trains alone, beside {dist.get_world_size() - 1} others. To train "
-            "together pass group=torch.distributed.group.WORLD.",
-            stacklevel=3,
         )
 
 
