@@ -7,6 +7,7 @@ at the end. It never sees argv; it runs the same lines on every rank.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import time
@@ -39,6 +40,7 @@ from launcher.distributed.process_group import (
     tighten,
 )
 from launcher.engine import EngineWarning, UnusableError, works
+from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
 from launcher.evaluation.evaluate import Evaluation
 from launcher.process.shortage import shortage_of
@@ -63,7 +65,7 @@ from launcher.training.watchdog import Watchdog
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-PHASE_AFTER = {"data": "compute", "compute": "wire", "wire": "update", "update": "report"}
+PHASE_AFTER = dict(itertools.pairwise((*PARTS, "report")))
 
 log = logging.getLogger("launcher")
 

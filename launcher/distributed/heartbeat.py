@@ -11,6 +11,7 @@ import struct
 import time
 from dataclasses import dataclass
 
+STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, which cannot be had without torch
 PHASES = (
     "starting",
     "meeting the other ranks",
@@ -19,10 +20,7 @@ PHASES = (
     "building the model",
     "comparing the models",
     "restoring",
-    "data",
-    "compute",
-    "wire",
-    "update",
+    *STEP_PARTS,
     "report",
     "consistency check",
     "evaluation",
@@ -30,7 +28,7 @@ PHASES = (
     "finishing",
     "done",
 )
-IN_A_STEP = frozenset({"data", "compute", "wire", "update"})
+IN_A_STEP = frozenset(STEP_PARTS)
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _ROW = struct.Struct("=qqd")  # phase, step, seconds of the machine's monotonic clock
@@ -57,7 +55,7 @@ def limit_s(phase: str, stall_s: float) -> float:
 
 def where(beat: Beat) -> str:
     """The place of a sign of life in the run, as a part of a sentence."""
-    if beat.phase in ("data", "compute", "wire", "update", "report"):
+    if beat.phase in (*STEP_PARTS, "report"):
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
         return f"in the {beat.phase} after step {beat.step}"

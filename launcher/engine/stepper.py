@@ -20,7 +20,7 @@ from launcher.engine import limits, works
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds, refuse_lazy
 from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
-from launcher.engine.diagnostics.step_timer import StepClock
+from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE, StepClock
 from launcher.engine.errors import (
     NO_GRADIENT,
     UnusableError,
@@ -310,12 +310,12 @@ class Stepper:
         if self._reference is None:
             self._reference, self._settles_reference = self._agree_on_reference(0), True
         terms = Terms(float(self._divisor * max(1, self._reference)), self._clip_norm, self.scale.scaling)
-        self.clock.mark("compute")
+        self.clock.mark(COMPUTE)
         self.reducer.flush(abandoned=self._failed)
         reduced = self.reducer.finish()
         tally = self._tally.totals()
         self._in_place.take()
-        self.clock.mark("wire")
+        self.clock.mark(WIRE)
 
         verdict = self._judge(terms, reduced.sums, reduced.marks, tally, self.scale.state, self._rates)
         self._wait_for_readers()
@@ -328,7 +328,7 @@ class Stepper:
         self.scale.state.copy_(verdict.state)
         if self._done:
             self._trained |= ~verdict.skip
-        self.clock.mark("update")
+        self.clock.mark(UPDATE)
         # Agreeing on the reference has waited for the device too.
         if self._settles_reference and bool(verdict.abandoned):
             self._reference = None

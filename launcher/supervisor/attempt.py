@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from launcher.distributed.handoff import Departure
-from launcher.distributed.heartbeat import PHASES, Beat, limit_s
+from launcher.distributed.heartbeat import IN_A_STEP, PHASES, Beat, limit_s
 from launcher.distributed.process_group import first_failure
 from launcher.process.lifetime import Orphans
 from launcher.supervisor.child import SHOW_STACKS, Work, departure_key
@@ -29,7 +29,7 @@ SETTLE_S = 0.5  # for the last words of the others, once one has failed
 OVERRUN_S = 3.0  # where these decide who is to blame: they compare what they called
 STACKS_S = 0.5
 PAUSE_S = 1.0  # a parent that was not there for longer than this was stopped itself, with its workers
-STEP_PHASES = frozenset({"compute", "wire", "update"})
+STEP_PHASES = IN_A_STEP - {"data"}
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 

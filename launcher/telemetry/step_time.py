@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.telemetry.stream import Record
 
-PARTS = ("data_ms", "compute_ms", "wire_ms", "update_ms")
+PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
 LIMIT = 0.3  # a part beyond this share is worth a change, even where computing takes longer
 
 ADVICE = {

@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher.data.loader import Batch, DeviceBatches
 from launcher.engine import Stepper, StepResult
+from launcher.engine.diagnostics.step_timer import DATA
 from launcher.recipe import Loss, loss_of
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.evaluator import Evaluator
@@ -33,7 +34,7 @@ class Task:
         """One update from this rank's micro-batches, which may be none."""
         self.stepper.clock.restart()
         micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
-        self.stepper.clock.mark("data")
+        self.stepper.clock.mark(DATA)
         for batch in micro_batches:
             with self.stepper.forward():
                 of_batch = loss_of(self.loss, self.network, batch)

@@ -18,12 +18,12 @@ import torch
 
 from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import ExponentCounts
+from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import DataError, DivergedError
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Run, Votes
 
-PARTS = ("data", "compute", "wire", "update")
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from launcher.distributed.heartbeat import PHASES, Heartbeat, Heartbeats
+from launcher.distributed.heartbeat import PHASES, STEP_PARTS, Heartbeat, Heartbeats
+from launcher.engine.diagnostics.step_timer import PARTS
 
 
 def test_the_parent_reads_what_each_forked_rank_wrote_last() -> None:
@@ -68,3 +69,7 @@ def test_a_row_is_never_seen_half_written() -> None:
             (beat,) = table.read()
             assert (beat.phase, beat.step > 0) == ("wire", True)
             assert beat.age_s < 60
+
+
+def test_the_parts_of_a_step_have_the_names_that_the_engine_gives_them() -> None:
+    assert STEP_PARTS == PARTS

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+PARTS = DATA, COMPUTE, WIRE, UPDATE = "data", "compute", "wire", "update"  # of a step, in their order
+
 Mark = tuple[str, float | torch.cuda.Event]  # the part that ends here, and when
 
 
