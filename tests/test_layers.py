@@ -35,7 +35,7 @@ ENGINE_LAYERS = (
     {"verdict"},
     {"optim", "diagnostics"},
     {"notices", "arguments", "attachment", "in_place", "sync_batchnorm"},
-    {"step_result"},
+    {"step_result", "replica"},
     {"stepper"},
     {"__init__"},
 )
@@ -190,3 +190,25 @@ def assert_light(files: Iterable[Path]) -> None:
 def test_nothing_imports_the_scripts() -> None:
     for file in (*FILES, *(ROOT / "recipes").rglob("*.py")):
         assert not any(name.split(".")[0] == "scripts" for name in imports(file))
+
+
+INSIDE_A_STEPPER = {"layout", "reducer", "buffers", "scale", "shards", "updater"}
+
+
+def taken_from_inside(file: Path) -> set[str]:
+    """Parts of a Stepper that the file uses directly; private attributes are such parts too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node.value).rpartition(".")[2]
+            inside = node.attr in INSIDE_A_STEPPER or node.attr.startswith("_")
+            if inside and name.strip("_") == "stepper":
+                found.add(node.attr)
+    return found
+
+
+def test_nothing_outside_the_engine_reaches_through_a_stepper() -> None:
+    outside = [file for file in FILES if file not in OF_ENGINE]
+    outside += [file for folder in ("scripts", "recipes") for file in (ROOT / folder).rglob("*.py")]
+    assert {file: found for file in outside if (found := taken_from_inside(file))} == {}
+    assert taken_from_inside(ROOT / "tests" / "engine" / "observe.py") >= {"layout", "shards", "updater"}

@@ -10,6 +10,22 @@ from torch import Tensor
 
 NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
 
+NO_COUNT = (
+    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the Stepper with "
+    "reference_count, the usual number of samples per rank and step."
+)
+NO_REFERENCE = (
+    "dry_backward() was called before the reference count is known, which the loss scale needs. Build the "
+    "Stepper with reference_count, the usual number of samples per rank and step, or call it after the first "
+    "backward()."
+)
+NO_BACKWARD = (
+    "step() was called without backward(), and parameters hold gradients in p.grad, which no step reads. If "
+    "they are of this network's loss: call stepper.backward(loss_sum, count) in place of loss.backward(). If "
+    "they are of another network's pass, as a generator's through its discriminator: call model.zero_grad() "
+    "before step(), or leave out step() on all ranks."
+)
+
 
 class UnusableError(ValueError):
     """The user's to mend: the text says what was given, what the rule is, and what to do."""
@@ -60,4 +76,27 @@ def refuse_optimizer(optimizer: object) -> None:
         raise UnusableError(
             f"{name} is not an optimizer. Give SGD(lr), AdamW(lr), or TorchOptimizer(torch.optim.Adam, lr) "
             "for a class of torch.optim."
+        )
+
+
+def refuse_backward(calls: int, failed: bool, micro_batches: int) -> None:
+    """Raise RuntimeError for a backward() behind one that `failed`, or behind `micro_batches` of them."""
+    if failed:
+        raise RuntimeError(
+            "a backward() of this step raised an error, so its gradients are incomplete. Call abandon() "
+            "(or step(), which skips then, on all ranks), and then repeat the step."
+        )
+    if calls == micro_batches:
+        raise RuntimeError(
+            f"backward() was called more than {micro_batches} times before step(). "
+            f"Build the Stepper with micro_batches={micro_batches + 1} or more."
+        )
+
+
+def refuse_within_step(call: str, calls: int) -> None:
+    """Raise UnusableError for `call` after some backward() calls of a step."""
+    if calls:
+        raise UnusableError(
+            f"{call} was called within a step, after {calls} backward() calls. Call it between steps: after "
+            "step() or abandon(), before the next backward()."
         )

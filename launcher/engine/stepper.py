@@ -22,32 +22,31 @@ from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE, StepClock
 from launcher.engine.errors import (
+    NO_BACKWARD,
+    NO_COUNT,
     NO_GRADIENT,
+    NO_REFERENCE,
     UnusableError,
+    refuse_backward,
     refuse_loss,
     refuse_optimizer,
+    refuse_within_step,
 )
 from launcher.engine.flat.broadcast import refuse_different_models, take_values_of_rank_0
-from launcher.engine.flat.buffers import Buffers, bits_of
+from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.layout import Layout
-from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.notices import Notices
 from launcher.engine.optim.compilation import Compilation, choose_compilation
-from launcher.engine.optim.fused import Optimizer, Scalars, Updater
-from launcher.engine.optim.torch_optimizer import AdaptedUpdater, TorchOptimizer, refuse_unadaptable
+from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart, Scaling, nearest_power_of_two
 from launcher.engine.precision.policy import Emulation, Policy, choose_emulation
-from launcher.engine.state import (
-    EngineState,
-    counters_of,
-    exact,
-    refuse_numbers,
-    refuse_other_model,
-)
+from launcher.engine.replica import Replica, size_bytes
+from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step_result import StepResult
-from launcher.engine.verdict import Terms, judge, next_rate
+from launcher.engine.verdict import Terms, judge_on, next_rate
 from launcher.engine.wire.reducer import Reducer, refuse_sparse
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import Tally
@@ -137,17 +136,11 @@ class Stepper:
         )
         self._attachment = Attachment(model, self.layout, self.reducer)
         self.shards = Shards(self.layout, transports, group)
-        self.updater: Updater | AdaptedUpdater = (
-            AdaptedUpdater(self.layout, self.shards.pieces, optimizer)
-            if isinstance(optimizer, TorchOptimizer)
-            else Updater(self.shards.pieces, optimizer, self.compilation.used)
-        )
+        self.updater = updater_of(optimizer, self.layout, self.shards.pieces, self.compilation.used)
         self._in_place = InPlaceChanges(model, self.layout, self.shards, group)
         self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
         self._clip_norm = clip_norm
-        # On a CPU compiling it costs seconds, and saves a step 0.2 ms.
-        compiles = self.compilation.used and self._device.type != "cpu"
-        self._judge = torch.compile(judge) if compiles else judge
+        self._judge = judge_on(self._device, self.compilation.used)
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
         self._micro_batches = micro_batches
         self._reference = reference_count
@@ -155,7 +148,8 @@ class Stepper:
         self.clock = StepClock(self._device)
         self._notices = Notices({slot.name for slot in self.layout.slots if slot.numel})
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
-        self._start_of_run()
+        self._replica = Replica(model, self.layout, self.buffers, self.shards, self.updater, self.scale)
+        self._failed: bool  # whether a backward() of this step raised: then only abandoning it is left
         self._start_of_step()
         self._parts = frozenset(vars(self).keys() - before)
         self._built = True
@@ -207,10 +201,7 @@ class Stepper:
         self.buffers.restore()
         if self._reference is None:
             if dry.count is None:
-                raise UnusableError(
-                    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the "
-                    "Stepper with reference_count, the usual number of samples per rank and step."
-                )
+                raise UnusableError(NO_COUNT)
             self._reference = self._agree_on_reference(dry.count) or None
         if dry.octave is None or self._reference is None:
             return None
@@ -242,7 +233,7 @@ class Stepper:
         refuse_loss(loss_sum, count)
         if is_mean(loss_sum, count):
             self._notices.warn(WARNING, stacklevel=2)
-        self._refuse_backward()
+        refuse_backward(self._done, self._failed, self._micro_batches)
         if self._reference is None:
             self._reference, self._settles_reference = self._agree_on_reference(count), True
         self._tally.add(loss_sum, count)
@@ -263,11 +254,7 @@ class Stepper:
         there is a `reference_count` or calibrate() was called.
         """
         if self._reference is None:
-            raise UnusableError(
-                "dry_backward() was called before the reference count is known, which the loss scale needs. "
-                "Build the Stepper with reference_count, the usual number of samples per rank and step, or "
-                "call it after the first backward()."
-            )
+            raise UnusableError(NO_REFERENCE)
         with self._during_backward():
             return self._aside(self._objective(loss_sum))
 
@@ -327,7 +314,7 @@ class Stepper:
             self.buffers.restore_if(verdict.skip)
         self.scale.state.copy_(verdict.state)
         if self._done:
-            self._trained |= ~verdict.skip
+            self._replica.count_update(verdict.skip)
         self.clock.mark(UPDATE)
         # Agreeing on the reference has waited for the device too.
         if self._settles_reference and bool(verdict.abandoned):
@@ -346,7 +333,7 @@ class Stepper:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
         self._attachment.refuse_taken_over()
         self._in_place.take()
-        return self.shards.collect(self.shards.masters())
+        return self._replica.masters()
 
     def state(self) -> EngineState:
         """Everything needed to go on bit for bit, by name. Views where possible: clone() what must last.
@@ -357,15 +344,7 @@ class Stepper:
         self._attachment.check()
         self._in_place.take()
         self._in_place.refuse_unseen()
-        frozen = {n: exact(p) for n, p in named_parameters(self.model).items() if not p.requires_grad}
-        return EngineState(
-            weights=frozen | self.named_masters(),
-            optimizer=self.updater.named_states(self.shards),
-            buffers=named_buffers(self.model),
-            counters=counters_of(self.scale),
-            reference_count=self._reference,
-            scale_mode=self.scale.scaling.mode,
-        )
+        return self._replica.state(self._reference)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Continue from `state`, which may come from another number of ranks or another wire.
@@ -377,20 +356,10 @@ class Stepper:
         """
         self._refuse_within_step("load()")
         self._attachment.check()
-        refuse_other_model(self.model, state)
-        refuse_numbers(state)
-        self.updater.load_states(self.shards, state.optimizer)
-        self.shards.load_masters(state.weights)
+        start = self._replica.load(state)
         self._in_place.forget()
-        for name, p in named_parameters(self.model).items():
-            if not p.requires_grad:
-                p.data.copy_(state.weights[name])
-        for name, buffer in named_buffers(self.model).items():
-            buffer.copy_(state.buffers[name])
-        self.buffers.snapshot()
-        self._start_of_run()
         self._reference = self._reference or state.reference_count
-        return self.scale.restore(state.counters, state.scale_mode)
+        return start
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) reads again.
@@ -413,23 +382,7 @@ class Stepper:
         Where the optimizer is sharded its masters and states have one owner each and are not among them.
         """
         self._in_place.take()
-        state = self.scale.state
-        reference = torch.tensor([self._reference or 0], device=self._device)
-        found = {"reference count": reference} | {
-            f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
-        }
-        for segment in self.layout.segments:
-            kinds = {"weight": segment.weight}
-            for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
-                if piece.weight is segment.weight:
-                    kinds |= {"master": piece.master} if piece.half and piece.master is not None else {}
-                    kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}
-            found |= {
-                f"{slot.name} ({kind})": slot.flat(flat)
-                for kind, flat in kinds.items()
-                for slot in segment.slots
-            }
-        return found
+        return self._replica.comparable(self._reference)
 
     @property
     def device(self) -> torch.device:
@@ -471,39 +424,20 @@ class Stepper:
     @property
     def has_trained(self) -> bool:
         """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return bool(self._trained)
+        return self._replica.has_trained
 
     def changed_buffers(self) -> dict[str, bool]:
         """By name, whether a buffer has other bits than at the start, or after `load`."""
-        start, buffers = self._start_bits, named_buffers(self.model)
-        if new := buffers.keys() - start.keys():
-            raise UnusableError(
-                f"buffers {', '.join(sorted(new))} were registered after the Stepper was built. Register "
-                "buffers in the model's __init__."
-            )
-        return {name: not torch.equal(bits_of(buffer), start[name]) for name, buffer in buffers.items()}
+        return self._replica.changed_buffers()
 
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
-        kept = [
-            self.scale.state,
-            *self._start_bits.values(),
-            *self.buffers.tensors(),
-            *self.reducer.tensors(),
-            *self.updater.tensors(),
-        ]
-        kept += [tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)]
-        kept += [p.master for p in self.shards.pieces if p.half and p.master is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-    def _start_of_run(self) -> None:
-        self._trained = torch.zeros((), dtype=torch.bool, device=self._device)
-        self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
+        return size_bytes([*self._replica.tensors(), *self.reducer.tensors()])
 
     def _start_of_step(self) -> None:
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
         self._done = 0  # backward() calls of this step
-        self._failed = False  # whether one of them raised: then only abandoning the step is left
+        self._failed = False
         self._settles_reference = False  # whether n0 was agreed on in this step
         self._reference = self._reference or None  # 0: that step was empty
         self._tally.restart()
@@ -514,24 +448,8 @@ class Stepper:
         if not (self._done or self._failed):
             self._attachment.check()
 
-    def _refuse_backward(self) -> None:
-        if self._failed:
-            raise RuntimeError(
-                "a backward() of this step raised an error, so its gradients are incomplete. Call abandon() "
-                "(or step(), which skips then, on all ranks), and then repeat the step."
-            )
-        if self._done == self._micro_batches:
-            raise RuntimeError(
-                f"backward() was called more than {self._micro_batches} times before step(). "
-                f"Build the Stepper with micro_batches={self._micro_batches + 1} or more."
-            )
-
     def _refuse_within_step(self, call: str) -> None:
-        if self._done or self._failed:
-            raise UnusableError(
-                f"{call} was called within a step, after {self._done + self._failed} backward() calls. Call "
-                "it between steps: after step() or abandon(), before the next backward()."
-            )
+        refuse_within_step(call, self._done + self._failed)
 
     def _aside(self, loss: Tensor) -> dict[str, Tensor]:
         """Gradients by name from a backward pass that is no part of a step.
@@ -566,15 +484,9 @@ class Stepper:
         """Gradients in p.grad and none of this step's: `loss.backward()` was called in place of ours."""
         if self._done or all(p.grad is None for p in self.layout.parameters.values()):
             return
-        text = (
-            "step() was called without backward(), and parameters hold gradients in p.grad, which no step "
-            "reads. If they are of this network's loss: call stepper.backward(loss_sum, count) in place of "
-            "loss.backward(). If they are of another network's pass, as a generator's through its "
-            "discriminator: call model.zero_grad() before step(), or leave out step() on all ranks."
-        )
         if self.layout.world_size == 1:
-            raise UnusableError(text)
-        self._notices.warn(text, stacklevel=3)
+            raise UnusableError(NO_BACKWARD)
+        self._notices.warn(NO_BACKWARD, stacklevel=3)
 
     def _agree_on_reference(self, count: int | Tensor) -> int:
         """n0 from the first step: the power of two nearest to the mean count per rank. A collective.

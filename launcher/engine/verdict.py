@@ -7,6 +7,7 @@ it, where each of its 60 operations is a launch by the host otherwise. All ranks
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +69,11 @@ def judge(terms: Terms, sums: Tensor, marks: Tensor, tally: Tensor, state: Tenso
     values = torch.stack([loss_sum / count, grad_norm, scale, lr, skip.double()])
     packed = torch.cat([values, looks[:FIELDS], after.double(), marks, looks[FIELDS:]])
     return Verdict(multiplier.float(), lr, applied + 1, skip, abandoned, after, packed)
+
+
+def judge_on(device: torch.device, compiled: bool) -> Callable[..., Verdict]:
+    """`judge`, compiled where that pays: on a CPU compiling costs seconds and saves a step 0.2 ms."""
+    return torch.compile(judge) if compiled and device.type != "cpu" else judge
 
 
 def next_rate(rates: Tensor, applied: Tensor) -> Tensor:

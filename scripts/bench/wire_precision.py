@@ -27,7 +27,7 @@ from torch import Tensor
 
 from launcher.config.resolve import Request, compose_jobs
 from launcher.data.loader import BatchPlan, DeviceBatches
-from launcher.engine import SGD, Policy, Stepper
+from launcher.engine import SGD, Policy, Stepper, StepReport
 from launcher.engine.wire.transports import default_predivide
 from launcher.recipe import load_recipe
 from scripts.bench.machine import machine
@@ -126,33 +126,35 @@ def capture(size: Size) -> Captured:
     plan = BatchPlan(len(recipe.train), batch, None, 1, 0, config.seed, True)
     batches = DeviceBatches(recipe.train, plan, recipe.train_transform)
     stepper = Stepper(model, SGD(0.02, 0.9, True, 5e-4), Policy.fp16(), reference_count=batch)
-    matrices = stepper.layout.segments[0].grad
 
-    def gradient_of(number: int) -> Tensor:
-        """The flat gradient of the matrices, scaled, fp16; the weights stay as they are."""
+    def step(number: int) -> StepReport:
         (inputs,) = batches.step(*divmod(number, plan.steps_per_epoch))
         with stepper.forward():
             loss = recipe.loss(model, inputs)
         stepper.backward(loss.sum, loss.count)
-        stepper.reducer.flush()
-        return matrices
+        return stepper.step().read()
 
     for number in range(size.training_steps):
-        gradient_of(number)
-        stepper.step().read()
-    stepper.updater.step = lambda scalars: None  # type: ignore[method-assign]  # look, and do not move
+        step(number)
+    stepper.lr = 0.0  # from here on the weights stay as they are
     elements, rows = None, []
     for number in itertools.count(size.training_steps):
-        gradient = gradient_of(number)
+        report = step(number)
+        gradient = matrices_of(stepper)
         if elements is None:
             elements = sample_of(gradient, size)
-        report = stepper.step().read()
         if not report.skipped:
             rows.append(gradient[elements].double() / report.scale)
         if len(rows) == size.num_batches:
             break
-    scaled = torch.stack(rows) * 2.0 ** (exponent := int(stepper.scale.exponent))
+    scaled = torch.stack(rows) * 2.0 ** (exponent := stepper.counters()["exponent"])
     return Captured(scaled.half(), size.num_random, exponent, size.training_steps, batch)
+
+
+def matrices_of(stepper: Stepper) -> Tensor:
+    """The gradients of all matrices, scaled, fp16, flat."""
+    gradients = stepper.reduced_gradients().values()
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient.dtype == torch.float16])
 
 
 def sample_of(gradient: Tensor, size: Size) -> Tensor:

@@ -274,14 +274,7 @@ def masters(stepper: Stepper) -> dict[str, torch.Tensor]:
 
 
 def state_of(stepper: Stepper, name: str) -> torch.Tensor:
-    states = [states[0] for states in stepper.updater.states]
-    views = [
-        slot.flat(state)
-        for segment, state in zip(stepper.layout.segments, states, strict=True)
-        for slot in segment.slots
-        if slot.name == name
-    ]
-    return views[0]
+    return stepper.replicas()[f"{name} (optimizer state 0)"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from launcher.engine import limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import Layout, Piece, half_in
 from launcher.engine.flat.names import named_parameters
-from launcher.engine.optim.fused import Scalars
+from launcher.engine.optim.fused import Optimizer, Scalars, Updater
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import refuse_other_names
 from launcher.engine.wire.shards import Shards
@@ -125,6 +125,15 @@ def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, shar
                 f"{kind} refuses parameter {name}, {tuple(p.shape)}: {error}. Freeze it with "
                 "requires_grad_(False) before building the Stepper, or use another optimizer."
             )
+
+
+def updater_of(
+    optimizer: Optimizer | TorchOptimizer, layout: Layout, pieces: Sequence[Piece], compiled: bool
+) -> Updater | AdaptedUpdater:
+    """What applies `optimizer` to the pieces of `layout`; `compiled` is for optimizers of our own."""
+    if isinstance(optimizer, TorchOptimizer):
+        return AdaptedUpdater(layout, pieces, optimizer)
+    return Updater(pieces, optimizer, compiled)
 
 
 class AdaptedUpdater:

@@ -2,7 +2,7 @@
 
 Owns the hooks on the parameters and the order of the buckets. They are launched in one fixed order on every
 rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
-without a gradient send zeros. How a bucket travels is the business of `wires`.
+without a gradient send zeros. How a bucket travels is the business of `transports`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from launcher.engine import works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import Layout, Slot
+from launcher.engine.wire.bucketing import Bucketing
 from launcher.engine.wire.grad_norm import SumOfSquares
-from launcher.engine.wire.inbox import Inbox
-from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
+from launcher.engine.wire.transports import Bucket, ShardedSum, Transport, is_sharded
 
 # What a rank's slot in the tail of the last bucket holds, if not 0.
 CULPRIT, ABANDONED = 1, 2
@@ -66,48 +66,19 @@ class Reducer:
         self._before_first = before_first
         self._abandoned = False
         self._group = group
-        self._world_size = dist.get_world_size(group) if group else 1
         self._rank = dist.get_rank(group) if group else 0
         self._overlap = overlap
         self._transports = transports
-        self._sharded = any(isinstance(transport, ShardedSum) for transport in transports.values())
-        self.buckets = _buckets(layout, self._world_size, transports)
-        # [parameters] those of segments that every rank holds whole
-        self._replicated = torch.tensor(
-            [
-                not isinstance(transports[bucket.segment.name], ShardedSum)
-                for bucket in self.buckets
-                for _ in bucket.slots
-            ],
-            device=layout.device,
+        self._sharded = is_sharded(transports)
+        self._parts = Bucketing.of(
+            layout,
+            transports,
+            SumOfSquares(layout.device, compiled),
+            accumulates=micro_batches > 1,
+            travels=group is not None,
         )
-        sums = SumOfSquares(layout.device, compiled)
-        self._own_looks = [
-            sums.over([slot.flat(bucket.segment.grad) for slot in bucket.slots])
-            for bucket in (self.buckets if group is not None else [])
-        ]
-        self._reduced_looks = [
-            sums.over(
-                [
-                    part
-                    for bucket in self.buckets
-                    if bucket.segment is segment
-                    for part in transports[segment.name].parts(bucket)
-                ]
-            )
-            for segment in layout.segments
-        ]
+        self.buckets = self._parts.buckets
         self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
-        self._accumulated = _accumulators(layout) if micro_batches > 1 else None
-        self._inboxes = [
-            Inbox(
-                bucket.segment,
-                bucket.run,
-                transports[bucket.segment.name].before,
-                None if self._accumulated is None else self._accumulated[bucket.segment.name],
-            )
-            for bucket in self.buckets
-        ]
         self._backward = _Backward()
         self._listens = False
         self._next = 0
@@ -131,7 +102,7 @@ class Reducer:
 
         At any other time a backward pass is torch's: its gradients stay in `p.grad`, and are not received.
         """
-        if not last and self._accumulated is None:
+        if not last and not self._parts.accumulated:
             raise RuntimeError("a reducer for one micro-batch per step was given more than one")
         self._backward = _Backward(last)
         for bucket in self.buckets:
@@ -140,11 +111,11 @@ class Reducer:
             self._listens = True
             try:
                 yield
-                for inbox in self._inboxes:
+                for inbox in self._parts.inboxes:
                     inbox.drain()
             finally:
                 self._listens = False
-                for inbox in self._inboxes:
+                for inbox in self._parts.inboxes:
                     inbox.drop()
 
     @contextlib.contextmanager
@@ -179,7 +150,7 @@ class Reducer:
                 "was sent. Re-entrant activation checkpointing does that: use use_reentrant=False, or "
                 "build the Stepper with overlap=False."
             )
-        self._inboxes[bucket.index].take(slot, gradient)
+        self._parts.inboxes[bucket.index].take(slot, gradient)
         if not again:
             bucket.pending -= 1
             if bucket.pending == 0:
@@ -218,7 +189,7 @@ class Reducer:
             self._transports[bucket.segment.name].settle(bucket)
         for transport in self._transports.values():
             transport.join()
-        sums = torch.cat([look() for look in self._reduced_looks])
+        sums = torch.cat([look() for look in self._parts.reduced_looks])
         if self._sharded:
             sums, marks = self._share_looks(sums)
         elif self._group is None:
@@ -245,7 +216,7 @@ class Reducer:
 
     def tensors(self) -> list[Tensor]:
         """What is held here beside the wire gradients themselves: accumulators and the tail."""
-        return [self.buckets[-1].tail, *(self._accumulated or {}).values()]
+        return [self.buckets[-1].tail, *self._parts.accumulated]
 
     def close(self) -> None:
         """Take the hooks off the parameters: another one receives their gradients from now on."""
@@ -255,13 +226,14 @@ class Reducer:
 
     def _share_looks(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Each rank has seen its piece only: add the sums. A SUM, because a MAX may drop a NaN."""
-        own = torch.zeros(self._world_size, dtype=torch.float64, device=self._layout.device)
+        world_size = self._layout.world_size
+        own = torch.zeros(world_size, dtype=torch.float64, device=self._layout.device)
         own[self._rank] = self._mark(self._own_gradient_is_bad())
         if self._rank:
-            sums = sums.masked_fill(self._replicated, 0.0)  # those that all hold are counted by rank 0
+            sums = sums.masked_fill(self._parts.replicated, 0.0)  # those that all hold are counted by rank 0
         looks = torch.cat([sums, own])
         works.run(dist.all_reduce(looks, group=self._group, async_op=True), looks)
-        return looks[: -self._world_size], looks[-self._world_size :]
+        return looks[:-world_size], looks[-world_size:]
 
     def _own_gradient_is_bad(self) -> Tensor:
         looks = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
@@ -273,7 +245,7 @@ class Reducer:
 
     def _whole(self, bucket: Bucket) -> None:
         """All gradients of a bucket are there. Send what can be sent in the fixed order."""
-        self._inboxes[bucket.index].drain()
+        self._parts.inboxes[bucket.index].drain()
         if not (self._backward.last and self._overlap):
             return
         # The last one is whole at the end of the pass only, and waits for flush(): it carries the marks.
@@ -283,11 +255,11 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
-        self._inboxes[bucket.index].complete()
+        self._parts.inboxes[bucket.index].complete()
         if bucket.index == 0:
             self._before_first()
         if self._group is not None:
-            bucket.local_sums = self._own_looks[bucket.index]()
+            bucket.local_sums = self._parts.own_looks[bucket.index]()
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
@@ -340,30 +312,3 @@ def _take_over(parameters: Iterable[nn.Parameter]) -> None:
             older = getattr(hook, "reducer", lambda: None)()
             if older is not None:
                 older.close()
-
-
-def _accumulators(layout: Layout) -> dict[str, Tensor]:
-    """fp32 buffers in which micro-batches are summed, 4 bytes per parameter."""
-    return {
-        segment.name: torch.zeros(segment.numel, dtype=torch.float32, device=layout.device)
-        for segment in layout.segments
-    }
-
-
-def _buckets(layout: Layout, world_size: int, transports: Mapping[str, Transport]) -> list[Bucket]:
-    """One bucket per run. The last segment's gradients are re-made with `world_size` elements behind them.
-
-    Those travel with the last bucket, but where that is sharded: no rank would receive them all.
-    """
-    last = layout.segments[-1]
-    whole = torch.zeros(last.numel + world_size, dtype=last.grad.dtype, device=layout.device)
-    last.grad = whole[: last.numel]
-    pairs = [(segment, run) for segment in layout.segments for run in segment.runs]
-    buckets = []
-    for index, (segment, run) in enumerate(pairs):
-        message = segment.grad[run.start : run.end]
-        buckets.append(Bucket(index, segment, run, message, message[:0]))
-    if not isinstance(transports[last.name], ShardedSum):
-        buckets[-1].message = whole[pairs[-1][1].start :]
-    buckets[-1].tail = whole[last.numel :]
-    return buckets

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot
-from launcher.engine.wire.transports import ShardedSum, Transport, all_gather
+from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
 
 class Shards:
@@ -73,7 +73,7 @@ class Shards:
     @property
     def sharded(self) -> bool:
         """Whether masters and states of some parameters have one owner each among the ranks."""
-        return any(isinstance(transport, ShardedSum) for transport in self._transports.values())
+        return is_sharded(self._transports)
 
     def rounded(self) -> list[tuple[Segment, Slot]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""

@@ -10,7 +10,7 @@ sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -265,6 +265,11 @@ def choose_transports(
         }, divisor
     divisor = wire.predivide or default_predivide(layout.world_size)
     return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
+
+
+def is_sharded(transports: Mapping[str, Transport]) -> bool:
+    """Whether masters and states of some parameters have one owner each among the ranks."""
+    return any(isinstance(transport, ShardedSum) for transport in transports.values())
 
 
 def default_predivide(world_size: int) -> int:

@@ -1,0 +1,138 @@
+"""All that one rank holds of a training run: weights, masters, optimizer states, buffers, the loss scale.
+
+Owns what is saved, loaded, compared among the ranks and counted in bytes. Never changes a value, but in
+`load`: the order of events in a step is the Stepper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.buffers import Buffers, bits_of
+from launcher.engine.flat.layout import Layout, Segment
+from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.optim.fused import Updater
+from launcher.engine.optim.torch_optimizer import AdaptedUpdater
+from launcher.engine.precision.loss_scale import LossScale, ScaleStart
+from launcher.engine.state import EngineState, counters_of, exact, refuse_numbers, refuse_other_model
+from launcher.engine.wire.shards import Shards
+
+
+@dataclass(eq=False)
+class Replica:
+    """One rank's copy of the model with what trains it; some of it may have one owner among the ranks."""
+
+    model: nn.Module
+    layout: Layout
+    buffers: Buffers
+    shards: Shards
+    updater: Updater | AdaptedUpdater
+    scale: LossScale
+
+    def __post_init__(self) -> None:
+        self._start()
+
+    def masters(self) -> dict[str, Tensor]:
+        """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
+        return self.shards.collect(self.shards.masters())
+
+    def state(self, reference_count: int | None) -> EngineState:
+        """Everything needed to resume bit for bit, views where possible. Waits for the device.
+
+        A collective where the optimizer is sharded.
+        """
+        frozen = {n: exact(p) for n, p in named_parameters(self.model).items() if not p.requires_grad}
+        return EngineState(
+            weights=frozen | self.masters(),
+            optimizer=self.updater.named_states(self.shards),
+            buffers=named_buffers(self.model),
+            counters=counters_of(self.scale),
+            reference_count=reference_count,
+            scale_mode=self.scale.scaling.mode,
+        )
+
+    def load(self, state: EngineState) -> ScaleStart:
+        """Take over `state`. Raises ValueError, before anything is changed, for that of another model.
+
+        A collective where the optimizer is sharded.
+        """
+        refuse_other_model(self.model, state)
+        refuse_numbers(state)
+        self.updater.load_states(self.shards, state.optimizer)
+        self.shards.load_masters(state.weights)
+        for name, p in named_parameters(self.model).items():
+            if not p.requires_grad:
+                p.data.copy_(state.weights[name])
+        for name, buffer in named_buffers(self.model).items():
+            buffer.copy_(state.buffers[name])
+        self.buffers.snapshot()
+        self._start()
+        return self.scale.restore(state.counters, state.scale_mode)
+
+    def comparable(self, reference_count: int | None) -> dict[str, Tensor]:
+        """Flat tensors that must hold the same bits on all ranks, by a name for people."""
+        state = self.scale.state
+        found = {"reference count": torch.tensor([reference_count or 0], device=self.layout.device)} | {
+            f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
+        }
+        for segment in self.layout.segments:
+            found |= {
+                f"{slot.name} ({kind})": slot.flat(flat)
+                for kind, flat in self._replicated(segment).items()
+                for slot in segment.slots
+            }
+        return found
+
+    def changed_buffers(self) -> dict[str, bool]:
+        """By name, whether a buffer has other bits than at the start, or after `load`."""
+        start, buffers = self._start_bits, named_buffers(self.model)
+        if new := buffers.keys() - start.keys():
+            raise UnusableError(
+                f"buffers {', '.join(sorted(new))} were registered after the Stepper was built. Register "
+                "buffers in the model's __init__."
+            )
+        return {name: not torch.equal(bits_of(buffer), start[name]) for name, buffer in buffers.items()}
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether samples of this rank have gone into an update since the start. Waits for the device."""
+        return bool(self._trained)
+
+    def count_update(self, skip: Tensor) -> None:
+        """Samples of this rank went into an update, unless `skip` (bool, 0-dim, on the device)."""
+        self._trained |= ~skip
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept between steps, wire gradients included."""
+        return [
+            self.scale.state,
+            *self._start_bits.values(),
+            *self.buffers.tensors(),
+            *self.updater.tensors(),
+            *(tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)),
+            *(p.master for p in self.shards.pieces if p.half and p.master is not None),
+        ]
+
+    def _start(self) -> None:
+        """What `has_trained` and `changed_buffers` compare with."""
+        self._trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
+        self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
+
+    def _replicated(self, segment: Segment) -> dict[str, Tensor]:
+        """What every rank holds whole of a segment, flat, by kind: weight, master, optimizer states."""
+        kinds = {"weight": segment.weight}
+        for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
+            if piece.weight is segment.weight:
+                kinds |= {"master": piece.master} if piece.half and piece.master is not None else {}
+                kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}
+        return kinds
+
+
+def size_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of these tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

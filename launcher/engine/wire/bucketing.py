@@ -1,0 +1,101 @@
+"""What a step's gradients are cut into, and what is read of each part: built once, before the first step.
+
+Owns the buckets in their order of launching, the memory that they write into, and the sums of squares over
+them. How they are filled and sent is the Reducer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.engine.flat.layout import Layout, Segment
+from launcher.engine.wire.grad_norm import Look, SumOfSquares
+from launcher.engine.wire.inbox import Inbox
+from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
+
+
+@dataclass(frozen=True)
+class Bucketing:
+    """The buckets, and by bucket or segment what receives gradients and what sums their squares."""
+
+    buckets: list[Bucket]  # in the order of launching, the same on all ranks
+    inboxes: list[Inbox]  # by bucket
+    accumulated: list[Tensor]  # fp32, flat, by segment; none for one micro-batch per step
+    own_looks: list[Look]  # by bucket, at this rank's gradient before the wire; none without a group
+    reduced_looks: list[Look]  # by segment, at the reduced gradient as this rank holds it
+    replicated: Tensor  # [parameters] bool: those whose reduced gradient every rank holds whole
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        transports: Mapping[str, Transport],
+        sums: SumOfSquares,
+        *,
+        accumulates: bool,
+        travels: bool,
+    ) -> Bucketing:
+        """A bucket per run of `layout`. Moves the last segment's gradients.
+
+        `accumulates` where a step has several micro-batches, `travels` where there is a group.
+        """
+        buckets = _buckets(layout, transports)
+        totals = _accumulators(layout) if accumulates else {}
+        return cls(
+            buckets,
+            [
+                Inbox(b.segment, b.run, transports[b.segment.name].before, totals.get(b.segment.name))
+                for b in buckets
+            ],
+            list(totals.values()),
+            [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
+            [sums.over(_parts(segment, buckets, transports)) for segment in layout.segments],
+            _replicated(layout, buckets, transports),
+        )
+
+
+def _buckets(layout: Layout, transports: Mapping[str, Transport]) -> list[Bucket]:
+    """One bucket per run. The last segment's gradients are re-made with an element per rank behind them.
+
+    Those travel with the last bucket, but where that is sharded: no rank would receive them all.
+    """
+    last = layout.segments[-1]
+    whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
+    last.grad = whole[: last.numel]
+    pairs = [(segment, run) for segment in layout.segments for run in segment.runs]
+    buckets = []
+    for index, (segment, run) in enumerate(pairs):
+        message = segment.grad[run.start : run.end]
+        buckets.append(Bucket(index, segment, run, message, message[:0]))
+    if not isinstance(transports[last.name], ShardedSum):
+        buckets[-1].message = whole[pairs[-1][1].start :]
+    buckets[-1].tail = whole[last.numel :]
+    return buckets
+
+
+def _accumulators(layout: Layout) -> dict[str, Tensor]:
+    """fp32 buffers in which micro-batches are summed, 4 bytes per parameter, by segment."""
+    return {
+        segment.name: torch.zeros(segment.numel, dtype=torch.float32, device=layout.device)
+        for segment in layout.segments
+    }
+
+
+def _parts(segment: Segment, buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> list[Tensor]:
+    """The reduced gradient of a segment as this rank holds it, flat, by parameter."""
+    own = [bucket for bucket in buckets if bucket.segment is segment]
+    return [part for bucket in own for part in transports[segment.name].parts(bucket)]
+
+
+def _replicated(layout: Layout, buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> Tensor:
+    """[parameters] bool: those of segments that every rank holds whole."""
+    whole = [
+        not isinstance(transports[bucket.segment.name], ShardedSum)
+        for bucket in buckets
+        for _ in bucket.slots
+    ]
+    return torch.tensor(whole, device=layout.device)
