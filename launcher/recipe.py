@@ -32,6 +32,7 @@ __all__ = [
     "Batch",
     "Config",
     "ConfigError",
+    "DataError",
     "Loss",
     "Recipe",
     "TensorData",
@@ -50,7 +51,7 @@ REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a
 
 @dataclass(frozen=True)
 class Loss:
-    """What one forward pass says about a micro-batch."""
+    """The result of a forward pass on one micro-batch. The loss of a step is the sum over all `count`."""
 
     sum: Tensor  # fp32, 0-dim: over the samples (or tokens) of the micro-batch, not their mean
     count: int  # how many samples (or tokens) carry loss
@@ -71,7 +72,12 @@ def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training task: the data, the model, the loss, and what is measured."""
+    """A training task: the data, the model, the loss, and what is measured.
+
+    `loss(network, batch)` is called within the precision context, on each micro-batch and in evaluations.
+    Transforms take and return a batch on the device; `noise` [n, 4] in [0, 1) is the same for a sample and
+    epoch whatever the number of ranks.
+    """
 
     build_model: Callable[[], nn.Module]
     train: TensorData

@@ -197,6 +197,8 @@ class RecipesConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """Everything that a run is configured by, one field per group of `conf/`, after all checks."""
+
     seed: int
     recipe: RecipeConfig
     run: RunConfig

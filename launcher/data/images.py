@@ -43,14 +43,17 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
+        """1 for grey images, 3 for coloured ones."""
         return self.train.columns["image"].shape[1]
 
     @property
     def height(self) -> int:
+        """Of the images, in pixels."""
         return self.train.columns["image"].shape[2]
 
     @property
     def width(self) -> int:
+        """Of the images, in pixels."""
         return self.train.columns["image"].shape[3]
 
     def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:

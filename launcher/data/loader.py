@@ -16,16 +16,17 @@ from torch import Tensor
 
 from launcher.errors import DataError
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
 
 NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as many as it needs
 
 
 @dataclass(frozen=True)
 class TensorData:
-    """A set of samples in memory: named columns with one row per sample, all of the same length.
+    """A set of samples in memory: named columns [num_samples, ...], one row per sample.
 
-    `name` is that of a data set of the project (the config's `data.name`); None for any other.
+    Raises DataError for columns of different lengths. `name` is that of a data set of the project (the
+    config's `data.name`); None for any other.
     """
 
     columns: dict[str, Tensor]
@@ -40,6 +41,7 @@ class TensorData:
         return len(next(iter(self.columns.values())))
 
     def to(self, device: torch.device) -> TensorData:
+        """The same samples on `device`."""
         return TensorData({name: column.to(device) for name, column in self.columns.items()}, self.name)
 
     def select(self, indices: Tensor) -> Batch:

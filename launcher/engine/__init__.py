@@ -3,7 +3,7 @@
 from launcher.engine.errors import EngineWarning, UnusableError
 from launcher.engine.optim.fused import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
-from launcher.engine.precision.loss_scale import Scaling
+from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import EngineState
 from launcher.engine.step_result import StepReport, StepResult
@@ -16,6 +16,7 @@ __all__ = [
     "EngineState",
     "EngineWarning",
     "Policy",
+    "ScaleStart",
     "Scaling",
     "StepReport",
     "StepResult",

@@ -28,11 +28,11 @@ NO_BACKWARD = (
 
 
 class UnusableError(ValueError):
-    """The user's to mend: the text says what was given, what the rule is, and what to do."""
+    """Raised for input that the engine cannot train; the text states the value, the rule and the fix."""
 
 
 class EngineWarning(UserWarning):
-    """A loop that can be run, but that most likely does not train what its author means."""
+    """Given for a training loop that runs, but that most likely does not train what its author means."""
 
 
 def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:

@@ -23,7 +23,9 @@ from launcher.engine.precision.policy import ScaleMode
 
 @dataclass(frozen=True)
 class EngineState:
-    """Tensors by name. `optimizer` has one entry per state and parameter: `exp_avg/fc.weight`.
+    """The state of a Stepper: tensors by name, each with the shape of its parameter or buffer.
+
+    `optimizer` has one entry per state and parameter, fp32 for our own optimizers: `exp_avg/fc.weight`.
 
     `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters, of which those in
     fp64 or not floating-point keep their dtype. `counters` are those of the loss scale: exponent, clean steps
@@ -58,7 +60,7 @@ class EngineState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineState:
-        """The way back. Raises UnusableError for anything but what `as_dict` gave."""
+        """The state that `as_dict` was called on. Raises UnusableError for any other mapping."""
         refuse_other_forms(values)
         return cls(**_copied(values))
 
@@ -77,7 +79,7 @@ class EngineState:
 
     @classmethod
     def from_tensors(cls, flat: Mapping[str, Tensor]) -> EngineState:
-        """The way back. Raises UnusableError for anything but what `tensors` gave."""
+        """The state that `tensors` was called on. Raises UnusableError for any other mapping."""
         values: dict[str, Any] = {name: {} for name in _PARTS}
         for key, tensor in flat.items():
             part, slash, name = key.partition("/")

@@ -22,6 +22,8 @@ from launcher.engine.wire.step_counts import FIELDS
 class StepReport:
     """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks.
 
+    The same on all ranks, but for `wire_bytes` and `spans_ms` (milliseconds by part of the step).
+
     A step that some rank has abandoned has no samples: `loss` and `grad_norm` are NaN, `votes` are 0.
     """
 
@@ -45,7 +47,7 @@ class StepReport:
 
 
 class StepResult:
-    """A step's numbers on their way to the host. Reading them late costs no wait."""
+    """A step's numbers on their way to the host. `read()` one step late does not wait for the device."""
 
     def __init__(
         self,

@@ -76,8 +76,9 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent with momentum; weight decay is added to the gradient.
+    """Stochastic gradient descent with momentum, as torch.optim.SGD; weight decay is added to the gradient.
 
+    `lr` is per applied step; a Stepper's `learning_rates` and `lr` replace it. Raises UnusableError.
     A parameter without a gradient has a zero one (see Stepper): decay and momentum move it.
     """
 
@@ -96,12 +97,15 @@ class SGD:
 
     @property
     def states(self) -> tuple[str, ...]:
+        """`momentum`, fp32 and as many elements as the parameter; none where momentum is 0."""
         return ("momentum",) if self.momentum else ()
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
+        """The rate."""
         return (scalars.lr.float(),)
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+        """As `Optimizer.update`."""
         if self.weight_decay:
             grad.add_(master, alpha=self.weight_decay)
         if self.momentum:
@@ -117,6 +121,7 @@ class SGD:
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
+        """As `Optimizer.fused`."""
         torch._fused_sgd_(
             masters,
             grads,
@@ -134,8 +139,9 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Adam with decoupled weight decay; bias correction follows the applied steps.
+    """Adam with decoupled weight decay, as torch.optim.AdamW; bias correction follows the applied steps.
 
+    `lr` is per applied step; a Stepper's `learning_rates` and `lr` replace it. Raises UnusableError.
     A parameter without a gradient has a zero one (see Stepper): decay and moments move it.
     """
 
@@ -152,6 +158,7 @@ class AdamW:
 
     @property
     def states(self) -> tuple[str, ...]:
+        """Means of the gradient and of its square, fp32 and as many elements as the parameter each."""
         return ("exp_avg", "exp_avg_sq")
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
@@ -163,6 +170,7 @@ class AdamW:
         return keep.float(), (scalars.lr / correction1).float(), correction2.rsqrt().float()
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
+        """As `Optimizer.update`."""
         exp_avg, exp_avg_sq = states
         beta1, beta2 = self.betas
         keep, rate, widen = scalars.factors
@@ -176,6 +184,7 @@ class AdamW:
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
+        """As `Optimizer.fused`."""
         exp_avgs, exp_avg_sqs = states
         beta1, beta2 = self.betas
         torch._fused_adamw_(

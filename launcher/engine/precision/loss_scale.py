@@ -57,9 +57,9 @@ class Scaling:
 
 @dataclass(frozen=True)
 class ScaleStart:
-    """Where the loss scale stands after a state was loaded.
+    """The loss scale after a state was loaded: 2**exponent.
 
-    `restored`: whether that is where the state's stood. Else `reason` says, for people, why it is not.
+    `restored`: whether that is the scale of the state. Else `reason` says, for people, why it is not.
     """
 
     exponent: int
