@@ -125,7 +125,7 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
     [
         pytest.param(0, ["precision=amp_fp16", "optim=adamw"], marks=pytest.mark.slow),
         pytest.param(1, ["precision=bf16"], marks=pytest.mark.slow),
-        (3, ["precision=amp_bf16", "data.micro_batch=20"]),
+        (3, ["precision=amp_bf16", "data.batch_size=48", "data.micro_batch=10"]),
         pytest.param(
             4,
             ["data=synthetic", "precision=pure_fp16", "precision.scale.mode=static"],
@@ -134,7 +134,8 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
     ],
 )
 def test_other_policies_optimizers_and_worlds_train(ranks, words, tmp_path) -> None:
-    done = launch(tmp_path, [*SHORT, "train.max_steps=2", "tracker=none", *words], ranks)
+    workers = [f"launch.nproc={ranks}"] if ranks else []
+    done = launch_forked(tmp_path, [*SHORT, "train.max_steps=2", "tracker=none", *words, *workers])
     assert done.returncode == 0, done.stderr
     result = json.loads((only_run(tmp_path) / "result.json").read_text())
     assert result["world_size"] == max(ranks, 1)
@@ -154,7 +155,14 @@ def test_equal_runs_end_with_equal_bits(finished, tmp_path) -> None:
 
 
 def test_a_run_that_diverges_says_so_and_ends_with_code_5(tmp_path) -> None:
-    words = [*SHORT, "optim.lr=1e30", "precision=fp32", "tracker=none", "schedule=constant"]
+    words = [
+        *SHORT,
+        "optim.lr=1e30",
+        "precision=fp32",
+        "tracker=none",
+        "schedule=constant",
+        "data.batch_size=8",
+    ]
     done = launch_forked(tmp_path, words)
     assert done.returncode == 5
     assert "the loss was not finite" in done.stderr

@@ -68,8 +68,19 @@ def resume_everywhere(env: WorkerEnv, optimizer, policy: Policy, wire: Wire | No
     return state_digest(whole, counters=True), digests
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+SLOW = pytest.mark.slow
+FP16, FP32 = Policy.fp16(), Policy.fp32()
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *((name, FP16) for name in OPTIMIZERS),
+        ("adamw", FP32),
+        *(pytest.param(name, FP32, marks=SLOW) for name in OPTIMIZERS if name != "adamw"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_resume_at_every_step_equals_the_undisturbed_run(name, policy) -> None:
     for undisturbed, resumed in run_ranks(2, resume_everywhere, OPTIMIZERS[name], policy, None):
         assert resumed == [undisturbed] * STEPS
@@ -127,8 +138,16 @@ def load_on_ranks(env: WorkerEnv, wire: Wire | None, state: EngineState) -> bool
     return equal and again.counters == state.counters and all(len(a) == len(b) for a, b in kinds)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
-@pytest.mark.parametrize("sharded", [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("before", "after", "sharded"),
+    [
+        (2, 3, (True, False)),
+        (3, 1, (True, False)),
+        (1, 4, (False, True)),
+        *(pytest.param(*case, marks=SLOW) for case in [(2, 3, (False, True)), (3, 1, (False, True))]),
+        pytest.param(1, 4, (True, False), marks=SLOW),
+    ],
+)
 def test_a_state_fits_another_number_of_ranks_and_another_wire(before, after, sharded) -> None:
     old, new = (Wire(shard=shard) for shard in sharded)
     (state, *_) = run_ranks(before, save_on_ranks, old)
@@ -157,7 +176,8 @@ def load_from_files(env: WorkerEnv, wire: Wire | None, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "sharded"), [(2, 3, (True, True)), (2, 2, (True, False)), (1, 2, (False, True))]
+    ("before", "after", "sharded"),
+    [(2, 3, (True, True)), pytest.param(2, 2, (True, False), marks=SLOW), (1, 2, (False, True))],
 )
 def test_files_of_an_own_loop_fit_another_number_of_ranks(tmp_path: Path, before, after, sharded) -> None:
     run_ranks(before, save_to_files, Wire(shard=sharded[0]), tmp_path)
