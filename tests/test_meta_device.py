@@ -150,7 +150,7 @@ NO_VOTES, BAD_LOSS = [0.0] * 4, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 ANSWERS: dict[str, float | list[float]] = {
     "engine/step_result.py": REPORT,
     "evaluation/evaluate.py _conclude": [1.0],
-    "engine/stepper.py _agree_on_reference": 32.0,  # once, in the first step
+    "engine/wire/step_counts.py agree_on_reference": 32.0,  # once, in the first step
     "engine/precision/calibration.py": 0.25,
     "engine/diagnostics/nonfinite.py": 1.0,
     "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine import limits, works
+from launcher.engine import limits
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds, refuse_lazy
 from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
@@ -41,15 +41,15 @@ from launcher.engine.optim.compilation import Compilation, choose_compilation
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
-from launcher.engine.precision.loss_scale import LossScale, ScaleStart, Scaling, nearest_power_of_two
+from launcher.engine.precision.loss_scale import LossScale, ScaleStart, Scaling
 from launcher.engine.precision.policy import Emulation, Policy, choose_emulation
 from launcher.engine.replica import Replica, size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step_result import StepResult
 from launcher.engine.verdict import Terms, judge_on, next_rate
-from launcher.engine.wire.reducer import Reducer, refuse_sparse
+from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_counts import Tally
+from launcher.engine.wire.step_counts import Tally, agree_on_reference
 from launcher.engine.wire.transports import Wire, choose_transports
 
 
@@ -197,7 +197,7 @@ class Stepper:
             return None
         growth = max(1.0, self.layout.world_size / self._divisor) * self._micro_batches
         with self.reducer.grad_put_aside():
-            dry = dry_pass(self.model, loss, self._aside, growth, self.group)
+            dry = dry_pass(self.model, loss, self.reducer.gradients_aside, growth, self.group)
         self.buffers.restore()
         if self._reference is None:
             if dry.count is None:
@@ -256,7 +256,7 @@ class Stepper:
         if self._reference is None:
             raise UnusableError(NO_REFERENCE)
         with self._during_backward():
-            return self._aside(self._objective(loss_sum))
+            return self.reducer.gradients_aside(self._objective(loss_sum))
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
@@ -451,22 +451,6 @@ class Stepper:
     def _refuse_within_step(self, call: str) -> None:
         refuse_within_step(call, self._done + self._failed)
 
-    def _aside(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradients by name from a backward pass that is no part of a step.
-
-        Not from `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
-        """
-        refuse_loss(loss)
-        parameters = self.layout.parameters
-        with self.reducer.grad_put_aside():
-            loss.backward()  # type: ignore[no-untyped-call]
-            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            for p in parameters.values():
-                p.grad = None
-        for name, gradient in found.items():
-            refuse_sparse(name, gradient)
-        return {name: gradient for name, gradient in found.items() if gradient.numel()}
-
     def _objective(self, loss_sum: Tensor) -> Tensor:
         """J = (S / n0) * sum of losses, in fp32."""
         assert self._reference is not None
@@ -489,13 +473,5 @@ class Stepper:
         self._notices.warn(NO_BACKWARD, stacklevel=3)
 
     def _agree_on_reference(self, count: int | Tensor) -> int:
-        """n0 from the first step: the power of two nearest to the mean count per rank. A collective.
-
-        Each rank's first micro-batch stands for all of them. 0 where no rank had a sample: then the next step
-        has another say.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._device) + count * self._micro_batches
-        if self.group is not None:
-            works.run(dist.all_reduce(total, group=self.group, async_op=True), total)
-        mean = float(total) / self.layout.world_size
-        return nearest_power_of_two(mean) if mean else 0
+        """Each rank's first micro-batch stands for all of them."""
+        return agree_on_reference(count * self._micro_batches, self._device, self.group)

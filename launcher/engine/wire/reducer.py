@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import works
-from launcher.engine.errors import UnusableError
+from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Slot
 from launcher.engine.wire.bucketing import Bucketing
 from launcher.engine.wire.grad_norm import SumOfSquares
@@ -137,6 +137,22 @@ class Reducer:
         finally:
             for p, grad in held:
                 p.grad = grad
+
+    def gradients_aside(self, loss: Tensor) -> dict[str, Tensor]:
+        """Gradients by name from a backward pass of `loss` that is no part of a step.
+
+        Not from `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
+        """
+        refuse_loss(loss)
+        parameters = self._layout.parameters
+        with self.grad_put_aside():
+            loss.backward()  # type: ignore[no-untyped-call]
+            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            for p in parameters.values():
+                p.grad = None
+        for name, gradient in found.items():
+            refuse_sparse(name, gradient)
+        return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
     def take(self, slot: Slot, gradient: Tensor) -> None:
         """Receive a parameter's gradient from autograd."""

@@ -1,7 +1,8 @@
 """What travels with each step beside the gradients: samples, the sum of their losses, bad losses, votes.
 
 Owns the one small collective of a step. It is launched right before the first bucket, on every rank, so the
-order of collectives is the same everywhere, and what was added until then can be taken back.
+order of collectives is the same everywhere, and what was added until then can be taken back. Also the
+agreement on n0, from the counts of the first step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from launcher.engine import works
 from launcher.engine.limits import VOTES
+from launcher.engine.precision.loss_scale import nearest_power_of_two
 
 FIELDS = 3 + VOTES
 
@@ -67,3 +69,15 @@ class Tally:
         if self._newest is not None:
             self._sums[:3].add_(self._newest)
             self._newest = None
+
+
+def agree_on_reference(count: int | Tensor, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """n0 from the counts of the first step: the power of two nearest to their mean. A collective.
+
+    0 where no rank had a sample: then the next step has another say. Waits for the device.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device) + count
+    if group is not None:
+        works.run(dist.all_reduce(total, group=group, async_op=True), total)
+    mean = float(total) / (dist.get_world_size(group) if group else 1)
+    return nearest_power_of_two(mean) if mean else 0
