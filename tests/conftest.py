@@ -1,4 +1,4 @@
-"""What holds for all tests: which of them see a GPU, and how long an example of hypothesis may take.
+"""What holds for all tests: what they may not leave behind, which see a GPU, no deadline in hypothesis.
 
 The GPUs of a machine belong to the tests that are marked for them: all others run as on a machine without.
 Which of the two a session is has to be settled before CUDA is initialised, once for the whole process.
@@ -10,6 +10,10 @@ import os
 
 import pytest
 from hypothesis import settings
+
+from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
+
+__all__ = ["no_leak_of_a_module", "no_leak_of_a_test"]  # fixtures that every test uses
 
 # No test is about how long one example takes, which beside other work is anything.
 settings.register_profile("without deadline", deadline=None)
