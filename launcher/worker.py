@@ -268,7 +268,7 @@ def _assemble(
     with guarding(f'the function under @recipe("{config.recipe.uses}")', log_file):
         recipe = guarded(load_recipe(config), log_file)
     heartbeat.beat("comparing the data")
-    compare_data(recipe, env)
+    data = compare_data(recipe, env)
     recipe = build.on_device(recipe, env.device)
     plan = BatchPlan(
         num_samples=len(recipe.train),
@@ -286,7 +286,7 @@ def _assemble(
     stepper = build.build_stepper(config, env, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     run = Run(config, env, stepper, telemetry, heartbeat, requests)
-    continuity = Continuity(run, course, plan.num_samples)
+    continuity = Continuity(run, course, plan.num_samples, data)
     return _Job(run, recipe, Used.of(config, recipe, model), plan, course, model, continuity)
 
 

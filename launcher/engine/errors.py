@@ -56,7 +56,8 @@ def refuse_count(count: float | Tensor) -> None:
         )
     if isinstance(count, Tensor) and count.device.type == "cpu":
         count = count.item()  # that of another device would have to be waited for
-    if not isinstance(count, Tensor) and not (isinstance(count, Real) and 0 <= count < math.inf):
+    is_count = isinstance(count, Real) and not isinstance(count, bool) and 0 <= count < math.inf
+    if not isinstance(count, Tensor) and not is_count:
         raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 
 

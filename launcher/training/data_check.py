@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,14 +21,30 @@ from launcher.recipe import Recipe
 COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
 
 
-def compare_data(recipe: Recipe, env: WorkerEnv) -> None:
-    """Raise DataError, on all ranks alike, unless all hold the same data. A collective.
+def compare_data(recipe: Recipe, env: WorkerEnv) -> dict[str, str]:
+    """The fingerprint of the data. Raises DataError, on all ranks alike, unless it is that of all ranks.
 
     Compares lengths, classes, and of each column dtype, shape and a digest of some samples, which alone are
-    read. The data may be on any device.
+    read. The data may be on any device. A collective.
     """
-    by_rank = [json.loads(text) for text in exchange_texts(env, json.dumps(fingerprint(recipe)))]
-    refuse_other_data(by_rank)
+    own = fingerprint(recipe)
+    refuse_other_data([json.loads(text) for text in exchange_texts(env, json.dumps(own))])
+    return own
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """In words, what differs from the data that a checkpoint was trained on; empty where nothing does.
+
+    `before` is empty for a checkpoint without a fingerprint.
+    """
+    odd = [key for key in (before if before else ()) if before[key] != now.get(key)]
+    if not odd:
+        return ""
+    return (
+        f"the data is not that of the checkpoint: {', '.join(odd)} differ(s). The run is not bit for bit "
+        "the one that was saved, and samples that were trained on may be held out now. Build the same data "
+        "in every process: sort what comes from a set or a folder, and seed generators of your own."
+    )
 
 
 def fingerprint(recipe: Recipe) -> dict[str, str]:

@@ -14,6 +14,7 @@ from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError
+from launcher.training.data_check import changes
 from launcher.training.progress import Course, Position, Standing, Start, Totals
 from launcher.training.run import Run
 
@@ -25,6 +26,7 @@ class Continuity:
     run: Run
     course: Course
     num_samples: int
+    data: dict[str, str] = field(default_factory=dict)  # the fingerprint of the data
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
     scale: ScaleStart | None = None  # None where the run began afresh
@@ -66,6 +68,8 @@ class Continuity:
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env)
         self.standing = Standing.of(found.snapshot.extra)
         self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
+        if text := changes(found.snapshot.extra.get("data", {}), self.data):
+            self.run.telemetry.warn(text)
         evaluated = bool(found.snapshot.extra.get("evaluated", False))
         at_end = step == self.course.total_steps  # killed before its result was written
         owes = at_end or (self.course.evaluates_after(step) and not evaluated)
@@ -90,7 +94,7 @@ class Continuity:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
         self.standing.seconds = self.totals.seconds
         progress = Progress(position.epoch, position.step, round(self.totals.samples))
-        extra = self.standing.as_values() | {"evaluated": metric is not None}
+        extra = self.standing.as_values() | {"evaluated": metric is not None, "data": self.data}
         return checkpoint.stage(
             self.run.stepper,
             self.run.env,

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOK_EVERY_S = 1.0
+SILENT_LOOKS = 5  # seconds, as looks, without an answer of the store
 LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, and knows more
 SETTLE_S = 3.0  # for the same after another rank has failed
 DEAF_S = 5.0  # without a sign of life after a signal: who is slow is not lost
@@ -84,6 +85,9 @@ class Watchdog:
         self._asked: tuple[float, signal.Signals] | None = None
         self._other_failed_s: float | None = None
         self._asked_roll_s = float("-inf")
+        self._looks = 0  # at the store, so far
+        self._is_looking = False  # within one
+        self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
         # Where the parent watches, it sees the signs of life of all ranks and ends them.
@@ -92,6 +96,7 @@ class Watchdog:
             self._woken_before = _wake(self._write)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch_the_store, name="watchdog of the store", daemon=True).start()
         return self
 
     def __exit__(
@@ -99,6 +104,7 @@ class Watchdog:
     ) -> None:
         if self._thread is not None:
             _wake(self._woken_before)
+            self._over.set()
             thread, self._thread = self._thread, None
             os.write(self._write, b"\0")
             thread.join(LEAVE_S + CLEAN_UP_S)  # longer where the store does not answer: it ends by itself
@@ -109,8 +115,8 @@ class Watchdog:
         try:
             yield
         except BaseException as error:
+            self._failed = time.monotonic(), error  # first: the store may not answer
             claim_first_failure(self._store, self._job, self._launch.rank)
-            self._failed = time.monotonic(), error
             raise
 
     def tighten(self) -> None:
@@ -128,6 +134,7 @@ class Watchdog:
             since_s = now if now - looked_s > LOOK_EVERY_S + PAUSE_S else since_s
             beat = self._heartbeat.latest
             beat = Beat(beat.phase, beat.step, min(beat.age_s, now - since_s))
+            self._looks, self._is_looking = self._looks + 1, True
             try:
                 if store is None:
                     # A connection of its own: a wait of the main thread holds the lock of the other one.
@@ -138,6 +145,7 @@ class Watchdog:
             except DistError:
                 verdict = self._of_lost_store(beat)
             looked_s = time.monotonic()  # an answer of the store that takes long is no pause
+            self._is_looking = False
             if verdict is not None:
                 self._leave(verdict, store)
         if store is not None:
@@ -145,6 +153,20 @@ class Watchdog:
                 roll_call.leave()
         os.close(self._read)
         os.close(self._write)
+
+    def _watch_the_store(self) -> None:
+        """End this rank where the store takes connections and never answers, as that of a frozen host.
+
+        A call waits there in C without a limit, in the main thread too. Counts its own looks, not seconds:
+        after a pause of this process the store gets the same time to answer as before.
+        """
+        silent, last = 0, 0
+        while not self._over.wait(LOOK_EVERY_S):
+            silent = silent + 1 if self._is_looking and self._looks == last else 0
+            last = self._looks
+            beat = self._heartbeat.latest
+            if silent >= SILENT_LOOKS and (self._failed is not None or self._is_overdue(beat)):
+                self._leave(self._lost_store(beat), None)
 
     def _told_to_end(self) -> bool:
         """Wait for the next look; note signals, whose numbers the interpreter writes into the pipe."""
@@ -223,8 +245,9 @@ class Watchdog:
     def _of_lost_store(self, beat: Beat) -> Verdict | None:
         if self._failed is not None:
             return self._of_slow_clean_up(*self._failed)
-        if not self._is_overdue(beat):
-            return None
+        return self._lost_store(beat) if self._is_overdue(beat) else None
+
+    def _lost_store(self, beat: Beat) -> Verdict:
         rank = self._launch.rank
         return Verdict(
             f"rank {rank} waited for {beat.age_s:.0f} s, and rank 0's machine "

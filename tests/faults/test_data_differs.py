@@ -18,7 +18,7 @@ from launcher.errors import DataError
 from launcher.evaluation.evaluate import evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.run_dir.atomic import read_json
-from launcher.training.data_check import COMPARED, compare_data, fingerprint, refuse_other_data
+from launcher.training.data_check import COMPARED, changes, compare_data, fingerprint, refuse_other_data
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks
@@ -187,3 +187,28 @@ def test_the_order_of_a_set_is_refused_before_the_first_step(tmp_path: Path) -> 
     )
     assert "step 1" not in done.stdout
     assert read_json(only_run(tmp_path) / "result.json")["exit"] == 7
+
+
+def test_what_has_changed_since_a_checkpoint_is_named() -> None:
+    before, odd = fingerprint(recipe_of()), recipe_of()
+    odd.train.columns["x"][-1].add_(1)
+    assert changes(before, fingerprint(recipe_of())) == ""
+    assert changes({}, fingerprint(odd)) == "", "a checkpoint without a fingerprint"
+    assert "is not that of the checkpoint: training column x" in changes(before, fingerprint(odd))
+
+
+@pytest.mark.slow
+def test_a_resume_on_other_data_warns(tmp_path: Path, monkeypatch) -> None:
+    """The order of a set of texts is another one in each process."""
+    (tmp_path / "unsorted.py").write_text(IN_THE_ORDER_OF_A_SET)
+    warned = []
+    for seed, steps in (("1", 2), ("1", 3), ("2", 4)):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        words = ["recipe=resnet18", "recipe.uses=unsorted", "recipes.path=unsorted.py", "tracker=none"]
+        words += ["precision=fp32"]
+        done = launch(
+            tmp_path, [*words, f"train.max_steps={steps}", "run.dir=run", "data.batch_size=8"], ranks=0
+        )
+        assert done.returncode == 0, done.stderr
+        warned.append("is not that of the checkpoint: training column image" in done.stdout + done.stderr)
+    assert warned == [False, False, True]

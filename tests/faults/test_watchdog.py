@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ import pytest
 from tests.faults import launching
 from tests.faults.deaf import make_deaf
 from tests.faults.launching import Ended, Started, UserCode, run
+from tests.faults.parent import write_recipe
 from tests.faults.test_stopping import go_on, step_reached, torchrun
 from tests.faults.usercode import is_here, kill, own_rank, slowly
 
@@ -162,3 +168,52 @@ def test_under_torchrun(tmp_path: Path, ranks, rank, act, code, named) -> None:
     assert "error: " in output
     assert named in " ".join(output.split())
     assert seconds_to_end(ended) < 14
+
+
+def host(directory: Path, number: int, port: int) -> subprocess.Popen[str]:
+    """The torchrun of one of two machines, here both on this one, with one rank each."""
+    rendezvous = ["--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    words = ["recipe=resnet18", "recipe.uses=tiny", "recipes.path=tiny.py", "tracker=none", "run.dir=run"]
+    words += ["train.epochs=100000", f"launch.stall_s={STALL_S}", "data.batch_size=8"]
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "launcher", *words]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with open(directory / f"host{number}.txt", "w") as out:
+        return subprocess.Popen(command, cwd=directory, env=environ, stdout=out, stderr=out, text=True)
+
+
+@pytest.mark.slow
+def test_a_frozen_host_of_the_store_does_not_hold_the_others(tmp_path: Path) -> None:
+    """It keeps its connections and never answers: no call of the store's client fails, none returns."""
+    write_recipe(tmp_path, in_step="__import__('time').sleep(0.02)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = [host(tmp_path, number, port) for number in (0, 1)]
+    frozen = [hosts[0].pid]
+    try:
+        events = tmp_path / "run" / "metrics.jsonl"
+        assert within(60, lambda: events.is_file() and '"step": 20' in events.read_text())
+        children = Path(f"/proc/{hosts[0].pid}/task/{hosts[0].pid}/children").read_text()
+        frozen += [int(pid) for pid in children.split()]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        hosts[1].wait(STALL_S + 25)  # the rank leaves within STALL_S + 10, its torchrun after it
+        assert hosts[1].returncode == 1
+        result = json.loads((tmp_path / "run" / "result.json").read_text())
+        assert (result["exit"], "does not answer" in result["error"]) == (6, True)
+        status = json.loads((tmp_path / "run" / "status.json").read_text())
+        last = [json.loads(line)["time"] for line in events.read_text().splitlines()][-1]
+        assert status["updated"] - last < STALL_S + 10
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        for process in hosts:
+            process.terminate()
+            process.wait(60)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.1)
+    return holds()

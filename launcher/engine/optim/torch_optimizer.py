@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,9 @@ class TorchOptimizer:
         options: Mapping[str, Any] | None = None,
         **more_options: Any,
     ) -> None:
+        twice = [name for name in more_options if name in (options or {})]
+        if twice:
+            raise UnusableError(f"{twice[0]} is given twice: in options and as a keyword. Give it once.")
         given = {**(options or {}), **more_options}
         for name, value in (("kind", kind), ("lr", lr), ("options", given)):
             object.__setattr__(self, name, value)
@@ -85,6 +89,9 @@ def _refuse_options(kind: type[torch.optim.Optimizer], lr: float, options: Mappi
         raise UnusableError(
             f"{kind.__name__} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}."
         )
+    for name, value in options.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise UnusableError(f"{kind.__name__} {name}=nan: it must be a number.")
     errors = [_objection(kind, lr, options, [torch.zeros(shape)]) for shape in ((1, 1), (1,))]
     if all(errors):  # one of the shapes alone may be at fault: Muon takes matrices only
         raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {errors[0]}")
