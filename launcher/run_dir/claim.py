@@ -142,7 +142,9 @@ def _finished(config: Config, directory: Path) -> str:
     if steps < _wanted_steps(config, steps_per_epoch) or _was_cut_short(directory, steps):
         return ""
     metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
-    return f"{directory}: the run is done, after {steps} steps{metric}. To train on, raise train.epochs."
+    limits = config.train.max_steps is not None and config.train.max_steps <= steps
+    key = "train.max_steps" if limits else "train.epochs"
+    return f"{directory}: the run is done, after {steps} steps{metric}. To train longer, raise {key}."
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:

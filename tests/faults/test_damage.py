@@ -401,6 +401,9 @@ def test_a_finished_run_says_so_and_goes_on_for_more(tmp_path: Path, undisturbed
     ended = run(tmp_path / "run", ranks=2)
     assert ended.codes == [0, 0], ended
     assert f"the run is done, after {3 * EPOCH} steps" in ended.outputs[0]
+    assert "To train longer, raise train.epochs." in ended.outputs[0]
+    limited = run(tmp_path / "run", "train.epochs=9", f"train.max_steps={3 * EPOCH}", ranks=2)
+    assert "To train longer, raise train.max_steps." in limited.outputs[0]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     more = run(tmp_path / "run", "train.epochs=4", ranks=2)
     assert more.codes == [0, 0], more
