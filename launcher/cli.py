@@ -16,11 +16,12 @@ from launcher.commands.arguments import Arguments, parse
 from launcher.commands.export import export_weights
 from launcher.commands.help import help_text, recipes_text, version_text
 from launcher.commands.report import write_reports
-from launcher.commands.run import INTERRUPTED, report_failure, run_worker
+from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
 from launcher.config.groups import conf_dir
 from launcher.distributed.handoff import Leader, follow
 from launcher.distributed.process_group import LaunchEnv
+from launcher.errors import INTERRUPTED
 from launcher.process.terminal import columns_of, wrapped
 
 

@@ -4,6 +4,9 @@ Owns the mapping from kind of failure to exit code. Never imports torch: the fro
 before any device is touched. A bug of ours is an `assert` or a plain exception, never one of these.
 """
 
+INTERRUPTED = 130
+STOPPED = (75, 129, INTERRUPTED, 131, 143)  # exit codes by a signal, saved or not
+
 
 class LauncherError(Exception):
     """A failure with a clear text (what happened, the rule, what to do now) and an exit code."""

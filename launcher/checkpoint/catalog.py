@@ -19,8 +19,9 @@ from launcher.checkpoint.manifest import looks_whole, verify
 from launcher.checkpoint.snapshot import Metric
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import restored
+from launcher.run_dir.records import CHECKPOINTS
 
-FOLDER = "checkpoints"  # of a run
+FOLDER = CHECKPOINTS
 REPLACED = "replaced-"
 DELETED = ".deleted-"
 _STEP = re.compile(r"step-(\d{8,})")

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.checkpoint import generators
 from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config.schema import Config
+from launcher.distributed.collectives import gather
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
 from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
@@ -273,10 +273,7 @@ def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
     """On the host: [world_size, ...]. A collective."""
     if env.group is None:
         return state.to("cpu", copy=True).unsqueeze(0)
-    own = state.to(env.device)
-    rows = [torch.empty_like(own) for _ in range(env.world_size)]
-    dist.all_gather(rows, own, group=env.group)
-    return torch.stack(rows).cpu()
+    return torch.stack(gather(state.to(env.device), env.group)).cpu()
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:

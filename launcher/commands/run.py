@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from launcher.config.schema import Config
 
-INTERRUPTED = 130
-STOPPED = (75, 129, INTERRUPTED, 131, 143)  # by a signal, saved or not
-
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """In parent mode on workers of its own, else on the ranks that have been started with this process."""

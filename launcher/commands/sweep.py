@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.commands.run import STOPPED, report_failure, run_one
+from launcher.commands.run import report_failure, run_one
 from launcher.distributed.handoff import Leader
-from launcher.errors import CollectiveError, StalledError
+from launcher.errors import STOPPED, CollectiveError, StalledError
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request

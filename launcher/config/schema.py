@@ -58,6 +58,11 @@ class TrainConfig:
     deterministic: bool
     tf32: bool
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Updates of the whole run, skipped ones included."""
+        steps = steps_per_epoch * self.epochs
+        return min(steps, self.max_steps or steps)
+
 
 @dataclass(frozen=True)
 class SgdConfig:

@@ -1,6 +1,7 @@
-"""Texts and numbers of all ranks, by rank: the gathers that are not of gradients.
+"""Texts and numbers of all ranks: the collectives that are not of gradients.
 
-Every function is a collective: all ranks call it at the same point. Bytes only, nothing is unpickled.
+All ranks call each function at the same point; `group` None is one process. Bytes only, nothing is unpickled.
+Works are kept as the engine keeps its own: one that is dropped can abort the process at its end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import works
 
 
 def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
@@ -17,15 +19,26 @@ def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
     if env.group is None:
         return [text]
     data = text.encode()
-    lengths = _gather(env, torch.tensor([len(data)], device=env.device))
+    lengths = gather(torch.tensor([len(data)], device=env.device), env.group)
     longest = max(int(length) for length in lengths)
     padded = bytearray(data.ljust(longest + 1))  # at least one byte: an empty buffer is refused
-    rows = _gather(env, torch.frombuffer(padded, dtype=torch.uint8).to(env.device))
+    rows = gather(torch.frombuffer(padded, dtype=torch.uint8).to(env.device), env.group)
     pairs = zip(rows, lengths, strict=True)
     return [row.cpu().numpy().tobytes()[: int(length)].decode() for row, length in pairs]
 
 
-def _gather(env: WorkerEnv, own: Tensor) -> list[Tensor]:
-    rows = [torch.empty_like(own) for _ in range(env.world_size)]
-    dist.all_gather(rows, own, group=env.group)
+def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """`own` of each rank, by rank: tensors of one shape and dtype, on its device."""
+    if group is None:
+        return [own]
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    works.run(dist.all_gather(rows, own, group=group, async_op=True), own)
     return rows
+
+
+def reduce(
+    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Replace `tensor` by the sum, or another `op`, over the ranks."""
+    if group is not None:
+        works.run(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.data.loader import Batch, TensorData, evaluation_batches, transformed
+from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.recipe import Recipe
@@ -102,9 +102,8 @@ def evaluate(
                 break
             with forward_context():
                 _add(tally, recipe, model, indices, batch)
-    if env.group is not None:  # the same on all ranks: each has one where there are several
-        dist.all_reduce(tally.integers, group=env.group)
-        dist.all_reduce(tally.loss_sum, group=env.group)
+    reduce(tally.integers, env.group)
+    reduce(tally.loss_sum, env.group)
     if tally.broken_off:
         raise Interrupted
     check_every_sample_once(tally.seen, env.world_size)

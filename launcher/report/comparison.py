@@ -19,6 +19,7 @@ from launcher.config.groups import choice_file, conf_dir, description, group_cho
 from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_log_scale
 from launcher.report.reading import Warn, events_of, result_of, silent, text_of
 from launcher.run_dir.atomic import write_text
+from launcher.run_dir.records import OVERRIDES
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
@@ -80,7 +81,7 @@ def read_job(directory: Path, warn: Warn = silent) -> Job:
     events = events_of(directory, warn)
     steps = points_of([event for event in events if event["event"] == "step"], "loss")
     accuracies = points_of([event for event in events if event["event"] == "eval"], "accuracy")
-    lines = text_of(directory / "overrides.txt").splitlines()
+    lines = text_of(directory / OVERRIDES).splitlines()
     return Job(
         directory,
         {key: value for key, _, value in (line.partition("=") for line in lines)},

@@ -15,6 +15,7 @@ from launcher.report.html import facts, listing, page, picture, preformatted, se
 from launcher.report.plots import CONFUSION_MATRIX, CURVES
 from launcher.report.reading import Warn, bytes_of, events_of, json_of, result_of, silent, text_of
 from launcher.run_dir.atomic import write_text
+from launcher.run_dir.records import CONFIG, ENVIRONMENT, REPORT
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
 from launcher.telemetry.step_time import PARTS, time_shares
@@ -45,8 +46,8 @@ class RunFiles:
             name="/".join(run_dir.absolute().parts[-2:]),
             events=events_of(run_dir, warn),
             result=result_of(run_dir, warn),
-            environment=json_of(run_dir, "env.json", warn),
-            config=text_of(run_dir / "config.yaml"),
+            environment=json_of(run_dir, ENVIRONMENT, warn),
+            config=text_of(run_dir / CONFIG),
             classification_report=text_of(run_dir / "classification_report.txt"),
             curves=bytes_of(run_dir / CURVES),
             confusion_matrix=bytes_of(run_dir / CONFUSION_MATRIX),
@@ -59,7 +60,7 @@ class RunFiles:
 
 def write_report(run_dir: Path, warn: Warn = silent) -> Path:
     """Writes report.html from the other files, at any time in a run's life. Raises OSError."""
-    path = run_dir / "report.html"
+    path = run_dir / REPORT
     write_text(path, render(RunFiles.read(run_dir, warn)))
     return path
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.run_dir.atomic import read_json, write_content
+from launcher.run_dir.records import RESULT
 from launcher.telemetry.events import FILE_NAME, read_events
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
     """confusion_matrix.png from result.json; None where that holds none. Raises OSError, ValueError."""
     from matplotlib.colors import PowerNorm
 
-    result = read_json(run_dir / "result.json")
+    result = read_json(run_dir / RESULT)
     counts: list[list[int]] | None = result.get("confusion_matrix")
     if not counts:
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.atomic import read_json, read_regular
+from launcher.run_dir.records import RESULT
 from launcher.telemetry.events import recording_of
 
 Warn = Callable[[str], None]
@@ -56,7 +57,7 @@ def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
 
 def result_of(run_dir: Path, warn: Warn = silent) -> dict[str, Any]:
     """result.json without what has not its kind. Raises OSError."""
-    found = json_of(run_dir, "result.json", warn)
+    found = json_of(run_dir, RESULT, warn)
     odd = [key for key, kinds in RESULT_KINDS.items() if key in found and not isinstance(found[key], kinds)]
     if odd:
         warn(f"{run_dir / 'result.json'} is damaged: left out {', '.join(odd)}")

@@ -18,7 +18,15 @@ from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import CONFIG, config_yaml, describe, foreign_to_a_run, refuse_links
+from launcher.run_dir.records import (
+    CHECKPOINTS,
+    CONFIG,
+    RESULT,
+    config_yaml,
+    describe,
+    foreign_to_a_run,
+    refuse_links,
+)
 from launcher.run_dir.reserve import give_up_reserve, keep_reserve
 from launcher.run_dir.status import FILE_NAME
 
@@ -133,13 +141,13 @@ def _finished(config: Config, directory: Path) -> str:
     if Path(config.checkpoint.resume).is_relative_to(directory):
         return ""  # it goes back to an earlier checkpoint of its own
     try:
-        result = read_json(directory / "result.json")
+        result = read_json(directory / RESULT)
     except (OSError, ValueError):
         return ""
     steps, steps_per_epoch = result.get("steps"), result.get("steps_per_epoch")
     if result.get("state") != "done" or not isinstance(steps, int) or not isinstance(steps_per_epoch, int):
         return ""  # not done, or damaged: the run resumes from its last checkpoint and writes it again
-    if steps < _wanted_steps(config, steps_per_epoch) or _was_cut_short(directory, steps):
+    if steps < config.train.total_steps(steps_per_epoch) or _was_cut_short(directory, steps):
         return ""
     metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps
@@ -156,12 +164,7 @@ def _was_cut_short(directory: Path, steps: int) -> bool:
         state = read_json(directory / FILE_NAME).get("state")
     except (OSError, ValueError):
         return False
-    return state == "running" and (directory / "checkpoints" / f"step-{steps:08d}").is_dir()
-
-
-def _wanted_steps(config: Config, steps_per_epoch: int) -> int:
-    total = steps_per_epoch * config.train.epochs
-    return min(total, config.train.max_steps or total)
+    return state == "running" and (directory / CHECKPOINTS / f"step-{steps:08d}").is_dir()
 
 
 def _differences(config: Config, directory: Path) -> list[str]:

@@ -32,19 +32,20 @@ from launcher.run_dir.atomic import (
 from launcher.run_dir.reserve import RESERVE, write_with_reserve
 from launcher.run_dir.status import FILE_NAME, Status
 
-CONFIG = "config.yaml"
+CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
+METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"
 FILES = (
     CONFIG,
-    "overrides.txt",
-    "env.json",
+    OVERRIDES,
+    ENVIRONMENT,
     FILE_NAME,
-    "metrics.jsonl",
-    "result.json",
+    METRICS,
+    RESULT,
     "classification_report.txt",
     "confusion_matrix.png",
     "curves.png",
     "gradients.png",
-    "report.html",
+    REPORT,
     ".lock",
     RESERVE,
 )
@@ -71,7 +72,7 @@ def describe(config: Config, overrides: Sequence[str]) -> None:
     """Write what the run is to its directory. Raises OSError."""
     directory = Path(config.run.dir)
     write_text(directory / CONFIG, config_yaml(config), durable=True)
-    write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    write_text(directory / OVERRIDES, "".join(f"{override}\n" for override in overrides))
     write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
 
 
@@ -129,7 +130,7 @@ def config_yaml(config: Config) -> str:
 def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
     """env.json: versions, platform, commit, and the devices of the ranks in rank order. Raises OSError."""
     write_json(
-        run_dir / "env.json",
+        run_dir / ENVIRONMENT,
         {
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -143,12 +144,12 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
 
 def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
     """result.json, on the disk before this returns. Raises OSError."""
-    write_with_reserve(run_dir, lambda: write_json(run_dir / "result.json", result, durable=True))
+    write_with_reserve(run_dir, lambda: write_json(run_dir / RESULT, result, durable=True))
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
     """The log of a rank: logs/rank<k>.log."""
-    return run_dir / "logs" / f"rank{rank}.log"
+    return run_dir / LOGS / f"rank{rank}.log"
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:

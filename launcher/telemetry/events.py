@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.atomic import json_line, open_plain, read_regular, restored, write_text
+from launcher.run_dir.records import METRICS
 from launcher.telemetry.stream import Record
 
-FILE_NAME = "metrics.jsonl"
+FILE_NAME = METRICS
 SHOWN = 5  # numbers of damaged lines in a warning
 
 

@@ -241,11 +241,11 @@ def decisions(
     yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
     yield "batch", _division(plan)
     numel = stepper.num_trainable
-    steps = plan.steps_per_epoch * config.train.epochs
+    steps = config.train.total_steps(plan.steps_per_epoch)
     if config.optim.name in TORCH_OPTIMIZERS:
         yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
     else:
-        reason = compiles_update(env.device, numel, min(steps, config.train.max_steps or steps))[1]
+        reason = compiles_update(env.device, numel, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
     if config.wire.overlap and _shares_communicator(config, env):

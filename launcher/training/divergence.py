@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.data.loader import Batch, DeviceBatches, epoch_order
+from launcher.distributed.collectives import gather
 from launcher.engine import Stepper
 from launcher.engine.diagnostics.nonfinite import (
     BackwardDiagnosis,
@@ -213,12 +214,7 @@ def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> s
 
 def exchange(own: Evidence, group: dist.ProcessGroup | None, device: torch.device) -> list[Evidence]:
     """What each rank found, in rank order, on all ranks. A collective."""
-    if group is None:
-        return [own]
-    message = pack(own).to(device)
-    messages = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(messages, message, group=group)
-    return [unpack(each.cpu()) for each in messages]
+    return [unpack(each.cpu()) for each in gather(pack(own).to(device), group)]
 
 
 def pack(evidence: Evidence) -> Tensor:

@@ -40,9 +40,8 @@ class Course:
 
     @classmethod
     def of(cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None) -> Course:
-        total = steps_per_epoch * train.epochs
-        steps = min(total, train.max_steps or total)
-        return cls(steps_per_epoch, steps, train.eval_every_epochs, check_every_steps)
+        total = train.total_steps(steps_per_epoch)
+        return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps)
 
     def positions(self, start: Start) -> Iterator[Position]:
         """The steps that are left, in order."""

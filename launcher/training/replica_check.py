@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.distributed.collectives import gather, reduce
 from launcher.engine import Stepper
 from launcher.errors import ReplicaError
 from launcher.training.progress import Course, Position
@@ -43,7 +44,7 @@ def check_replicas(stepper: Stepper) -> None:
     replicas = stepper.replicas()
     own = checksums(replicas)
     extremes = torch.cat([own, -own])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=stepper.group)
+    reduce(extremes, stepper.group, dist.ReduceOp.MAX)
     largest, smallest = extremes[: len(own)], -extremes[len(own) :]
     # Every rank sees the same extremes, so all of them continue here, or none does.
     if bool((largest != smallest).any()):
@@ -65,14 +66,12 @@ def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
     answers = torch.cat([own, -own])
     if not stepper.has_trained:
         answers.fill_(ABSTAINS)
-    dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=group)
+    reduce(answers, group, dist.ReduceOp.MAX)
     some, not_all = answers[: len(own)] == 1, answers[len(own) :] == 0
     odd = (some & not_all).nonzero().flatten().tolist()
     if odd:
         names = [list(changed)[index] for index in odd]
-        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, own, group=group)
-        ranks = [rank for rank, row in enumerate(rows) if bool(row[odd].any())]
+        ranks = [rank for rank, row in enumerate(gather(own, group)) if bool(row[odd].any())]
         raise ReplicaError(
             f"the ranks no longer hold the same bits: buffers ({', '.join(names[:SHOWN])}) have changed on "
             f"rank(s) {', '.join(map(str, ranks))} only. Look for a faulty device or for code that changes "
@@ -88,9 +87,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
     """Which ranks hold something else than most ranks do, and in which tensors. A collective."""
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
-    table = torch.stack(rows).cpu()  # [rank, tensor]
+    table = torch.stack(gather(own, group)).cpu()  # [rank, tensor]
     usual = table.mode(dim=0).values
     odd = table != usual
     ranks = odd.any(dim=1).nonzero().flatten().tolist()
