@@ -278,7 +278,12 @@ def state_of(stepper: Stepper, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "where", ["norm.weight (weight)", "inner.weight (master)", "inner.weight (optimizer state 0)"]
+    "where",
+    [
+        "inner.weight (master)",
+        pytest.param("norm.weight (weight)", marks=pytest.mark.slow),
+        pytest.param("inner.weight (optimizer state 0)", marks=pytest.mark.slow),
+    ],
 )
 def test_one_bit_on_one_rank_is_found_before_it_is_saved(tmp_path: Path, where) -> None:
     code = partial(flip_one_bit, where=where, passes=11, rank=1)

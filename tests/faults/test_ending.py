@@ -40,7 +40,7 @@ def assert_diverged(ended: Ended, text: str) -> None:
     assert "done" not in ended.outputs[0].replace("so the run is not done", "")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_last_loss_that_is_not_finite_is_no_good_end(tmp_path: Path, undisturbed, ranks) -> None:
     """What was saved before stays, and the same command ends as if nothing had happened."""
     code = partial(poison, first_pass=LAST - 1, rank=ranks - 1)

@@ -85,10 +85,10 @@ def too_wide(lines: list[str], columns: int) -> list[str]:
     return [line for line in lines if len(line) > columns and " " in line.strip()]
 
 
-SLOW = [pytest.param(columns, marks=pytest.mark.slow) for columns in (60, 20)]
+SLOW = [pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 60, 20)]
 
 
-@pytest.mark.parametrize("columns", [80, 40, *SLOW])
+@pytest.mark.parametrize("columns", [40, *SLOW])
 def test_a_run_fits_its_terminal(place: Path, columns: int) -> None:
     terminal = Terminal(columns)
     assert terminal.run(place, [*TRAIN, *QUICK]) == 0, terminal.shown.decode()
