@@ -243,7 +243,7 @@ def test_emulated_fp16_trains_compiled_as_it_does_plain(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ten_sweeps_in_a_row_run_all_their_jobs(tmp_path) -> None:
-    """One directory and one wandb run per job; a failing job is told at once and ends nothing."""
+    """One directory and one wandb run per job; a failing job is reported at once and ends nothing."""
     (tmp_path / "tiny.py").write_text(MOONS)
     words = [
         "-m",

@@ -1,6 +1,6 @@
 """One checkpoint as files: written whole or not at all, verified before it is believed.
 
-Owns what lies in weights.safetensors (fp32 masters, frozen parameters and buffers by name),
+Owns the content of weights.safetensors (fp32 masters, frozen parameters and buffers by name),
 optimizer.safetensors and state.json. Never leaves a partial file under a final name and never executes what
 it reads.
 """

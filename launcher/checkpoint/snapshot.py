@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint import generators
+import launcher.checkpoint.generators as generators
 from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather

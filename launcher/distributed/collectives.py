@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import launcher.engine.works as works
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import works
 
 
 def exchange_texts(env: WorkerEnv, text: str) -> list[str]:

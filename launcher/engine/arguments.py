@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from launcher.engine import limits
+import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy

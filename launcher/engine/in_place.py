@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import Layout
 from launcher.engine.wire.shards import Shards

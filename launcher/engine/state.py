@@ -1,7 +1,7 @@
 """All that a training run is, by name: what must be kept for another process to go on bit for bit.
 
 Owns the form of the state in memory. Names and fp32 values do not depend on the number of ranks, the wire,
-sharding or the order of parameters, so a run may go on with others of these. Knows no files.
+sharding or the order of parameters, so a run may resume with others of these. Knows no files.
 """
 
 from __future__ import annotations

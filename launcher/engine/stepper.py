@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine import limits
+import launcher.engine.limits as limits
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds, refuse_lazy
 from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean

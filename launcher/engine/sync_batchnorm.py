@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_modules
 

@@ -4,7 +4,7 @@
 
 kernels   what torch, Triton and cuDNN say; the update compiled for 32 elements against the plain one
 launcher  a run with a checkpoint, and one that resumes from it
-restart   parent mode: a worker is killed, the next one goes on from the checkpoint
+restart   parent mode: a worker is killed, the next one resumes from the checkpoint
 wires     a group of one, each wire: the same bits as without a group
 launches  kernels and synchronisations of a step, counted by the profiler
 """

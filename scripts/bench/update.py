@@ -135,7 +135,7 @@ class Ours:
     def __init__(self, shapes: Shapes, optimizer: Optimizer, compiled: bool) -> None:
         self._layout = Layout(holder_of(shapes), Policy.fp16())
         for segment in self._layout.segments:
-            for slot in segment.slots:  # what lies between the slots stays zero
+            for slot in segment.slots:  # gaps between the slots stay zero
                 slot.flat(segment.grad).normal_()
         sums = SumOfSquares(self._layout.device, compiled)
         self._looks = [

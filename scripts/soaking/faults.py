@@ -132,7 +132,7 @@ def ask_worker_to_stop(run: Run, random: Random) -> float:
 
 
 def ask_to_stop_and_kill(run: Run, random: Random) -> float:
-    """A worker dies while the run is about to stop: it may be saved or not, and goes on in either case."""
+    """A worker dies while the run is about to stop: it may be saved or not, and resumes in either case."""
     victim = random.choice(run.all_workers())
     run.signal(run.parent.pid, signal.SIGTERM)
     time.sleep(random.uniform(0, 0.3))
@@ -214,7 +214,7 @@ def damage(file: Path, random: Random) -> None:
 
 
 def fill_disk(run: Run, random: Random) -> float:
-    """No room for checkpoints until the run has said so: it goes on all the same, and saves again later."""
+    """No room for checkpoints until the run has said so: it continues, and saves again later."""
     workers = run.all_workers()
     filler = run.run_dir / FOLDER / FILLER
     hurt_s, run.hurt = time.time(), True
@@ -278,7 +278,7 @@ def _go_on_after_kill(run: Run, hurt_s: float) -> float:
 
 
 def _stopped(run: Run, asked_s: float) -> float:
-    """Exit 75, saved after the last step; then the same command goes on."""
+    """Exit 75, saved after the last step; then the same command resumes."""
     code = run.exit_code()
     if code == 0:  # it had nothing left to do
         raise Finished

@@ -230,7 +230,7 @@ def mount_for_ourselves() -> bool:
 
 @contextmanager
 def small_disk(directory: Path, wanted: bool) -> Iterator[None]:
-    """A file system with little room at `directory`; what lies there in the end stays there."""
+    """A file system with little room at `directory`; what it holds at the end stays there."""
     if not wanted:
         yield
         return

@@ -271,7 +271,7 @@ def averaged(made: Snapshot, **changes: Any) -> Snapshot:
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_an_evaluation_that_was_owed_is_added(tmp_path: Path, monkeypatch, can_exchange) -> None:
-    """A run that stopped before its evaluation goes on with it, and saves the same weights as the best."""
+    """A run that stopped before its evaluation resumes with it, and saves the same weights as the best."""
     if not can_exchange:
         monkeypatch.setattr("launcher.checkpoint.format.RENAME_EXCHANGE", 1 << 20)
     path = publish(tmp_path, snapshot(7))
@@ -401,7 +401,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
     with Writer(tmp_path, keep=2) as writer:
         assert writer.publish(lambda: snapshot(1)) is None
         assert started.wait(10)
-        assert writer.poll() is None  # the training goes on meanwhile
+        assert writer.poll() is None  # the training continues meanwhile
         assert not list(tmp_path.iterdir())
         threading.Timer(0.05, may_finish.set).start()
 

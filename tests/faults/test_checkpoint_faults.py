@@ -225,7 +225,7 @@ def test_a_file_size_limit_is_reported_once_and_costs_one_checkpoint(tmp_path: P
     assert "File too large" in second[2]
     assert none_again is None, "reported once"
     assert after_second == ["step-00000001"], "nothing of the failed one is left"
-    assert third == (3, "step-00000003", None), "the run goes on, and so do its checkpoints"
+    assert third == (3, "step-00000003", None), "the run continues, and so do its checkpoints"
     assert after_third == ["step-00000001", "step-00000003"]
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
 
@@ -388,7 +388,7 @@ def test_three_ranks_agree_on_what_was_asked_for(tmp_path: Path) -> None:
 
 
 def resume_with_another_seed_on_rank_1(env: WorkerEnv, directory: Path) -> str:
-    """What one rank alone refuses, all ranks have to hear of."""
+    """What one rank alone refuses is refused on all ranks."""
     identity = replace(IDENTITY, seed=7) if env.rank == 1 else IDENTITY
     try:
         resume(env, directory, "auto", identity)

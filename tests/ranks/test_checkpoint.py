@@ -1,4 +1,4 @@
-"""A run saved by some ranks goes on: bit for bit on as many ranks, from the same values on others."""
+"""A run saved by some ranks resumes: bit for bit on as many ranks, from the same values on others."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def breaking_transform(batch: Batch, noise: torch.Tensor) -> Batch:
 
 
 def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool = False) -> tuple[str, bool]:
-    """What this rank is told, and whether its state stayed as it was."""
+    """What this rank gets, and whether its state stayed as it was."""
     images, labels = features(NUM_SAMPLES, 0, (3, 8, 8))
     images[planted, 1, 2, 3] = float("nan")
     plan = BatchPlan(NUM_SAMPLES, BATCH_SIZE, 3, env.world_size, env.rank, SEED, False)

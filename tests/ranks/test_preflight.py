@@ -18,7 +18,7 @@ from tests.ranks.harness import run_ranks
 
 
 def meet_with(env: WorkerEnv, folder: str, difference: str) -> str:
-    """What the rank is told; rank 1 is the odd one."""
+    """What the rank gets; rank 1 is the odd one."""
     store = dist.FileStore(f"{folder}/store", env.world_size)
     config = composed()
     if env.rank == 1 and difference == "config":

@@ -1,4 +1,4 @@
-"""A run that goes on from a state ends with the bits of the run that was never stopped."""
+"""A run that resumes from a state ends with the bits of the run that was never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restart by torchrun goes on in the directory of the attempt before, from its newest checkpoint."""
+"""A restart by torchrun resumes in the directory of the attempt before, from its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the watch tells of each step, and when it ends a run."""
+"""What the monitor reports of each step, and when it ends a run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,7 +83,7 @@ def recorder() -> Recorder:
 
 
 class Inspector:
-    """Says what it is told to say, and keeps what it was asked."""
+    """Answers as given, and keeps what it was asked."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken = broken
@@ -213,7 +213,7 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights(recorder) -> None:
     [
         (2, (), [2, 4, 6]),
         (3, (), [3, 6]),
-        (3, (3, 4), [5, 6]),  # a skipped step has nothing to show: the next clean one is told instead
+        (3, (3, 4), [5, 6]),  # a skipped step has nothing to show: the next clean one is reported instead
         (1, (), [1, 2, 3, 4, 5, 6]),
         (7, (), []),
         (0, (), []),

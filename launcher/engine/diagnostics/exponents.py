@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine import works
+import launcher.engine.works as works
 
-FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; what lies outside is counted in the outermost
+FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; others are counted in the outermost
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
 NEAR_MAX_FROM = 14  # two octaves: 2^14 = 16384 to fp16's end at 65504
 _PATTERNS = 1 << 15  # the upper 16 bits of a float without its sign

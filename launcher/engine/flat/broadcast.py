@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.layout import Layout

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_modules
 

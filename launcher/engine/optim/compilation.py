@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.flat.layout import Layout, Piece
 from launcher.engine.optim.fused import Optimizer, Scalars, Updater
 from launcher.engine.optim.torch_optimizer import TorchOptimizer

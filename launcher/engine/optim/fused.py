@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from launcher.engine import limits
+import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.allocation import flat_zeros
 from launcher.engine.flat.layout import Piece

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.engine import limits
+import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import Layout, Piece, half_in
 from launcher.engine.flat.names import named_parameters

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.errors import refuse_count
 
 FP16_MAX = 65504.0

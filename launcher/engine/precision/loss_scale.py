@@ -14,7 +14,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from launcher.engine import limits
+import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.policy import Policy, ScaleMode
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine import works
+import launcher.engine.works as works
 from launcher.engine.limits import VOTES
 from launcher.engine.precision.loss_scale import nearest_power_of_two
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine import limits, works
+import launcher.engine.limits as limits
+import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import Layout, Run, Segment, Slot
 from launcher.engine.wire.side_stream import SideStream

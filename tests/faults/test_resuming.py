@@ -1,4 +1,4 @@
-"""Whatever ends a run, the same command goes on with it and ends with the bits of the undisturbed run."""
+"""Whatever ends a run, the same command resumes it and ends with the bits of the undisturbed run."""
 
 from __future__ import annotations
 
