@@ -345,6 +345,7 @@ print(len(images.train), int(images.train.columns["image"].sum()))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_a_read_only_folder_at_once_and_leave_nothing(tmp_path):
     folder, home = tmp_path / "data", tmp_path / "home"
     folder.mkdir()

@@ -170,7 +170,7 @@ def agree(case: str, num_steps: int, timeout_s: float = 60) -> tuple[int, int]:
     return counts
 
 
-@pytest.mark.parametrize("case", ["fp16", "sharded"])
+@pytest.mark.parametrize("case", [pytest.param("fp16", marks=pytest.mark.slow), "sharded"])
 def test_ranks_agree_whatever_each_of_them_does(case: str) -> None:
     abandoned, skipped = agree(case, 25)
     assert abandoned >= 3

@@ -71,7 +71,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "ending"), CASES[:3])
+@pytest.mark.parametrize(
+    ("kind", "ending"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:3])]
+)
 def test_a_loop_ends_with_its_own_exit_code(kind, ending, tmp_path) -> None:
     assert exit_codes(tmp_path / "run", kind, ending) == [int(ending == "exception")] * 2
 

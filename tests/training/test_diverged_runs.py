@@ -116,7 +116,7 @@ BAD_MODELS = {
 @pytest.mark.parametrize(
     ("starter", "model"),
     [
-        ("torchrun", "frozen"),
+        pytest.param("torchrun", "frozen", marks=pytest.mark.slow),
         pytest.param("torchrun", "fp64", marks=pytest.mark.slow),  # from there on as in a parent's workers
         ("parent", "frozen"),
         ("parent", "fp64"),

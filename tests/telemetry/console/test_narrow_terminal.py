@@ -105,6 +105,7 @@ def test_a_run_fits_its_terminal(place: Path, columns: int) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_becomes_narrower_is_fitted_from_then_on(place: Path) -> None:
     terminal = Terminal(120)
     words = [*TRAIN, *QUICK, "train.max_steps=60", "train.epochs=50"]

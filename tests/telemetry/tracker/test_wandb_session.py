@@ -266,7 +266,11 @@ def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_wa
 
 
 @pytest.mark.parametrize(
-    ("signal", "says"), [("SIGKILL", "wandb is given up"), ("SIGSTOP", "did not finish within 5.6 s")]
+    ("signal", "says"),
+    [
+        ("SIGKILL", "wandb is given up"),
+        pytest.param("SIGSTOP", "did not finish within 5.6 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_service_that_dies_or_stops_costs_one_warning_and_a_bounded_wait(tmp_path, signal, says):
     trained = train(tmp_path, {"steps": 50, "signal": signal, "patience": [0.3, 0.3]})
