@@ -1,4 +1,4 @@
-"""All that a training run is, by name: what must be kept for another process to go on bit for bit.
+"""All that a training run is, by name: what must be kept for another process to resume bit for bit.
 
 Owns the form of the state in memory. Names and fp32 values do not depend on the number of ranks, the wire,
 sharding or the order of parameters, so a run may resume with others of these. Knows no files.

@@ -336,7 +336,7 @@ class Stepper:
         return self._replica.masters()
 
     def state(self) -> EngineState:
-        """Everything needed to go on bit for bit, by name. Views where possible: clone() what must last.
+        """Everything needed to resume bit for bit, by name. Views where possible: clone() what must last.
 
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """

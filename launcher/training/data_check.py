@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same data, by the digests of a few samples of each column.
+"""Whether all ranks, and the run that a checkpoint is of, hold the same data: by digests of a few samples.
 
 Owns the comparison before the first step. Never reads a whole data set.
 """
@@ -37,7 +37,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
     `before` is empty for a checkpoint without a fingerprint.
     """
-    odd = [key for key in (before if before else ()) if before[key] != now.get(key)]
+    odd = [key for key in before if before[key] != now.get(key)]
     if not odd:
         return ""
     return (

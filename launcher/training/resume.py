@@ -5,6 +5,7 @@ Owns the choice of the start, what is reported of it, and the copy of all that b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +22,12 @@ from launcher.training.run import Run
 
 @dataclass
 class Continuity:
-    """A run among its checkpoints. `num_samples` is the size of the training set."""
+    """A run among its checkpoints. `num_samples` is the size of the training set, `data` its fingerprint."""
 
     run: Run
     course: Course
     num_samples: int
-    data: dict[str, str] = field(default_factory=dict)  # the fingerprint of the data
+    data: Mapping[str, str]
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
     scale: ScaleStart | None = None  # None where the run began afresh
@@ -94,7 +95,7 @@ class Continuity:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
         self.standing.seconds = self.totals.seconds
         progress = Progress(position.epoch, position.step, round(self.totals.samples))
-        extra = self.standing.as_values() | {"evaluated": metric is not None, "data": self.data}
+        extra = self.standing.as_values() | {"evaluated": metric is not None, "data": dict(self.data)}
         return checkpoint.stage(
             self.run.stepper,
             self.run.env,

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOK_EVERY_S = 1.0
-SILENT_LOOKS = 5  # seconds, as looks, without an answer of the store
+SILENT_LOOKS = 7  # within one call of the store: longer than a roll call, ANSWER_S, takes
 LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, and knows more
 SETTLE_S = 3.0  # for the same after another rank has failed
 DEAF_S = 5.0  # without a sign of life after a signal: who is slow is not lost
@@ -160,10 +160,10 @@ class Watchdog:
         A call waits there in C without a limit, in the main thread too. Counts its own looks, not seconds:
         after a pause of this process the store gets the same time to answer as before.
         """
-        silent, last = 0, 0
+        silent, previous = 0, 0
         while not self._over.wait(LOOK_EVERY_S):
-            silent = silent + 1 if self._is_looking and self._looks == last else 0
-            last = self._looks
+            silent = silent + 1 if self._is_looking and self._looks == previous else 0
+            previous = self._looks
             beat = self._heartbeat.latest
             if silent >= SILENT_LOOKS and (self._failed is not None or self._is_overdue(beat)):
                 self._leave(self._lost_store(beat), None)
