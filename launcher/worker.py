@@ -50,7 +50,8 @@ from launcher.telemetry import Telemetry, open_telemetry
 from launcher.training import build, results
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.data_check import compare_data
-from launcher.training.divergence import DivergenceInspector
+from launcher.training.divergence.check import DivergenceCheck
+from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.evaluator import Evaluator
 from launcher.training.loop import Task, train
 from launcher.training.monitor import Monitor
@@ -318,10 +319,11 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
         first = batches.step(*divmod(start.step, course.steps_per_epoch))
         run.telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))
     votes = Votes()
+    inspector = DivergenceInspector(stepper, recipe.loss, batches, run.env.group)
     monitor = Monitor(
         run,
         votes,
-        DivergenceInspector(stepper, recipe.loss, batches, run.env.group),
+        DivergenceCheck(config.precision.scale, inspector),
         build.gradient_stats(config, run.env, stepper, run.telemetry),
         continuity.totals,
         first_step_done=partial(_first_step_done, run, watchdog),

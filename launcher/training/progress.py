@@ -9,7 +9,6 @@ from typing import Any
 
 from launcher.checkpoint import Metric
 from launcher.config.schema import TrainConfig
-from launcher.engine import StepReport
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,11 @@ class Course:
 
 @dataclass
 class Totals:
-    """What the whole run has done so far, in training only (evaluation excluded); `last` of this process."""
+    """What the whole run has done so far, in training only (evaluation excluded)."""
 
     samples: float = 0.0
     seconds: float = 0.0
     wire_bytes_per_step: int = 0
-    last: StepReport | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from launcher.data.loader import Batch, BatchPlan, DeviceBatches, TensorData, ep
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
-from launcher.training.divergence import DivergenceInspector
+from launcher.training.divergence.rerun import DivergenceInspector
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks

@@ -1,31 +1,20 @@
-"""Who made a run diverge: the batch of the step that ended it, run again and watched.
+"""What a rank saw in the batch that ended a run: in words, by its order in the pass, and on all ranks.
 
-Owns that second look and the exchange of what each rank saw. All ranks come here at the same step, because
-all read the same numbers; nothing of the run changes but the random state. Never called while all is well.
+Owns the texts, and the message of fixed size in which the ranks exchange them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from launcher.data.loader import Batch, DeviceBatches, epoch_order
+from launcher.data.loader import Batch
 from launcher.distributed.collectives import gather
-from launcher.engine import Stepper
-from launcher.engine.diagnostics.nonfinite import (
-    BackwardDiagnosis,
-    Diagnosis,
-    ModuleFinding,
-    diagnose,
-    diagnose_backward,
-    nonfinite_parameters,
-)
-from launcher.engine.flat.names import named_parameters
-from launcher.recipe import Loss
+from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 
 MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
 ORDER_BYTES = 8
@@ -42,87 +31,6 @@ class Evidence:
 
     order: int
     text: str
-
-
-class DivergenceInspector:
-    """Finds what made the loss or the gradient of a step not finite."""
-
-    def __init__(
-        self,
-        stepper: Stepper,
-        loss: Callable[[nn.Module, Batch], Loss],
-        batches: DeviceBatches,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._stepper = stepper
-        self._loss = loss
-        self._batches = batches
-        self._group = group
-
-    def broken_weights(self) -> str:
-        """The weights that are not finite, each with what its master holds; empty where all are.
-
-        All ranks hold the same weights, so all get the same answer.
-        """
-        broken = nonfinite_parameters(self._stepper.model)
-        if not broken:
-            return ""
-        masters, weights = self._stepper.named_masters(), named_parameters(self._stepper.model)
-        told = [
-            f"{name} ({master_text(masters[name], weights[name].dtype)})" if name in masters else name
-            for name in broken[:MAX_NAMES]
-        ]
-        return ", ".join(told) + _rest(len(broken), MAX_NAMES)
-
-    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
-        """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
-
-        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported where no
-        pass shows anything. `backward` asks for the backward pass too: the losses were finite. The weights
-        are those of now: the step left them alone, but the next one, under way when this one is read, may
-        have moved them a little.
-        """
-        plan = self._batches.plan
-        try:
-            own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
-        except Exception as error:  # whatever happens here, the other ranks wait in the exchange below
-            own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
-        found = exchange(own, self._group, self._stepper.device)
-        return told_by_rank(found, suspected_ranks)
-
-    def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
-        """Run this rank's micro-batches again: all of them, so that modules that communicate stay in line."""
-        plan = self._batches.plan
-        order = epoch_order(plan.num_samples, plan.seed, epoch)
-        positions = plan.micro_positions(step_of_epoch)
-        found: list[Evidence] = []
-        for number, batch in enumerate(self._batches.step(epoch, step_of_epoch)):
-            indices = order[positions[number].start : positions[number].stop].tolist()
-            forward, loss_finite = self._run(batch)
-            back = self._run_back(batch) if backward else None
-            found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
-        return min(found, key=lambda evidence: evidence.order, default=Evidence(NOTHING, "no samples"))
-
-    def _run(self, batch: Batch) -> tuple[Diagnosis, bool]:
-        """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
-        losses: list[Tensor] = []
-
-        def forward() -> None:
-            with self._stepper.forward():
-                losses.append(self._loss(self._stepper.model, batch).sum)
-
-        diagnosis = diagnose(self._stepper.model, forward)
-        return diagnosis, bool(losses[0].isfinite())
-
-    def _run_back(self, batch: Batch) -> BackwardDiagnosis:
-        """Run backward even if forward failed, so that collectives within modules match on all ranks."""
-
-        def gradients() -> dict[str, Tensor]:
-            with self._stepper.forward():
-                loss = self._loss(self._stepper.model, batch).sum
-            return self._stepper.dry_backward(loss)
-
-        return diagnose_backward(self._stepper.model, gradients)
 
 
 def evidence_of(
@@ -150,8 +58,7 @@ def evidence_of(
     elif not loss_finite:
         parts.append("every module's output was finite, the loss was not")
     if diagnosis.parameters:
-        names = ", ".join(diagnosis.parameters[:MAX_NAMES])
-        parts.append(f"weights not finite: {names}{_rest(len(diagnosis.parameters), MAX_NAMES)}")
+        parts.append(f"weights not finite: {listed(diagnosis.parameters)}")
     position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
     return Evidence((number << 32) + position, "; ".join(parts))
 
@@ -171,8 +78,7 @@ def backward_text(back: BackwardDiagnosis | None) -> str:
         name, kind, value = back.module
         parts = [f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"]
     elif back.parameters:
-        names = ", ".join(back.parameters[:MAX_NAMES]) + _rest(len(back.parameters), MAX_NAMES)
-        parts = [f"gradients not finite: {names}, though those at all outputs were"]
+        parts = [f"gradients not finite: {listed(back.parameters)}, though those at all outputs were"]
     else:
         parts = ["all gradients are finite: it is their sum over micro-batches and ranks that is not"]
     if back.largest is not None:
@@ -196,10 +102,10 @@ def module_text(finding: ModuleFinding) -> str:
 def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
     """The samples at fault where they can be told apart, else all of the micro-batch."""
     chosen = suspects or indices
-    listed = ", ".join(map(str, chosen[:MAX_SAMPLES])) + _rest(len(chosen), MAX_SAMPLES)
+    numbers = listed([str(index) for index in chosen], MAX_SAMPLES)
     if suspects:
-        return f"training sample {listed} (of {len(indices)} in the micro-batch)"
-    return f"micro-batch of {len(indices)} training samples {listed}"
+        return f"training sample {numbers} (of {len(indices)} in the micro-batch)"
+    return f"micro-batch of {len(indices)} training samples {numbers}"
 
 
 def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
@@ -249,5 +155,7 @@ def _called(module: str) -> str:
     return module or "the model itself"
 
 
-def _rest(count: int, shown: int) -> str:
-    return f" and {count - shown} more" if count > shown else ""
+def listed(names: Sequence[str], shown: int = MAX_NAMES) -> str:
+    """The first names, and how many are left out."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

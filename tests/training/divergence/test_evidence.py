@@ -1,6 +1,6 @@
 """The error of a diverged run: its texts, and its messages of fixed size between ranks. Pure functions.
 
-Whole runs are in test_diverged_runs.py, the search by real ranks in tests/ranks/test_divergence.py.
+Whole runs are in ../test_diverged_runs.py, the search by real ranks in tests/ranks/test_divergence.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
-from launcher.training.divergence import (
+from launcher.training.divergence.evidence import (
     MESSAGE_BYTES,
     NOTHING,
     Evidence,

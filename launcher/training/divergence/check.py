@@ -1,0 +1,141 @@
+"""Raises DivergedError where continuing a run is of no use, with what is known of its last step.
+
+Owns the limits on bad steps and the latest changes of the loss scale. All ranks check the same numbers and
+raise at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from launcher.config.schema import ScaleConfig
+from launcher.engine import StepReport
+from launcher.errors import DataError, DivergedError
+from launcher.training.divergence.evidence import listed
+from launcher.training.progress import Position
+
+SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
+
+
+class Inspector(Protocol):
+    """Looks closer once a step has gone wrong. All ranks ask the same at the same step."""
+
+    def broken_weights(self) -> str: ...
+
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str: ...
+
+
+class DivergenceCheck:
+    """Checks each step's report in order, and the end of the run."""
+
+    def __init__(self, limits: ScaleConfig, inspector: Inspector) -> None:
+        self._limits = limits
+        self._inspector = inspector
+        self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_SHOWN)  # (first step, scale)
+        self._last: tuple[Position, StepReport] | None = None
+
+    def after(self, position: Position, report: StepReport) -> None:
+        """Raise DivergedError or DataError where no later step can help.
+
+        The same on all ranks, so the inspector may communicate.
+        """
+        self._last = (position, report)
+        if not self._scales or self._scales[-1][1] != report.scale:
+            self._scales.append((position.step, report.scale))
+        if report.skipped:
+            self._refuse_empty_step(position, report)
+            self._refuse_bad_losses(position, report)
+            self._refuse_overflows(position, report)
+
+    def at_end(self, position: Position, counters: Mapping[str, int], held_out_loss: float) -> None:
+        """Raise DivergedError where a run that has reached its last step has nothing to show for it.
+
+        That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
+        it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
+        """
+        bad, told = counters["bad_losses"], "so the run is not done"
+        if bad:
+            raise DivergedError(
+                f"the loss was not finite in the last {bad} of {position.step} steps, {told}. Check the "
+                f"input for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
+            )
+        if not counters["applied"]:
+            raise DivergedError(
+                f"none of {position.step} steps was applied, because every gradient overflowed, {told}. "
+                "Lower precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
+                f"{self._evidence_of_last()}"
+            )
+        if not math.isfinite(held_out_loss):
+            raise DivergedError(
+                f"the loss on the held-out set is {held_out_loss} after the last of {position.step} steps, "
+                f"{told}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
+            )
+
+    def _refuse_empty_step(self, position: Position, report: StepReport) -> None:
+        if report.count == 0:
+            raise DataError(
+                f"step {position.step} had no sample on any rank. Each step needs at least one: check the "
+                "data."
+            )
+
+    def _refuse_bad_losses(self, position: Position, report: StepReport) -> None:
+        broken = self._inspector.broken_weights() if report.bad_losses else ""
+        if broken:
+            raise DivergedError(
+                f"the loss was not finite in step {position.step}, because weights are not: {broken}. No "
+                "later step can mend that. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
+                f"optim.clip_norm.\n{self._evidence(position, report)}"
+            )
+        if report.bad_loss_steps >= self._limits.max_bad_losses:
+            raise DivergedError(
+                f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
+                f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
+                f"optim.lr, or set optim.clip_norm.\n{self._evidence(position, report)}"
+            )
+
+    def _refuse_overflows(self, position: Position, report: StepReport) -> None:
+        if report.floor_skips >= self._limits.max_floor_skips:
+            at, advice = self._floor(report.scale)
+            raise DivergedError(
+                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
+                f"{position.step}. {advice}\n{self._evidence(position, report)}"
+            )
+
+    def _floor(self, scale: float) -> tuple[str, str]:
+        """Where the gradient overflows although the scale cannot fall, and what to do about it."""
+        mode, least = self._limits.mode, self._limits.min
+        if mode == "none":
+            return (
+                " without a loss scale",
+                "Lower optim.lr, or make the loss smaller. wire.dtype=fp32 has more room.",
+            )
+        if mode == "static":
+            return (
+                f" at the constant loss scale {scale:g}",
+                "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic.",
+            )
+        lower = "" if least == 1 else " Lower precision.scale.min, too."
+        return (
+            f" at loss scale {scale:g}, the smallest allowed",
+            f"Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32.{lower}",
+        )
+
+    def _evidence(self, position: Position, report: StepReport) -> str:
+        """What is known of a step that ends the run: ranks, parameters, loss scale, and a closer look."""
+        scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
+        lines = [
+            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: "
+            + listed(report.culprit_parameters),
+            f"Loss scale: {scales}",
+            self._inspector.explain(
+                position.epoch, position.step, report.culprit_ranks, backward=not report.bad_losses
+            ),
+        ]
+        return "\n".join(lines)
+
+    def _evidence_of_last(self) -> str:
+        """The evidence of the last step; empty where that was taken by an earlier process of the run."""
+        return f"\n{self._evidence(*self._last)}" if self._last is not None else ""

@@ -1,0 +1,114 @@
+"""The batch of the step that ended a run, run again and watched: which rank, samples and module are at fault.
+
+Owns that second pass. All ranks enter it at the same step, because all read the same numbers; nothing of the
+run changes but the random state. Never called while all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.data.loader import Batch, DeviceBatches, epoch_order
+from launcher.engine import Stepper
+from launcher.engine.diagnostics.nonfinite import (
+    BackwardDiagnosis,
+    Diagnosis,
+    diagnose,
+    diagnose_backward,
+    nonfinite_parameters,
+)
+from launcher.engine.flat.names import named_parameters
+from launcher.recipe import Loss
+from launcher.training.divergence.evidence import (
+    NOTHING,
+    Evidence,
+    evidence_of,
+    exchange,
+    listed,
+    master_text,
+    told_by_rank,
+)
+
+
+class DivergenceInspector:
+    """Finds what made the loss or the gradient of a step not finite."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        loss: Callable[[nn.Module, Batch], Loss],
+        batches: DeviceBatches,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._stepper = stepper
+        self._loss = loss
+        self._batches = batches
+        self._group = group
+
+    def broken_weights(self) -> str:
+        """The weights that are not finite, each with what its master holds; empty where all are.
+
+        All ranks hold the same weights, so all get the same answer.
+        """
+        broken = nonfinite_parameters(self._stepper.model)
+        if not broken:
+            return ""
+        masters, weights = self._stepper.named_masters(), named_parameters(self._stepper.model)
+        told = [
+            f"{name} ({master_text(masters[name], weights[name].dtype)})" if name in masters else name
+            for name in broken
+        ]
+        return listed(told)
+
+    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
+        """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
+
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported where no
+        pass shows anything. `backward` asks for the backward pass too: the losses were finite. The weights
+        are those of now: the step left them alone, but the next one, under way when this one is read, may
+        have moved them a little.
+        """
+        plan = self._batches.plan
+        try:
+            own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
+        except Exception as error:  # whatever happens here, the other ranks wait in the exchange below
+            own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
+        found = exchange(own, self._group, self._stepper.device)
+        return told_by_rank(found, suspected_ranks)
+
+    def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
+        """Run this rank's micro-batches again: all of them, so that modules that communicate stay in line."""
+        plan = self._batches.plan
+        order = epoch_order(plan.num_samples, plan.seed, epoch)
+        positions = plan.micro_positions(step_of_epoch)
+        found: list[Evidence] = []
+        for number, batch in enumerate(self._batches.step(epoch, step_of_epoch)):
+            indices = order[positions[number].start : positions[number].stop].tolist()
+            forward, loss_finite = self._run(batch)
+            back = self._run_back(batch) if backward else None
+            found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
+        return min(found, key=lambda evidence: evidence.order, default=Evidence(NOTHING, "no samples"))
+
+    def _run(self, batch: Batch) -> tuple[Diagnosis, bool]:
+        """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            with self._stepper.forward():
+                losses.append(self._loss(self._stepper.model, batch).sum)
+
+        diagnosis = diagnose(self._stepper.model, forward)
+        return diagnosis, bool(losses[0].isfinite())
+
+    def _run_back(self, batch: Batch) -> BackwardDiagnosis:
+        """Run backward even if forward failed, so that collectives within modules match on all ranks."""
+
+        def gradients() -> dict[str, Tensor]:
+            with self._stepper.forward():
+                loss = self._loss(self._stepper.model, batch).sum
+            return self._stepper.dry_backward(loss)
+
+        return diagnose_backward(self._stepper.model, gradients)

@@ -1,0 +1,40 @@
+"""Reports of steps, and the limits on bad ones, for tests of what records and judges them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launcher.config.schema import ScaleConfig
+from launcher.engine import StepReport
+
+LIMITS = ScaleConfig(
+    mode="dynamic",
+    init=65536,
+    growth_interval=2000,
+    hysteresis=1,
+    min=1,
+    max=2**24,
+    max_bad_losses=3,
+    max_floor_skips=4,
+)
+CLEAN = StepReport(
+    loss=2.0,
+    grad_norm=1.0,
+    scale=1024.0,
+    lr=0.1,
+    count=8,
+    skipped=False,
+    bad_losses=0,
+    applied_steps=1,
+    skipped_steps=0,
+    floor_skips=0,
+    bad_loss_steps=0,
+    wire_bytes=100,
+    culprit_ranks=(),
+    culprit_parameters=(),
+    votes=(0, 0, 0, 0),
+    spans_ms={"compute": 3.0, "wire": 1.0},
+)
+OVERFLOW = replace(
+    CLEAN, skipped=True, skipped_steps=1, culprit_ranks=(1,), culprit_parameters=("fc.weight",)
+)
