@@ -23,6 +23,7 @@ class Bucketing:
     """The buckets, and by bucket or segment what receives gradients and what sums their squares."""
 
     buckets: list[Bucket]  # in the order of launching, the same on all ranks
+    home: dict[int, Bucket]  # by Slot.index, the bucket that takes the parameter's gradient
     inboxes: list[Inbox]  # by bucket
     accumulated: list[Tensor]  # fp32, flat, by segment; none for one micro-batch per step
     own_looks: list[Look]  # by bucket, at this rank's gradient before the wire; none without a group
@@ -47,6 +48,7 @@ class Bucketing:
         totals = _accumulators(layout) if accumulates else {}
         return cls(
             buckets,
+            {slot.index: bucket for bucket in buckets for slot in bucket.slots},
             [
                 Inbox(b.segment, b.run, transports[b.segment.name].before, totals.get(b.segment.name))
                 for b in buckets

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
@@ -45,6 +46,16 @@ class _Backward:
     arrived: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _Sending:
+    """How far a step's buckets have come, in their order."""
+
+    next: int = 0  # of the buckets, the first that was not launched
+    followed: int = 0  # and the first whose second stage was not started
+    bytes: int = 0  # handed to collectives
+    abandoned: bool = False
+
+
 class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
 
@@ -63,38 +74,24 @@ class Reducer:
         before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = layout
-        self._before_first = before_first
-        self._abandoned = False
         self._group = group
         self._rank = dist.get_rank(group) if group else 0
-        self._overlap = overlap
         self._transports = transports
         self._sharded = is_sharded(transports)
-        self._parts = Bucketing.of(
-            layout,
-            transports,
-            SumOfSquares(layout.device, compiled),
-            accumulates=micro_batches > 1,
-            travels=group is not None,
-        )
-        self.buckets = self._parts.buckets
-        self._home = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
-        self._backward = _Backward()
-        self._listens = False
-        self._next = 0
-        self._followed = 0
+        self._overlap = overlap
         # A CPU would wait in the midst of backward for ranks that wait there for this one, in a module's own
         # collective. A GPU's host waits for nothing.
         self._follows_at_once = layout.device.type != "cpu"
+        self._before_first = before_first
+        sums = SumOfSquares(layout.device, compiled)
+        accumulates, travels = micro_batches > 1, group is not None
+        self._parts = Bucketing.of(layout, transports, sums, accumulates=accumulates, travels=travels)
+        self.buckets = self._parts.buckets
+        self._backward = _Backward()
+        self._sending = _Sending()
+        self._listens = False
+        self._hooks = _take_over(self, layout)
         self.closed = False
-        self._sent_bytes = 0
-        _take_over(layout.parameters.values())
-        self._hooks = [
-            layout.parameters[slot.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _hook(self, slot)
-            )
-            for slot in layout.slots
-        ]
 
     @contextlib.contextmanager
     def receiving(self, last: bool) -> Iterator[None]:
@@ -157,10 +154,10 @@ class Reducer:
     def take(self, slot: Slot, gradient: Tensor) -> None:
         """Receive a parameter's gradient from autograd."""
         refuse_sparse(slot.name, gradient)
-        bucket = self._home[slot.index]
+        bucket = self._parts.home[slot.index]
         again = slot.index in self._backward.arrived
         self._backward.arrived.add(slot.index)
-        if again and bucket.index < self._next:
+        if again and bucket.index < self._sending.next:
             raise UnusableError(
                 f"parameter {slot.name} received a gradient twice in one backward pass, after its bucket "
                 "was sent. Re-entrant activation checkpointing does that: use use_reentrant=False, or "
@@ -189,10 +186,10 @@ class Reducer:
         Every rank calls this once per step, so all ranks launch all buckets, in the same order. `abandoned`
         where this rank takes its gradients back: that is known until now, so the last bucket waits for it.
         """
-        self._abandoned = abandoned
-        for bucket in self.buckets[self._next :]:
+        self._sending.abandoned = abandoned
+        for bucket in self.buckets[self._sending.next :]:
             self._launch(bucket)
-        self._next = len(self.buckets)
+        self._sending.next = len(self.buckets)
 
     def finish(self) -> Reduced:
         """Wait for the buckets in order, then look at all of them in one read per segment.
@@ -213,9 +210,9 @@ class Reducer:
         else:
             last = self.buckets[-1]
             marks = last.tail.double() / self._transports[last.segment.name].after
-        reduced = Reduced(sums, marks, self._sent_bytes)
+        reduced = Reduced(sums, marks, self._sending.bytes)
         self._backward = _Backward()
-        self._next, self._followed, self._sent_bytes = 0, 0, 0
+        self._sending = _Sending()
         return reduced
 
     def own_gradients(self) -> dict[str, Tensor]:
@@ -257,7 +254,8 @@ class Reducer:
 
     def _mark(self, bad: Tensor) -> Tensor:
         """This rank's slot, fp64, 0-dim."""
-        return torch.full_like(bad, ABANDONED, dtype=torch.float64) if self._abandoned else bad.double()
+        abandoned = self._sending.abandoned
+        return torch.full_like(bad, ABANDONED, dtype=torch.float64) if abandoned else bad.double()
 
     def _whole(self, bucket: Bucket) -> None:
         """All gradients of a bucket are there. Send what can be sent in the fixed order."""
@@ -265,9 +263,9 @@ class Reducer:
         if not (self._backward.last and self._overlap):
             return
         # The last one is whole at the end of the pass only, and waits for flush(): it carries the marks.
-        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0:
-            self._launch(self.buckets[self._next])
-            self._next += 1
+        while self._sending.next < len(self.buckets) - 1 and self.buckets[self._sending.next].pending == 0:
+            self._launch(self.buckets[self._sending.next])
+            self._sending.next += 1
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
@@ -279,7 +277,7 @@ class Reducer:
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
-        self._sent_bytes += self._transports[bucket.segment.name].launch(bucket)
+        self._sending.bytes += self._transports[bucket.segment.name].launch(bucket)
         if self._follows_at_once:
             self._follow(bucket.index)
 
@@ -288,9 +286,9 @@ class Reducer:
 
         It comes after the launch of the next bucket: that is on the wire while this one is summed.
         """
-        for bucket in self.buckets[self._followed : end]:
+        for bucket in self.buckets[self._sending.followed : end]:
             self._transports[bucket.segment.name].follow(bucket)
-        self._followed = end
+        self._sending.followed = end
 
 
 def _not_finite(sums: Tensor) -> Tensor:
@@ -321,10 +319,19 @@ def refuse_sparse(name: str, gradient: Tensor) -> None:
         )
 
 
-def _take_over(parameters: Iterable[nn.Parameter]) -> None:
-    """Of two that share a model the newer one trains it: a cell of a notebook that is run again."""
-    for parameter in parameters:
+def _take_over(reducer: Reducer, layout: Layout) -> list[RemovableHandle]:
+    """Hook the parameters of a layout, and close the reducer that they had.
+
+    Of two that share a model the newer one trains it: a cell of a notebook that is run again.
+    """
+    for parameter in layout.parameters.values():
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             older = getattr(hook, "reducer", lambda: None)()
             if older is not None:
                 older.close()
+    return [
+        layout.parameters[slot.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _hook(reducer, slot)
+        )
+        for slot in layout.slots
+    ]
