@@ -1,7 +1,7 @@
-"""From group choices and overrides to one tree of values, through Hydra.
+"""Composes group choices and overrides into one tree of values, through Hydra.
 
-Owns every composition and what a YAML file must not contain: code, resolvers, Hydra's own settings. Which
-overrides get here is settled in `launcher.config.resolve`. Never imports torch and creates no file.
+Owns composition and the check of what YAML files must not contain: code, resolvers, Hydra's own settings.
+`launcher.config.resolve` decides which overrides are composed. Never imports torch and creates no file.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from launcher.errors import ConfigError
 
 HYDRA_VERSION = "1.3"
 PATH_KEYS = (("data", "path"), ("recipes", "path"), ("checkpoint", "resume"))
-NOT_PATHS = ("auto", "never")  # words that may stand in place of a path
-SWEEP = "sweep"  # what an experiment's file asks for; it is spent before a job is composed
+NOT_PATHS = ("auto", "never")  # accepted in place of a path
+SWEEP = "sweep"  # section of an experiment's file, already expanded when a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A composed tree with its values, and what is recorded in their place, by path."""
+    """A composed tree with all values resolved, and the text recorded in place of values, by path."""
 
     tree: dict[str, Any]
     recorded: dict[str, Any]
@@ -65,13 +65,13 @@ class Request:
     """What the user asked for: one run, or with `multirun` a sweep."""
 
     overrides: tuple[str, ...]
-    config_dir: Path | None = None  # a tree of the user's own
+    config_dir: Path | None = None  # the user's config directory
     config_name: str = "config"
     multirun: bool = False
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Where configs are looked for, in this order: the tree that holds the primary config comes first."""
+        """Config directories in search order; the one with the primary config comes first."""
         if self.config_dir is None:
             return (conf_dir(), *self.searched)
         own = self.config_dir.absolute()
@@ -81,7 +81,7 @@ class Request:
 
     @cached_property
     def searched(self) -> tuple[Path, ...]:
-        """The trees of hydra.searchpath: of the command line, else of a primary config of the user's own."""
+        """The directories of hydra.searchpath: of the command line, else of the user's primary config."""
         lines = [line for line in self.overrides if line.startswith(f"{search_path.KEY}=")]
         if lines:
             parsed = OverridesParser.create().parse_overrides(lines[-1:])
@@ -92,18 +92,18 @@ class Request:
         try:
             asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"] if own.is_file() else []
         except (KeyError, TypeError, YAMLError, ValueError):
-            asked = []  # none; a file that is no YAML is refused where it is composed
+            asked = []  # invalid YAML is reported when the file is composed
         return tuple(search_path.directories_of(asked))
 
     @property
     def search_path(self) -> str:
-        """An override, because only this one beats what a primary config may ask for."""
+        """As an override, because only an override takes precedence over a primary config."""
         listed = (quoted(f"file://{directory}") for directory in self.directories[1:])
         return f"hydra.searchpath=[{','.join(listed)}]"
 
 
 def config_of(composed: DictConfig) -> Config:
-    """The config of a tree that Hydra composed, without its `hydra` section, for a checked job."""
+    """The config of a checked job, from a tree composed by Hydra without its `hydra` section."""
     OmegaConf.set_struct(composed, False)
     composed.pop(SWEEP, None)
     found = resolved(composed)
@@ -111,7 +111,7 @@ def config_of(composed: DictConfig) -> Config:
 
 
 def resolved(composed: DictConfig) -> Resolved:
-    """The tree with all its values. Raises ConfigError for a variable that is not set."""
+    """The tree with all interpolations resolved. Raises ConfigError for a variable that is not set."""
     unresolved = as_plain(composed, resolve=False)
     refuse_missing(unresolved)
     tree = as_plain(composed, resolve=True)
@@ -123,8 +123,8 @@ def resolved(composed: DictConfig) -> Resolved:
     return Resolved(replaced(tree, changes), recorded)
 
 
-class Forest:
-    """The composed trees by their overrides: jobs of a sweep share what they have in common."""
+class Composer:
+    """Caches composed trees by their overrides: jobs of a sweep compose a shared tree once."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -145,7 +145,7 @@ class Forest:
         return set(paths_of(self.tree(choices)))
 
     def checked_tree(self, composed: DictConfig) -> Resolved:
-        """The tree as plain values; refuses what a YAML file of the user's own must not contain."""
+        """The tree as plain values. Raises ConfigError for content that the user's YAML must not have."""
         if self.fixed_hydra is not None and hydra_settings(composed) != self.fixed_hydra:
             raise ConfigError(
                 f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They are "
@@ -164,7 +164,7 @@ class Forest:
 
 
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """Paths of the user's as absolute ones: what the run records must not depend on where it was started."""
+    """Make the user's paths absolute: a run's records must not depend on its working directory."""
     resolved = dict(tree)
     for section, key in PATH_KEYS:
         path = tree[section][key]
@@ -178,13 +178,13 @@ def absolute(path: str) -> str:
 
 
 def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
-    """Hydra's composition, `hydra` section included, with its failures as ConfigErrors."""
+    """Compose with Hydra, including the `hydra` section. Raises ConfigError for its failures."""
     try:
         return hydra.compose(request.config_name, [request.search_path, *overrides], return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
             "the config files cannot be composed: a `defaults:` list includes its own file, directly or "
-            "through another. Remove the entry that leads back."
+            "through another. Remove the entry that closes the cycle."
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise ConfigError(composition_text(error)) from error
@@ -197,9 +197,9 @@ def composition_text(error: BaseException) -> str:
 
 
 class FileConfigSource(HydraFiles):
-    """Hydra's reader of YAML files, for those of the user's own with the limits of a config file.
+    """Hydra's reader of YAML files, with the limits of a config file for the user's files.
 
-    Named as the one that it replaces: Hydra's registry takes a second class for `file://` by its name alone.
+    Has the name of the class that it replaces: Hydra's registry raises for a class of another name.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -213,15 +213,15 @@ class FileConfigSource(HydraFiles):
 
 
 def number_text(error: ValueError) -> str:
-    """What is wrong with a file on which Python's own reader of numbers failed."""
+    """The problem of a file with a number that Python cannot parse."""
     if "integer string conversion" not in str(error):
         return first_line(error)
     return f"has a whole number of more than {sys.get_int_max_str_digits():,} digits; no key takes one."
 
 
 def check_files() -> None:
-    """Have Hydra check each YAML file of the user's own before it is read; it offers no hook for that."""
-    Plugins.instance()  # or it would register its own reader later
+    """Make Hydra check each of the user's YAML files before reading it; Hydra has no hook for this."""
+    Plugins.instance()  # first, otherwise it would register its own reader later
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 

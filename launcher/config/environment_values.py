@@ -1,11 +1,12 @@
 """`${oc.env:NAME}` and `${oc.env:NAME,default}` in the user's own YAML and on the command line.
 
-Owns what of it is allowed and what is recorded. The run uses the value; config.yaml, overrides.txt, the
-tracker and the report get the text that names the variable. Only the user's command line, --config-dir and
-hydra.searchpath may ask for a value: the config of a checkpoint or of an earlier run is compared, never
-resolved. A variable whose name is that of a credential is refused, and so is every other resolver. A resumed
-run resolves again. What identifies a run (seed, names, batch size) is in its checkpoints by value, so that
-another value is refused there; a path shows in what is said of its files, and wandb gets its own keys.
+Owns which calls are allowed and what is recorded for them. The run uses the value; config.yaml,
+overrides.txt, the tracker and the report get the text that names the variable. Calls are resolved on the
+command line, in --config-dir and in hydra.searchpath only: the config of a checkpoint or of an earlier run
+is compared, never resolved. Variables named like credentials are refused, and so are all other resolvers.
+A resumed run resolves again; its checkpoints hold the values that identify it (seed, names, batch size), so
+different ones are refused. Two kinds of value are visible: paths, in messages about their files, and wandb's
+own keys, in wandb.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ CREDENTIAL = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def resolver_problem(text: str) -> str | None:
-    """Why the text must not be resolved, None if it may be."""
+    """Why the text must not be resolved; None if it may be."""
     if OTHER_CALL.search(CALL.sub("", text)):
-        return "configs cannot call resolvers (${name:...}), but for ${oc.env:NAME}. Write the value itself."
+        return "configs cannot call resolvers (${name:...}), except ${oc.env:NAME}. Write the value."
     for name, _ in CALL.findall(text):
         if CREDENTIAL.search(name):
             return f"{name} is named like a credential, which no config may hold. Choose another variable."
@@ -47,7 +48,7 @@ def refuse_missing(unresolved: Mapping[str, Any]) -> None:
 
 
 def escaped(value: Any) -> Any:
-    """The value with each call as plain text, so that resolving leaves it as it is written."""
+    """The value with each call escaped, so that resolving leaves its text unchanged."""
     if isinstance(value, str):
         return CALL.sub(lambda call: f"\\{call[0]}", value)
     if isinstance(value, Mapping):
@@ -56,13 +57,13 @@ def escaped(value: Any) -> Any:
 
 
 def differing(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """What is recorded, by dotted path, where the environment has a part in the value."""
+    """The recorded text, by dotted path, of each value that depends on the environment."""
     written = dict(leaves(recorded))
     return {path: written[path] for path, value in leaves(tree) if path in written and written[path] != value}
 
 
 def typed(path: str, value: Any, recorded: Any) -> Any:
-    """A variable's text as what its key wants: 3 is a number for seed, and a text for tracker.group."""
+    """A variable's text as the type of its key: 3 is a number for seed, and a string for tracker.group."""
     if not isinstance(value, str) or not CALL.fullmatch(str(recorded)):
         return value
     rule = RULES.get(path)
@@ -83,7 +84,7 @@ def _scalar(text: str) -> Any:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of all but sections."""
+    """Dotted path and value of each leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
@@ -92,7 +93,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values with those of `changes` at their paths."""
+    """A copy of `values` with `changes` applied, by dotted path."""
     return {
         key: replaced(value, changes, f"{prefix}{key}.")
         if isinstance(value, Mapping)

@@ -1,7 +1,7 @@
-"""Experiments: sweeps with a name. A YAML in conf/experiment says which keys take which values.
+"""Experiments: named sweeps. A YAML file in conf/experiment lists the values of each swept key.
 
-Owns the step from `experiment=<name>` to the overrides that a user would have typed. What such a file sets
-beside its `sweep:` is ordinary config, and the command line has the last word over both.
+Owns the translation of `experiment=<name>` into the overrides that a user would have typed. All else that the
+file sets is ordinary config. The command line overrides both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GROUP = "experiment"
 
 
 def with_experiment(request: Request) -> Request:
-    """The request as a sweep over what its experiment names; unchanged where it names none.
+    """The request expanded to the sweep of its experiment; unchanged without an experiment.
 
-    A key that the user has given keeps the user's values.
+    A key given by the user keeps the user's values.
     """
     name = chosen(request.overrides)
     if name is None or name not in group_choices(*request.directories).get(GROUP, ()):
@@ -52,5 +52,5 @@ def lines_of(name: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def written(value: Any) -> str:
-    """A value as Hydra's grammar reads it back."""
+    """A value in Hydra's grammar."""
     return quoted(value) if isinstance(value, str) and not value.isidentifier() else as_typed(value)

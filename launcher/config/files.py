@@ -1,7 +1,7 @@
-"""What a YAML file must be before anything reads its values: a regular, small file of UTF-8 text.
+"""Checks of a YAML file before its values are read: it must be a regular, small file of UTF-8 text.
 
-Owns the limits of a config file and the texts of what breaks them, so that a device, a dump of data or an
-alias bomb is refused by its size instead of being composed. Looks at tokens only: builds no value.
+Owns the limits of a config file and their error messages, so that a device, a data dump or an alias bomb is
+refused instead of composed. Reads parser events only and builds no value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, Ev
 from launcher.errors import ConfigError
 
 MAX_BYTES = 64_000  # the largest of conf/ has 4,000; PyYAML reads about 200 kB per second
-MAX_NODES = 20_000  # values after all aliases are replaced by what they stand for
+MAX_NODES = 20_000  # values after the expansion of all aliases
 MAX_DEPTH = 30
 RULE = f"A config file is UTF-8 text of at most {MAX_BYTES:,} bytes."
 
@@ -23,7 +23,7 @@ RULE = f"A config file is UTF-8 text of at most {MAX_BYTES:,} bytes."
 def checked_text(path: Path) -> str:
     """The text of a config file that is safe to parse. Raises ConfigError, which names the file."""
     try:
-        if not path.is_file():  # before it is opened: a pipe without a writer would hold us for ever
+        if not path.is_file():  # before opening it: a pipe without a writer would block forever
             raise ConfigError(f"{path}: is not a regular file. {RULE}")
         size_bytes = path.stat().st_size
         if size_bytes > MAX_BYTES:
@@ -42,7 +42,7 @@ def refuse_bombs(path: Path, text: str) -> None:
     try:
         nodes = expanded_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.YAMLError:
-        return  # whoever parses the values says where it is wrong
+        return  # reported with its position where the values are parsed
     except TooLarge as error:
         raise ConfigError(f"{path}: {error}") from None
     if nodes > MAX_NODES:
@@ -53,11 +53,11 @@ LIMITS = f"At most {MAX_NODES:,} values and {MAX_DEPTH} levels are accepted."
 
 
 class TooLarge(Exception):
-    """The structure is beyond a limit; the text says which."""
+    """The structure exceeds a limit; the message says which."""
 
 
 def expanded_nodes(events: Iterator[Event]) -> int:
-    """The number of values that a YAML text stands for, without building them. Raises TooLarge, YAMLError."""
+    """The number of values after alias expansion, without building them. Raises TooLarge, YAMLError."""
     sizes = [0]  # of the open collections, outermost first
     open_anchors: list[str | None] = [None]
     anchored: dict[str, int] = {}
@@ -78,6 +78,6 @@ def expanded_nodes(events: Iterator[Event]) -> int:
                 anchored[event.anchor] = 1
         elif isinstance(event, AliasEvent) and event.anchor is not None:
             if event.anchor in open_anchors:
-                raise TooLarge(f"the alias *{event.anchor} stands within what it names. {LIMITS}")
+                raise TooLarge(f"the alias *{event.anchor} is within the value that it refers to. {LIMITS}")
             sizes[-1] += anchored.get(event.anchor, 1)
     return sizes[0]

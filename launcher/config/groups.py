@@ -1,7 +1,7 @@
-"""Where the YAML that users choose from and the built-in recipes lie.
+"""Locations of the config groups and of the built-in recipes.
 
-In a clone both are folders beside the package, in a wheel folders inside it. Never imports anything
-heavy and never looks outside the installation.
+In a clone both are folders beside the package; in a wheel they are inside it. Imports neither torch nor
+Hydra.
 """
 
 import re
@@ -23,7 +23,7 @@ def recipes_dir() -> Path:
 
 
 def resource_dir(name: str) -> Path:
-    """The clone's own folder if this is a clone, so that a wheel's copy can never hide an edit."""
+    """The clone's folder if this is a clone, so that a wheel's copy never hides an edit."""
     in_clone = PACKAGE.parent / name
     is_clone = (PACKAGE.parent / "pyproject.toml").is_file()
     return in_clone if is_clone else PACKAGE / name
@@ -34,19 +34,19 @@ def group_choices(*directories: Path) -> dict[str, list[str]]:
     choices: dict[str, set[str]] = {}
     for directory in directories:
         for file in directory.glob("*/*.yaml"):
-            if file.is_file():  # neither a pipe nor a link that leads nowhere
+            if file.is_file():  # not a pipe or a broken link
                 choices.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names, key=natural_order) for group, names in sorted(choices.items())}
 
 
 def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
-    """The YAML of one choice in the first of these trees that has it."""
+    """The YAML file of one choice, from the first of these trees that has it."""
     files = (directory / group / f"{name}.yaml" for directory in directories)
     return next(file for file in files if file.is_file())
 
 
 def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
-    """What that file says by itself, before any composition. ConfigError if it is not YAML."""
+    """The content of that file before composition. Raises ConfigError for invalid YAML."""
     import yaml
 
     from launcher.config.files import checked_text
@@ -60,12 +60,12 @@ def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[st
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """resnet18 before resnet101."""
+    """Sort key that puts resnet18 before resnet101."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def description(file: Path) -> str:
-    """The comment that a recipe's YAML begins with."""
+    """The comment at the top of a recipe's YAML."""
     from launcher.config.files import checked_text
 
     lines = [line for line in checked_text(file).splitlines() if "@package" not in line]

@@ -1,6 +1,6 @@
-"""How a problem with the config is reported: values as one writes them, and the nearest valid names.
+"""Formatting of config problems: values as written in overrides, and the nearest valid names.
 
-Owns these few texts, so that they read alike wherever a problem is found. Pure.
+Owns these texts, so that all config errors have the same form. Pure.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def likeness(word: str, candidate: str) -> float:
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """The text, with its middle left out where it is long."""
+    """The text; a long one without its middle."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]}... ({len(text):,} characters)"
 
 
 def show(value: Any) -> str:
-    """A value as one writes it on the command line; a very long one is shortened."""
+    """A value as written on the command line; a very long one is shortened."""
     return shortened(as_typed(value))
 
 
 def as_typed(value: Any) -> str:
-    """The same in full."""
+    """A value as written on the command line, in full."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -58,7 +58,7 @@ def as_typed(value: Any) -> str:
 
 
 def summary(problems: Sequence[str]) -> str:
-    """The text of a ConfigError that carries these problems."""
+    """The message of a ConfigError with these problems."""
     if len(problems) == 1:
         return problems[0]
     return "\n".join((f"{len(problems)} problems:", *(f"  {line}" for line in problems)))

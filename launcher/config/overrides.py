@@ -1,7 +1,7 @@
 """What a user may override on the command line.
 
-Owns the checks of single overrides against the known groups and keys, before Hydra composes anything,
-and the texts of what is wrong. Nothing that names code, reads the environment or reshapes the tree passes.
+Owns the checks of single overrides against the known groups and keys before Hydra composes anything, and
+their error messages. Refuses overrides that name code, call resolvers or add and delete keys.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from launcher.config.search_path import KEY as SEARCH_PATH
 
 MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
 MAX_TOTAL = 32_768
-NOT_OFFERED = {  # as the engine says to those who use it alone; it cannot be asked without torch
+NOT_OFFERED = {  # the engine's own reasons; importing them would need torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
 }
 CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
-KnownKeys = Callable[[], Collection[str]]  # called only where they are needed: a composition takes time
-IN_PLACE_OF = {  # what users of Hydra type, and the key that does it here
+KnownKeys = Callable[[], Collection[str]]  # called only when needed: a composition takes time
+IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.run.dir": "The directory of a run is run.dir=DIR.",
-    "hydra.output_subdir": "The files of a run lie in run.dir=DIR.",
+    "hydra.output_subdir": "The files of a run are in run.dir=DIR.",
     "hydra.runtime.output_dir": "The directory of a run is run.dir=DIR.",
-    "hydra.job.name": "A run is called as its directory (run.dir=DIR), in wandb as tracker.run_name=NAME.",
-    "hydra.job.chdir": "No run changes the working directory; its files lie in run.dir=DIR.",
-    "hydra.verbose": "What a run logs is in logs/ of run.dir.",
-    "hydra/launcher": "The jobs of a sweep run one after the other; several machines: scripts/README.md.",
+    "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
+    "hydra.job.chdir": "A run keeps the working directory; its files are in run.dir=DIR.",
+    "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
+    "hydra/launcher": "The jobs of a sweep run one after another. Many machines: scripts/README.md.",
     "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1.",
 }
 SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
 
 
 def size_problem(overrides: Sequence[str]) -> str | None:
-    """What is too long to be parsed in a moment; None if nothing is."""
+    """The problem of overrides that are too long to be parsed quickly; None without one."""
     longest = max(overrides, key=len, default="")
     if len(longest) > MAX_LENGTH:
         return (
@@ -57,7 +57,7 @@ def size_problem(overrides: Sequence[str]) -> str | None:
 
 
 def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
-    """What is wrong with the override whatever the tree: deletions, additions, code, Hydra's own settings."""
+    """Problems independent of the tree: deletions, additions, code, Hydra's own settings."""
     line = override.input_line or ""
     for problem in (
         prefix_problem(override, known_keys),
@@ -77,15 +77,15 @@ def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
         similar = suggestion(nearest(override.key_or_group, known_keys()))
         return f"{override.input_line}: keys cannot be added, only changed (key=value, without '+').{similar}"
     if override.package is not None:
-        return f"{override.input_line}: groups have fixed places. Leave out '@{override.package}'."
+        return f"{override.input_line}: the package of a group is fixed. Leave out '@{override.package}'."
     return None
 
 
 def code_problem(line: str, key: str, value: Any) -> str | None:
-    """Problem of anything that would name code or call a resolver; `value` may be nested."""
+    """The problem of a value that names code or calls a resolver; `value` may be nested."""
     if CODE_KEYS & {*key.split("."), *nested_keys(value)}:
         return (
-            f"{line}: configs cannot name code ('_target_' and its kin). Names are looked up in registries."
+            f"{line}: configs cannot name code ('_target_' and the like). Names are looked up in registries."
         )
     found = (resolver_problem(item) for item in nested_texts(value))
     return next((f"{line}: {problem}" for problem in found if problem), None)
@@ -121,11 +121,11 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
     if not override.is_sweep_override():
         return None
     if CALL.search(override.input_line or ""):
-        return f"{override.input_line}: ${{oc.env:...}} is one value, and a sweep names its jobs by theirs."
+        return f"{override.input_line}: a swept value cannot be ${{oc.env:...}}, because it names the job."
     if not multirun:
         return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
     if not override.is_discrete_sweep():
-        return f"{override.input_line}: an interval has no end of values. List them: key=a,b,c."
+        return f"{override.input_line}: an interval cannot be swept. List its values: key=a,b,c."
     return None
 
 
@@ -135,7 +135,7 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
     if choice is None:
         return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
     if reason := NOT_OFFERED.get(f"{group}={choice}"):
-        return f"{group}={choice}: is not offered: {reason}. Choose from {', '.join(choices)}."
+        return f"{group}={choice}: is not supported: {reason}. Choose from {', '.join(choices)}."
     if name := read_as(choice, choices):
         return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
     return (
@@ -145,7 +145,7 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
 
 
 def read_as(value: Any, choices: Sequence[str]) -> str | None:
-    """The choice whose unquoted name Hydra reads as this value, which is no text: nan, 1e3, true."""
+    """The choice whose unquoted name Hydra parses as this value, not as a string: nan, 1e3, true."""
     if isinstance(value, str):
         return None
     parser = OverridesParser.create()
@@ -157,7 +157,7 @@ def read_as(value: Any, choices: Sequence[str]) -> str | None:
 
 
 def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Each key of the override, with its value, that the tree does not have; a value may be a section."""
+    """The keys of the override that the tree lacks, with their values; a value may be a section."""
     if key not in known:
         yield key, value
     elif isinstance(value, Mapping):
@@ -166,7 +166,7 @@ def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple
 
 
 def value_of(override: Override) -> Any:
-    """The plain value; for a sweep the list of its values."""
+    """The plain value; for a sweep, the list of its values."""
     if override.is_sweep_override() and override.is_discrete_sweep():
         return list(override.sweep_iterator())
     return None if override.is_sweep_override() else override.value()

@@ -1,7 +1,7 @@
 """From the command line to the checked config of each job.
 
-Owns the order of the checks and that every problem of every job is known before any starts: problems of
-single overrides first, then unknown keys, then values. Never imports torch and creates no file.
+Owns the order of the checks: single overrides first, then unknown keys, then values. Reports all problems of
+all jobs before any job starts. Never imports torch and creates no file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from launcher.config import validation
 from launcher.config.composition import (
     NOT_PATHS,
     PATH_KEYS,
-    Forest,
+    Composer,
     Request,
     Resolved,
     absolute,
@@ -39,7 +39,7 @@ from launcher.errors import ConfigError
 
 @dataclass
 class Findings:
-    """Problems in the order in which they were found, each once, and the keys that they made us drop."""
+    """Problems in the order of their discovery, each once, and the keys that were dropped for them."""
 
     lines: dict[str, None] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -62,10 +62,10 @@ def compose_jobs(request: Request) -> list[Config]:
     if problem := size_problem(request.overrides):
         raise ConfigError(problem)
     findings = Findings()
-    forest = Forest(request)
+    composer = Composer(request)
     with hydra_initialised(request):
-        overrides = accepted_overrides(request, forest, findings)
-        found = [compose_job(job, forest, findings) for job in expand(overrides)]
+        overrides = accepted_overrides(request, composer, findings)
+        found = [compose_job(job, composer, findings) for job in expand(overrides)]
     findings.raise_if_any()
     return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
 
@@ -76,14 +76,14 @@ def swept_keys(request: Request) -> set[str]:
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
 
 
-def accepted_overrides(request: Request, forest: Forest, findings: Findings) -> list[Override]:
-    """The overrides that are well-formed and choose among what exists; the others become findings."""
+def accepted_overrides(request: Request, composer: Composer, findings: Findings) -> list[Override]:
+    """The well-formed overrides that name existing choices; the others become findings."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     accepted = []
     for line in request.overrides:
         try:
             override = parser.parse_override(line)
-            problems = override_problems(override, forest, request.multirun)
+            problems = override_problems(override, composer, request.multirun)
         except RecursionError:
             problems = [f"{texts.shortened(line)}: is nested too deeply."]
         except (HydraException, ValueError) as error:
@@ -96,11 +96,11 @@ def accepted_overrides(request: Request, forest: Forest, findings: Findings) -> 
     return accepted
 
 
-def override_problems(override: Override, forest: Forest, multirun: bool) -> list[str]:
-    problem = form_problem(override, multirun, lambda: forest.known(()))
+def override_problems(override: Override, composer: Composer, multirun: bool) -> list[str]:
+    problem = form_problem(override, multirun, lambda: composer.known(()))
     if problem:
         return [problem]
-    group, groups = override.key_or_group, forest.groups
+    group, groups = override.key_or_group, composer.groups
     if group not in groups:
         return []
     value = value_of(override)
@@ -121,38 +121,38 @@ def expand(overrides: Sequence[Override]) -> Iterator[tuple[str, ...]]:
     yield from itertools.product(*by_key.values())
 
 
-def compose_job(overrides: tuple[str, ...], forest: Forest, findings: Findings) -> Resolved:
-    """The tree of one job without the overrides that are wrong; those become findings."""
-    choices = tuple(line for line in overrides if line.partition("=")[0] in forest.groups)
+def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findings) -> Resolved:
+    """The tree of one job without its invalid overrides, which become findings."""
+    choices = tuple(line for line in overrides if line.partition("=")[0] in composer.groups)
     parser = OverridesParser.create()
     kept = []
     for override in parser.parse_overrides(list(overrides)):
         if override.is_hydra_override():
             continue
         key, value = override.key_or_group, value_of(override)
-        known = forest.known(choices) | forest.groups.keys()  # a group may leave no key of its own name
+        known = composer.known(choices) | composer.groups.keys()  # not every group is also a key of the tree
         unknown = list(unknown_keys(key, value, known))
-        findings.add(*(unknown_problem(key, value, choices, forest) for key, value in unknown))
+        findings.add(*(unknown_problem(key, value, choices, composer) for key, value in unknown))
         if not unknown:
             kept.append(override.input_line or "")
-    found = forest.resolved(tuple(kept))
-    findings.add(*tree_problems(found, forest.groups, "recipe" in findings.refused))
+    found = composer.resolved(tuple(kept))
+    findings.add(*tree_problems(found, composer.groups, "recipe" in findings.refused))
     return found
 
 
-def unknown_problem(key: str, value: Any, choices: tuple[str, ...], forest: Forest) -> str:
-    """The line for a key that the tree lacks, with the choices that have it, or the nearest keys."""
+def unknown_problem(key: str, value: Any, choices: tuple[str, ...], composer: Composer) -> str:
+    """The message for a key that the tree lacks: the choices that have it, or the nearest keys."""
     written = f"{key}={texts.show(value)}"
     group, _, inner = key.partition(".")
-    directories = forest.request.directories
+    directories = composer.request.directories
     having = [
         f"{group}={choice}"
-        for choice in forest.groups.get(group, ())
+        for choice in composer.groups.get(group, ())
         if inner in paths_of(choice_values(directories, group, choice))
     ]
     if having:
         return f"{written}: this key belongs to {' and '.join(having)} only."
-    return texts.unknown_key(written, key, forest.known(choices))
+    return texts.unknown_key(written, key, composer.known(choices))
 
 
 def tree_problems(

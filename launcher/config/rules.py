@@ -1,6 +1,6 @@
-"""The rule of every key: which values it may hold.
+"""The valid values of every key.
 
-Owns the table and the kinds of rules it is made of. Pure; what must hold between keys is in `validation`.
+Owns the table of rules and their kinds. Pure; relations between keys are in `validation`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class Rule:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and as such within the range of a float."""
+    """Whether the value is a finite number within the range of a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return -sys.float_info.max <= value <= sys.float_info.max  # compares any int; isfinite converts it first
+    return (
+        -sys.float_info.max <= value <= sys.float_info.max
+    )  # works for any int; isfinite would convert it first
 
 
 def is_whole(value: Any) -> bool:
@@ -83,7 +85,7 @@ def surrounding_powers(value: Any) -> Sequence[int]:
 
 
 def _has_giant(value: Any) -> bool:
-    """Whether a whole number in it, at any depth, is beyond the range of a float."""
+    """Whether the value holds, at any depth, a whole number beyond the range of a float."""
     if isinstance(value, Mapping):
         return any(map(_has_giant, value.values()))
     if isinstance(value, list | tuple):
@@ -97,12 +99,14 @@ name = Rule(
     lambda value: isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
 )
 text = Rule(
-    "a text without NUL characters",
+    "a string without NUL characters",
     lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
 )
-texts = Rule("a list of texts", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value)))
+texts = Rule(
+    "a list of strings", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value))
+)
 wandb_name = Rule(
-    "a text of at most 128 characters without / \\ # ? % : and spaces around it",
+    "a string of at most 128 characters without / \\ # ? % : and spaces around it",
     lambda value: (
         isinstance(value, str)
         and 0 < len(value) <= 128
@@ -111,15 +115,15 @@ wandb_name = Rule(
     ),
 )
 options = Rule(
-    "a section with whole numbers below 2**1024",  # of thousands of digits, no record can be written
+    "a section with whole numbers below 2**1024",  # int to text is limited to 4,300 digits
     lambda value: (
         isinstance(value, dict) and all(isinstance(key, str) for key in value) and not _has_giant(value)
     ),
 )
-predivide = power_of_two(2**16)  # more would flush even the largest fp16 gradients
-loss_scale = power_of_two(2**127)  # the largest of fp32
+predivide = power_of_two(2**16)  # more would round even the largest fp16 gradients to zero
+loss_scale = power_of_two(2**127)  # the largest in fp32
 positive = number("above 0", lambda value: value > 0)
-seconds = number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)  # no timer can wait for longer
+seconds = number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)  # timers cannot wait longer
 not_negative = number("of at least 0", lambda value: value >= 0)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
 betas = Rule(
@@ -128,8 +132,8 @@ betas = Rule(
 )
 
 no_compression = Rule(
-    "none (powerSGD, 1-bit and top-k keep an error memory between steps, and with a dynamic loss scale one "
-    "inf poisons it for ever; wire.dtype halves the bytes without a memory)",
+    "none (PowerSGD, 1-bit and top-k keep an error-feedback buffer between steps, which one overflow under a "
+    "dynamic loss scale corrupts; wire.dtype halves the bytes without such a buffer)",
     lambda value: value == "none",
 )
 

@@ -1,7 +1,7 @@
 """The typed config of a run.
 
-Owns what may be configured and how a resolved config travels (as JSON). `validation` decides which values are
-allowed, `composition` reads them. Never imports torch or Hydra.
+Owns the keys of a config and its JSON form. `rules` and `validation` define the valid values, `composition`
+reads them. Never imports torch or Hydra.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    name: str  # what the user chose, and the folder its runs lie in: resnet18
+    name: str  # the user's choice, and the folder of its runs: resnet18
     uses: str  # the name in the registry of recipes: resnet
 
 
@@ -178,19 +178,19 @@ class TrackerConfig:
     tags: tuple[str, ...]
     entity: str | None  # null: that of the API key
     run_name: str | None  # null: <recipe>-<name of the run's directory>
-    run_id: str | None  # null: one of its own, kept when the run resumes
+    run_id: str | None  # null: a new one, kept when the run resumes
 
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    gradients_every_steps: int | None  # how they lie in the range of fp16; null or 0: never
+    gradients_every_steps: int | None  # their exponents over the range of fp16; null or 0: never
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     nproc: str | int  # auto: all GPUs of this machine, one process where there are fewer than two
-    max_restarts: int  # from the newest intact checkpoint, after a failure that a restart can mend
-    init_timeout_s: float  # until all ranks have met and finished their first step
+    max_restarts: int  # from the newest intact checkpoint, after a failure that a restart can fix
+    init_timeout_s: float  # until all ranks have joined and finished their first step
     stall_s: float  # longest a rank may stay in one phase of a step after that
     grace_s: float  # after SIGTERM, until the workers are killed
 
@@ -202,7 +202,7 @@ class RecipesConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run is configured by, one field per group of `conf/`, after all checks."""
+    """The whole config of a run after all checks, one field per group of `conf/`."""
 
     seed: int
     recipe: RecipeConfig
@@ -220,7 +220,7 @@ class Config:
     telemetry: TelemetryConfig
     launch: LaunchConfig
     recipes: RecipesConfig
-    # What is recorded in place of values of the environment, by dotted path as people type it.
+    # Text recorded in place of values of the environment, by dotted path as users type it.
     from_environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -254,7 +254,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 def section_types(name: str | None) -> dict[str, Any]:
     """The type of each section (for `optim`, of the optimizer called `name`) and plain key."""
     hints = get_type_hints(Config)
-    del hints["from_environment"]  # no section of a tree
+    del hints["from_environment"]  # not a section of a tree
     hints["optim"] = OPTIMIZERS.get(name or "", SgdConfig)
     return hints
 

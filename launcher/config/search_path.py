@@ -1,6 +1,6 @@
 """Trees of configs beyond --config-dir: `hydra.searchpath`, as directories.
 
-Owns the reading of its entries: a path, file://DIR or pkg://PACKAGE. A package is located on the module path
+Owns the parsing of its entries: a path, file://DIR or pkg://PACKAGE. A package is located on the module path
 and never imported, because its __init__ would execute.
 """
 
@@ -19,7 +19,7 @@ KEY = "hydra.searchpath"
 
 
 def directories_of(entries: Any) -> list[Path]:
-    """The directory of each entry. Raises ConfigError for what is none."""
+    """The directory of each entry. Raises ConfigError for an invalid entry."""
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(f"{KEY}={entries}: must be a list of directories: [file:///DIR,pkg://PACKAGE].")
     return [_directory_of(entry) for entry in entries]

@@ -1,7 +1,7 @@
-"""Whether a config may be run, and all of its problems.
+"""Validation of a whole config.
 
-Owns the checks of keys and values of a whole tree and what must hold between keys; finds all problems, not
-just the first. Pure: touches neither files nor environment, and never imports torch or Hydra.
+Owns the checks of keys, values and relations between keys; reports all problems, not just the first. Pure:
+touches neither files nor environment, and never imports torch or Hydra.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from launcher.config.rules import PRECISIONS, RULES, is_number, value_problem
 from launcher.config.schema import Config, from_dict, section_types
 from launcher.errors import ConfigError
 
-OF_OUR_OWN = ("sgd", "adamw")  # the optimizers that need neither whole parameters nor masters
-BASES = {"precision": "fp16", "tracker": "wandb"}  # as optim, not all of their keys are in conf/config.yaml
-OPTIONS = "options"  # where the keys of a model's or data set's own lie in the dataclasses
+OF_OUR_OWN = ("sgd", "adamw")  # optimizers that need neither whole parameters nor masters
+BASES = {
+    "precision": "fp16",
+    "tracker": "wandb",
+}  # groups besides optim with keys that conf/config.yaml lacks
+OPTIONS = "options"  # the dataclass field for keys of one model or data set only
 
 
 def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config:  # read only
     """The typed config of a composed YAML tree; raises one ConfigError with all its problems.
 
-    `recorded` has what stands for values of the environment, by path.
+    `recorded` is the text recorded in place of values of the environment, by path.
     """
     gathered = gather_options(tree)
     problems = find_problems(gathered, recorded)
@@ -34,7 +37,7 @@ def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config: 
 
 
 def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> list[str]:
-    """One line per problem of a tree whose options are gathered; none if `from_dict` may build it."""
+    """One line per problem of a tree from `gather_options`; empty if `from_dict` accepts it."""
     optim = values.get("optim")
     optimizer = optim.get("name") if isinstance(optim, Mapping) else None
     if not RULES["optim.name"].holds(optimizer):
@@ -65,11 +68,11 @@ def key_problems(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: st
 
 
 def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
-    """Where the keys of a section come from, and how a group file of one's own has them too."""
+    """Where a section's keys come from, and how a user's group file inherits them."""
     group = prefix.partition(".")[0]
     base = values.get("name") if prefix == "optim." else BASES.get(group)
     if base is None:
-        return "conf/config.yaml and the groups have all that are needed."
+        return "conf/config.yaml and the groups define all keys."
     return f"a file of your own in {group}/ inherits it with `defaults: [{base}, _self_]` at its top."
 
 
@@ -79,7 +82,7 @@ def section_fields(kind: Any) -> dict[str, Any]:
 
 
 def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
-    """What must hold between keys: the keys that a problem concerns, and its line."""
+    """Checks of relations between keys: the keys that a problem concerns, and its line."""
     low, init, high = (leaves[f"precision.scale.{key}"] for key in ("min", "init", "max"))
     if is_number(low) and is_number(init) and is_number(high) and not low <= init <= high:
         paths = {f"precision.scale.{key}" for key in ("min", "init", "max")}
@@ -97,7 +100,7 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
     if is_number(batch) and is_number(micro) and micro > batch:
         yield (
             {"data.batch_size", "data.micro_batch"},
-            f"data.micro_batch={micro}: must be at most data.batch_size={batch}, a whole update.",
+            f"data.micro_batch={micro}: must be at most data.batch_size={batch}.",
         )
     name = leaves["optim.name"]
     if name not in OF_OUR_OWN and leaves["wire.shard"] is True:
@@ -113,7 +116,7 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
     if leaves["model.sync_bn"] is True and leaves["train.compile"] is True:
         yield (
             {"model.sync_bn", "train.compile"},
-            "model.sync_bn=true: excludes train.compile=true: its collectives cannot be compiled.",
+            "model.sync_bn=true: excludes train.compile=true, because its collectives cannot be compiled.",
         )
     if leaves.get("optim.nesterov") is True and leaves.get("optim.momentum") == 0:
         yield (
@@ -123,7 +126,7 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
 
 
 def gather_options(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the own keys of the model and of the data set collected below `options`."""
+    """The tree with the keys of one model or data set only collected below `options`."""
     gathered = dict(tree)
     for section in ("model", "data"):
         values = tree.get(section)

@@ -85,7 +85,7 @@ def test_a_section_may_be_given_as_a_whole() -> None:
         ),
         ("++optim.lr=1", "++optim.lr=1: keys cannot be added, only changed"),
         ("~optim.lr", "~optim.lr: keys cannot be deleted."),
-        ("optim@wire=sgd", "optim@wire=sgd: groups have fixed places."),
+        ("optim@wire=sgd", "optim@wire=sgd: the package of a group is fixed."),
         ("model/new=1", "model/new=1: there is no such key."),
         ("optim._target_=os.system", "optim._target_=os.system: configs cannot name code"),
         ("model.stem={_target_:os.system}", "model.stem={_target_:os.system}: configs cannot name code"),
@@ -93,7 +93,7 @@ def test_a_section_may_be_given_as_a_whole() -> None:
             "data.augment={flip:[{_target_:x}]}",
             "data.augment={flip:[{_target_:x}]}: configs cannot name code",
         ),
-        ("tracker.project=${oc.env:HOME}", "tracker.project=${oc.env:HOME}: must be a text of at most 128"),
+        ("tracker.project=${oc.env:HOME}", "tracker.project=${oc.env:HOME}: must be a string of at most 128"),
         ("tracker.project=${oc.decode:a}", "tracker.project=${oc.decode:a}: configs cannot call resolvers"),
         (
             "tracker.project=${oc.env:MY_TOKEN}",
@@ -107,7 +107,7 @@ def test_a_section_may_be_given_as_a_whole() -> None:
         ("hydra.run.dir=x", "hydra.run.dir=x: is not used here. The directory of a run is run.dir=DIR."),
         (
             "hydra.output_subdir=x",
-            "hydra.output_subdir=x: is not used here. The files of a run lie in",
+            "hydra.output_subdir=x: is not used here. The files of a run are in",
         ),
         ("hydra.searchpath=x", "hydra.searchpath=x: must be a list of directories"),
         (
@@ -196,7 +196,7 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
         ),
         (["run.dir=a,b"], ["run.dir=a,b: each job of a sweep has its own directory."]),
         (["run.dir=a"], ["run.dir=a: each job of a sweep has its own directory."]),
-        (["optim.lr=interval(0,1)"], ["optim.lr=interval(0,1): an interval has no end of values."]),
+        (["optim.lr=interval(0,1)"], ["optim.lr=interval(0,1): an interval cannot be swept."]),
     ],
 )
 def test_a_sweep_is_refused_for_any_of_its_jobs(overrides: list[str], lines: list[str]) -> None:

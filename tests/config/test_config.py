@@ -95,7 +95,7 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
         ({"precision__name": "bf16"}, "precision.scale.mode=dynamic: must be none: bf16 has no loss scale."),
         (
             {"wire__compression": "powersgd"},
-            "wire.compression=powersgd: must be none (powerSGD, 1-bit and top-k",
+            "wire.compression=powersgd: must be none (PowerSGD, 1-bit and top-k",
         ),
         ({"consistency__every_steps": 0}, "consistency.every_steps=0: must be null or a whole number"),
         (
@@ -103,7 +103,7 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
             "wire.predivide=3: must be auto or a power of two up to 2**16. Nearest: 2, 4.",
         ),
         ({"wire__bucket_mb": 0}, "wire.bucket_mb=0: must be auto or a number above 0."),
-        ({"tracker__tags": "a"}, "tracker.tags=a: must be a list of texts."),
+        ({"tracker__tags": "a"}, "tracker.tags=a: must be a list of strings."),
         ({"recipe__name": "../../etc"}, "recipe.name=../../etc: must be a name of letters"),
         ({"model__name": None}, "model.name=null: must be a name of letters"),
         ({"seed": None}, "seed=null: must be a whole number of at least 0."),

@@ -77,7 +77,7 @@ def test_a_swept_value_does_not_come_from_the_environment(monkeypatch, override)
     monkeypatch.setenv("A", CANARY)
     monkeypatch.setenv("B", CANARY)
     text = problems("recipe=resnet18", override, multirun=True)
-    assert "is one value, and a sweep names its jobs by theirs" in text
+    assert "a swept value cannot be ${oc.env:...}" in text
     assert CANARY not in text
 
 

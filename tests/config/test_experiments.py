@@ -72,7 +72,7 @@ def test_the_command_line_has_the_last_word() -> None:
         ("sweep: {sede: [1, 2]}\n", "sede=.*there is no such key. Nearest: seed"),
         ("sweep: {precision: [fp8, fp16]}\n", "precision=fp8: there is no such precision"),
         ("sweep: {hydra.sweeper.params: [1, 2]}\n", "Hydra's own settings are fixed"),
-        ("sweep: {recipes.path: ['${oc.env:HOME}', b]}\n", "is one value, and a sweep names its jobs"),
+        ("sweep: {recipes.path: ['${oc.env:HOME}', b]}\n", "a swept value cannot be"),
     ],
 )
 def test_a_wrong_experiment_is_told_with_the_reason(tmp_path, text, words) -> None:
