@@ -36,6 +36,7 @@ ENGINE_LAYERS = (
     {"optim", "diagnostics"},
     {"notices", "arguments", "attachment", "in_place", "sync_batchnorm"},
     {"step_result", "replica"},
+    {"assembly"},
     {"stepper"},
     {"__init__"},
 )

@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -24,11 +25,19 @@ NEAR = 0.75  # likeness from which a subclass's new name is taken for a misspelt
 
 
 def refuse_kinds(
-    model: object, policy: object, scaling: object, wire: object, emulate: object, compiled: object
+    model: object,
+    optimizer: object,
+    policy: object,
+    scaling: object,
+    wire: object,
+    emulate: object,
+    compiled: object,
 ) -> None:
     """Raise UnusableError for arguments of a Stepper that are of another type. None is none of these."""
+    _refuse_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
+    _refuse_lazy(model)
     for name, value, kind, example in (
         ("policy", policy, Policy, "Policy.fp16()"),
         ("scaling", scaling, Scaling, "Scaling(init=1024)"),
@@ -42,6 +51,25 @@ def refuse_kinds(
     if emulate is not None:
         limits.flag.require("emulate", emulate)
     limits.flag.require("compiled", compiled)
+
+
+def _refuse_optimizer(optimizer: object) -> None:
+    """Raise UnusableError for what is no optimizer of the engine.
+
+    One of torch has parameters already, and those move when a Stepper is built.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise UnusableError(
+            f"a {name} holds the parameters of before. Give its class and options: "
+            f"TorchOptimizer(torch.optim.{name}, lr=...)."
+        )
+    if isinstance(optimizer, type) or not hasattr(optimizer, "lr"):
+        name = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
+        raise UnusableError(
+            f"{name} is not an optimizer. Give SGD(lr), AdamW(lr), or TorchOptimizer(torch.optim.Adam, lr) "
+            "for a class of torch.optim."
+        )
 
 
 def group_of(group: object) -> dist.ProcessGroup | None:
@@ -70,7 +98,7 @@ def group_of(group: object) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def refuse_lazy(model: nn.Module) -> None:
+def _refuse_lazy(model: nn.Module) -> None:
     """Raise UnusableError where parameters or buffers have no shape yet."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:

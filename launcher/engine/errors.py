@@ -61,25 +61,6 @@ def refuse_count(count: float | Tensor) -> None:
         raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 
 
-def refuse_optimizer(optimizer: object) -> None:
-    """Raise UnusableError for what is no optimizer of the engine.
-
-    One of torch has parameters already, and those move when a Stepper is built.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-        raise UnusableError(
-            f"a {name} holds the parameters of before. Give its class and options: "
-            f"TorchOptimizer(torch.optim.{name}, lr=...)."
-        )
-    if isinstance(optimizer, type) or not hasattr(optimizer, "lr"):
-        name = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
-        raise UnusableError(
-            f"{name} is not an optimizer. Give SGD(lr), AdamW(lr), or TorchOptimizer(torch.optim.Adam, lr) "
-            "for a class of torch.optim."
-        )
-
-
 def refuse_backward(calls: int, failed: bool, micro_batches: int) -> None:
     """Raise RuntimeError for a backward() behind one that `failed`, or behind `micro_batches` of them."""
     if failed:

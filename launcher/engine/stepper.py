@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.limits as limits
-from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds, refuse_lazy
-from launcher.engine.attachment import Attachment
+from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
+from launcher.engine.assembly import Choices, Parts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
-from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE, StepClock
+from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import (
     NO_BACKWARD,
     NO_COUNT,
@@ -29,28 +29,20 @@ from launcher.engine.errors import (
     UnusableError,
     refuse_backward,
     refuse_loss,
-    refuse_optimizer,
     refuse_within_step,
 )
-from launcher.engine.flat.broadcast import refuse_different_models, take_values_of_rank_0
-from launcher.engine.flat.buffers import Buffers
-from launcher.engine.flat.layout import Layout
-from launcher.engine.in_place import InPlaceChanges
-from launcher.engine.notices import Notices
-from launcher.engine.optim.compilation import Compilation, choose_compilation
+from launcher.engine.flat.broadcast import refuse_different_models
 from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
+from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
-from launcher.engine.precision.loss_scale import LossScale, ScaleStart, Scaling
-from launcher.engine.precision.policy import Emulation, Policy, choose_emulation
-from launcher.engine.replica import Replica, size_bytes
+from launcher.engine.precision.loss_scale import ScaleStart, Scaling
+from launcher.engine.precision.policy import Policy
+from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step_result import StepResult
-from launcher.engine.verdict import Terms, judge_on, next_rate
-from launcher.engine.wire.reducer import Reducer
-from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_counts import Tally, agree_on_reference
-from launcher.engine.wire.transports import Wire, choose_transports
+from launcher.engine.verdict import Terms, next_rate
+from launcher.engine.wire.step_counts import Reference
+from launcher.engine.wire.transports import Wire
 
 
 class Stepper:
@@ -86,6 +78,8 @@ class Stepper:
     a group also named_masters(), state() and replicas() are collectives.
     """
 
+    _failed: bool  # whether a backward() of this step raised: then only abandoning it is left
+
     def __init__(
         self,
         model: nn.Module,
@@ -103,55 +97,25 @@ class Stepper:
         compiled: bool = False,
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
-        refuse_optimizer(optimizer)
-        refuse_kinds(model, policy, scaling, wire, emulate, compiled)
-        group = group_of(group)
-        refuse_lazy(model)
-        wire = wire or Wire()
-        self.model = model
-        self.policy = policy or Policy.fp16()
-        self.group = group
-        world_size = dist.get_world_size(group) if group else 1
+        refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled)
         rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
+        self.model, self.group = model, group_of(group)
+        self.policy = policy = policy or Policy.fp16()
         # First: what comes next then raises on all ranks or on none.
-        refuse_different_models(model, reference_count, group)
-        refuse_unadaptable(optimizer, model, self.policy, wire.shard and world_size > 1)
-        self.layout = Layout(model, self.policy, wire.dtype, world_size, wire.bucket_bytes)
-        self.buffers = Buffers(model, group)
-        take_values_of_rank_0(self.layout, model, self.buffers, group)
-        self._device = self.layout.device
-        self.emulation: Emulation = choose_emulation(self.policy, self._device, emulate)
-        self.compilation: Compilation = choose_compilation(compiled, optimizer, self.layout, group)
-        transports, self._divisor = choose_transports(wire, self.layout, group)
-        self._tally = Tally(self._device, group)
-        self.reducer = Reducer(
-            self.layout,
-            group,
-            transports,
-            micro_batches,
-            wire.overlap,
-            self.compilation.used,
-            self._tally.send,
-        )
-        self._attachment = Attachment(model, self.layout, self.reducer)
-        self.shards = Shards(self.layout, transports, group)
-        self.updater = updater_of(optimizer, self.layout, self.shards.pieces, self.compilation.used)
-        self._in_place = InPlaceChanges(model, self.layout, self.shards, group)
-        self.scale = LossScale(scaling or Scaling.of(self.policy), self._device)
-        self._clip_norm = clip_norm
-        self._judge = judge_on(self._device, self.compilation.used)
-        self._rates = torch.tensor(rates, dtype=torch.float64, device=self._device)
-        self._micro_batches = micro_batches
-        self._reference = reference_count
-        self._names = [slot.name for slot in self.layout.slots]
-        self.clock = StepClock(self._device)
-        self._notices = Notices({slot.name for slot in self.layout.slots if slot.numel})
+        refuse_different_models(model, reference_count, self.group)
+        scaling = scaling or Scaling.of(policy)
+        choices = Choices(policy, scaling, wire or Wire(), micro_batches, emulate, compiled)
+        self._parts = parts = Parts(model, optimizer, choices, self.group)
+        self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
+        self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
+        self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
+        self._reference = Reference(reference_count, micro_batches, self.device, self.group)
+        self._micro_batches, self._clip_norm = micro_batches, clip_norm
+        self._rates = torch.tensor(rates, dtype=torch.float64, device=self.device)
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
-        self._replica = Replica(model, self.layout, self.buffers, self.shards, self.updater, self.scale)
-        self._failed: bool  # whether a backward() of this step raised: then only abandoning it is left
         self._start_of_step()
-        self._parts = frozenset(vars(self).keys() - before)
+        self._names_set = frozenset(vars(self).keys() - before)
         self._built = True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -161,7 +125,7 @@ class Stepper:
         """
         own = name.startswith("_") and hasattr(self, name)
         if getattr(self, "_built", False) and not own and name != "lr":
-            refuse_attribute(self, Stepper, self._parts, name)
+            refuse_attribute(self, Stepper, self._names_set, name)
         super().__setattr__(name, value)
 
     @property
@@ -182,7 +146,7 @@ class Stepper:
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
-        return self.policy.forward(self._device, self.emulation.used)
+        return self.policy.forward(self.device, self.emulation.used)
 
     def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
         """Start the loss scale where one dry backward says that it fits, before the first step.
@@ -195,17 +159,18 @@ class Stepper:
         self._refuse_within_step("calibrate()")
         if self.scale.scaling.mode == "none":
             return None
-        growth = max(1.0, self.layout.world_size / self._divisor) * self._micro_batches
+        growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._micro_batches
         with self.reducer.grad_put_aside():
             dry = dry_pass(self.model, loss, self.reducer.gradients_aside, growth, self.group)
         self.buffers.restore()
-        if self._reference is None:
+        if self._reference.count is None:
             if dry.count is None:
                 raise UnusableError(NO_COUNT)
-            self._reference = self._agree_on_reference(dry.count) or None
-        if dry.octave is None or self._reference is None:
+            self._reference.settle(dry.count)
+            self._reference.restart()
+        if dry.octave is None or self._reference.count is None:
             return None
-        return self.scale.start_at(safe_exponent(dry.octave, self._reference))
+        return self.scale.start_at(safe_exponent(dry.octave, self._reference.count))
 
     def vote(self, question: int) -> None:
         """Vote for something of the caller's in the coming step, before its first backward().
@@ -215,7 +180,7 @@ class Stepper:
         """
         limits.question.require("vote question", question)
         self._refuse_within_step("vote()")
-        self._tally.vote(question)
+        self._parts.tally.vote(question)
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Back-propagate one micro-batch.
@@ -232,17 +197,16 @@ class Stepper:
         self._refuse_detached()
         refuse_loss(loss_sum, count)
         if is_mean(loss_sum, count):
-            self._notices.warn(WARNING, stacklevel=2)
+            self._parts.notices.warn(WARNING, stacklevel=2)
         refuse_backward(self._done, self._failed, self._micro_batches)
-        if self._reference is None:
-            self._reference, self._settles_reference = self._agree_on_reference(count), True
-        self._tally.add(loss_sum, count)
+        self._reference.settle(count)
+        self._parts.tally.add(loss_sum, count)
         self._failed = True  # until the pass is through
         with self._during_backward(), self.reducer.receiving(self._done + 1 == self._micro_batches):
             self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
                 self._failed = False
-                self._tally.take_back()
+                self._parts.tally.take_back()
                 raise UnusableError(NO_GRADIENT)
         self._failed = False
         self._done += 1
@@ -253,7 +217,7 @@ class Stepper:
         It takes no part in a step and leaves no trace. Raises UnusableError before the first step, unless
         there is a `reference_count` or calibrate() was called.
         """
-        if self._reference is None:
+        if self._reference.count is None:
             raise UnusableError(NO_REFERENCE)
         with self._during_backward():
             return self.reducer.gradients_aside(self._objective(loss_sum))
@@ -270,7 +234,7 @@ class Stepper:
         packed, wire_bytes = self.step_on_device()
         world_size = self.layout.world_size
         return StepResult.capture(
-            packed, self._names, world_size, wire_bytes, self.clock.take(), self._notices
+            packed, self._parts.names, world_size, wire_bytes, self.clock.take(), self._parts.notices
         )
 
     def abandon(self) -> StepResult:
@@ -294,17 +258,18 @@ class Stepper:
         self._refuse_detached()
         if not self._failed:
             self.buffers.collect()  # may refuse: before anything is sent or written
-        if self._reference is None:
-            self._reference, self._settles_reference = self._agree_on_reference(0), True
-        terms = Terms(float(self._divisor * max(1, self._reference)), self._clip_norm, self.scale.scaling)
+        self._reference.settle(0)
+        terms = Terms(
+            float(self._parts.divisor * self._reference.divisor), self._clip_norm, self.scale.scaling
+        )
         self.clock.mark(COMPUTE)
         self.reducer.flush(abandoned=self._failed)
         reduced = self.reducer.finish()
-        tally = self._tally.totals()
-        self._in_place.take()
+        tally = self._parts.tally.totals()
+        self._parts.in_place.take()
         self.clock.mark(WIRE)
 
-        verdict = self._judge(terms, reduced.sums, reduced.marks, tally, self.scale.state, self._rates)
+        verdict = self._parts.judge(terms, reduced.sums, reduced.marks, tally, self.scale.state, self._rates)
         self._wait_for_readers()
         self.updater.step(Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
         self.shards.gather_weights()
@@ -314,12 +279,9 @@ class Stepper:
             self.buffers.restore_if(verdict.skip)
         self.scale.state.copy_(verdict.state)
         if self._done:
-            self._replica.count_update(verdict.skip)
+            self._parts.replica.count_update(verdict.skip)
         self.clock.mark(UPDATE)
-        # Agreeing on the reference has waited for the device too.
-        if self._settles_reference and bool(verdict.abandoned):
-            self._reference = None
-        self._start_of_step()
+        self._start_of_step(verdict.abandoned)
         return verdict.packed, reduced.bytes
 
     def hold_update(self, read: torch.cuda.Event) -> None:
@@ -331,9 +293,9 @@ class Stepper:
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
-        self._attachment.refuse_taken_over()
-        self._in_place.take()
-        return self._replica.masters()
+        self._parts.attachment.refuse_taken_over()
+        self._parts.in_place.take()
+        return self._parts.replica.masters()
 
     def state(self) -> EngineState:
         """Everything needed to resume bit for bit, by name. Views where possible: clone() what must last.
@@ -341,10 +303,10 @@ class Stepper:
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """
         self._refuse_within_step("state()")
-        self._attachment.check()
-        self._in_place.take()
-        self._in_place.refuse_unseen()
-        return self._replica.state(self._reference)
+        self._parts.attachment.check()
+        self._parts.in_place.take()
+        self._parts.in_place.refuse_unseen()
+        return self._parts.replica.state(self._reference.count)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Continue from `state`, which may come from another number of ranks or another wire.
@@ -355,10 +317,10 @@ class Stepper:
         where the optimizer is sharded.
         """
         self._refuse_within_step("load()")
-        self._attachment.check()
-        start = self._replica.load(state)
-        self._in_place.forget()
-        self._reference = self._reference or state.reference_count
+        self._parts.attachment.check()
+        start = self._parts.replica.load(state)
+        self._parts.in_place.forget()
+        self._reference.count = self._reference.count or state.reference_count
         return start
 
     def state_dict(self) -> dict[str, Any]:
@@ -381,13 +343,13 @@ class Stepper:
 
         Where the optimizer is sharded its masters and states have one owner each and are not among them.
         """
-        self._in_place.take()
-        return self._replica.comparable(self._reference)
+        self._parts.in_place.take()
+        return self._parts.replica.comparable(self._reference.count)
 
     @property
     def device(self) -> torch.device:
         """Where the model, its masters and its gradients are."""
-        return self._device
+        return self.layout.device
 
     @property
     def num_trainable(self) -> int:
@@ -424,42 +386,41 @@ class Stepper:
     @property
     def has_trained(self) -> bool:
         """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return self._replica.has_trained
+        return self._parts.replica.has_trained
 
     def changed_buffers(self) -> dict[str, bool]:
         """By name, whether a buffer has other bits than at the start, or after `load`."""
-        return self._replica.changed_buffers()
+        return self._parts.replica.changed_buffers()
 
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
-        return size_bytes([*self._replica.tensors(), *self.reducer.tensors()])
+        return size_bytes([*self._parts.replica.tensors(), *self.reducer.tensors()])
 
-    def _start_of_step(self) -> None:
+    def _start_of_step(self, abandoned: Tensor | None = None) -> None:
+        """`abandoned` (bool, 0-dim) says whether the step before was."""
         self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
         self._done = 0  # backward() calls of this step
         self._failed = False
-        self._settles_reference = False  # whether n0 was agreed on in this step
-        self._reference = self._reference or None  # 0: that step was empty
-        self._tally.restart()
+        self._reference.restart(abandoned)
+        self._parts.tally.restart()
 
     def _refuse_detached(self) -> None:
         """The whole look once per step, at its first call: it costs about 0.3 us per parameter."""
-        self._attachment.refuse_taken_over()
+        self._parts.attachment.refuse_taken_over()
         if not (self._done or self._failed):
-            self._attachment.check()
+            self._parts.attachment.check()
 
     def _refuse_within_step(self, call: str) -> None:
         refuse_within_step(call, self._done + self._failed)
 
     def _objective(self, loss_sum: Tensor) -> Tensor:
         """J = (S / n0) * sum of losses, in fp32."""
-        assert self._reference is not None
-        return loss_sum * (self.scale.value() / max(1, self._reference))  # both powers of two: exact
+        return loss_sum * (self.scale.value() / self._reference.divisor)  # both powers of two: exact
 
     def _wait_for_readers(self) -> None:
         read, self._read = self._read, None
         if read is not None:
-            torch.cuda.current_stream(self._device).wait_event(read)
+            torch.cuda.current_stream(self.device).wait_event(read)
 
     def _during_backward(self) -> AbstractContextManager[object]:
         return self.policy.backward(self.emulation.used)
@@ -470,8 +431,4 @@ class Stepper:
             return
         if self.layout.world_size == 1:
             raise UnusableError(NO_BACKWARD)
-        self._notices.warn(NO_BACKWARD, stacklevel=3)
-
-    def _agree_on_reference(self, count: int | Tensor) -> int:
-        """Each rank's first micro-batch stands for all of them."""
-        return agree_on_reference(count * self._micro_batches, self._device, self.group)
+        self._parts.notices.warn(NO_BACKWARD, stacklevel=3)

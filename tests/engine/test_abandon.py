@@ -221,7 +221,7 @@ def test_a_count_on_the_device_that_is_no_number_skips_the_step() -> None:
     for count in (torch.nan, torch.inf, -4.0):
         loss = stepper.model(1.0, 1.0)
         stepper.backward(loss, 1)
-        stepper._tally.add(loss, torch.tensor(count))
+        stepper._parts.tally.add(loss, torch.tensor(count))
         assert stepper.step().read().skipped
     clean_step(stepper, 2)
     assert_moved_by(stepper, 1.0)

@@ -71,6 +71,46 @@ class Tally:
             self._newest = None
 
 
+class Reference:
+    """n0 of the loss boundary: the usual number of samples (or tokens) per step and rank.
+
+    `count` is None until the ranks have agreed on it, and 0 within a first step without samples.
+    """
+
+    def __init__(
+        self, count: int | None, micro_batches: int, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self.count = count
+        self._micro_batches = micro_batches
+        self._device = device
+        self._group = group
+        self._is_new = False  # whether it was agreed on in this step
+
+    @property
+    def divisor(self) -> int:
+        """What the loss is divided by before the backward pass."""
+        assert self.count is not None
+        return max(1, self.count)
+
+    def settle(self, count: int | Tensor) -> None:
+        """Agree on n0 where that is still to be done: a collective then, and it waits for the device.
+
+        `count` is that of this rank's first micro-batch, which stands for all of them.
+        """
+        if self.count is None:
+            counted = count * self._micro_batches
+            self.count, self._is_new = agree_on_reference(counted, self._device, self._group), True
+
+    def restart(self, abandoned: Tensor | None = None) -> None:
+        """Begin the next step. What an `abandoned` one (bool, 0-dim) has agreed on does not last."""
+        if (
+            self._is_new and abandoned is not None and bool(abandoned)
+        ):  # settle() has waited for the device too
+            self.count = None
+        self._is_new = False
+        self.count = self.count or None
+
+
 def agree_on_reference(count: int | Tensor, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """n0 from the counts of the first step: the power of two nearest to their mean. A collective.
 

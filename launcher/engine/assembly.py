@@ -1,0 +1,81 @@
+"""The parts of a Stepper, and the order in which they are built.
+
+Owns what is decided once, before the first step. All ranks run the same lines: some of the parts communicate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from launcher.engine.attachment import Attachment
+from launcher.engine.diagnostics.step_timer import StepClock
+from launcher.engine.flat.broadcast import take_values_of_rank_0
+from launcher.engine.flat.buffers import Buffers
+from launcher.engine.flat.layout import Layout
+from launcher.engine.in_place import InPlaceChanges
+from launcher.engine.notices import Notices
+from launcher.engine.optim.compilation import choose_compilation
+from launcher.engine.optim.fused import Optimizer
+from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
+from launcher.engine.precision.loss_scale import LossScale, Scaling
+from launcher.engine.precision.policy import Policy, choose_emulation
+from launcher.engine.replica import Replica
+from launcher.engine.verdict import judge_on
+from launcher.engine.wire.reducer import Reducer
+from launcher.engine.wire.shards import Shards
+from launcher.engine.wire.step_counts import Tally
+from launcher.engine.wire.transports import Wire, choose_transports
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a Stepper is to train: its arguments that decide on parts, with the defaults filled in."""
+
+    policy: Policy
+    scaling: Scaling
+    wire: Wire
+    micro_batches: int
+    emulate: bool | None
+    compiled: bool
+
+
+class Parts:
+    """What a Stepper consists of, each part built from those before it. A collective with a group.
+
+    Moves the model's parameters and buffers into flat memory, with rank 0's values on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | TorchOptimizer,
+        choices: Choices,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        policy, wire = choices.policy, choices.wire
+        world_size = dist.get_world_size(group) if group else 1
+        refuse_unadaptable(optimizer, model, policy, wire.shard and world_size > 1)
+        self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes)
+        self.buffers = Buffers(model, group)
+        take_values_of_rank_0(layout, model, self.buffers, group)
+        self.emulation = choose_emulation(policy, layout.device, choices.emulate)
+        self.compilation = choose_compilation(choices.compiled, optimizer, layout, group)
+        compiled = self.compilation.used
+        transports, self.divisor = choose_transports(wire, layout, group)
+        self.tally = Tally(layout.device, group)
+        self.reducer = Reducer(
+            layout, group, transports, choices.micro_batches, wire.overlap, compiled, self.tally.send
+        )
+        self.attachment = Attachment(model, layout, self.reducer)
+        self.shards = Shards(layout, transports, group)
+        self.updater = updater_of(optimizer, layout, self.shards.pieces, compiled)
+        self.in_place = InPlaceChanges(model, layout, self.shards, group)
+        self.scale = LossScale(choices.scaling, layout.device)
+        self.judge = judge_on(layout.device, compiled)
+        self.clock = StepClock(layout.device)
+        self.names = [slot.name for slot in layout.slots]
+        self.notices = Notices({slot.name for slot in layout.slots if slot.numel})
+        self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
