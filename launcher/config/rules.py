@@ -157,6 +157,7 @@ RULES: Mapping[str, Rule] = {
     "train.epochs": whole(1),
     "train.max_steps": optional(whole(1)),
     "train.eval_every_epochs": whole(1),
+    "train.eval_every_steps": optional(whole(1)),
     "train.log_every_steps": whole(1),
     "train.compile": flag,
     "train.channels_last": auto_or(flag),

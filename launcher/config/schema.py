@@ -52,6 +52,7 @@ class TrainConfig:
     epochs: int
     max_steps: int | None
     eval_every_epochs: int
+    eval_every_steps: int | None  # also after every so many steps; null: after epochs only
     log_every_steps: int
     compile: bool
     channels_last: str | bool  # auto: on CUDA

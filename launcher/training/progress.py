@@ -36,11 +36,12 @@ class Course:
     total_steps: int
     eval_every_epochs: int
     check_every_steps: int | None = None
+    eval_every_steps: int | None = None
 
     @classmethod
     def of(cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None) -> Course:
         total = train.total_steps(steps_per_epoch)
-        return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps)
+        return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps, train.eval_every_steps)
 
     def positions(self, start: Start) -> Iterator[Position]:
         """The steps that are left, in order."""
@@ -58,9 +59,11 @@ class Course:
         return self.check_every_steps is not None and step % self.check_every_steps == 0
 
     def evaluates_after(self, step: int) -> bool:
-        """After every `eval_every_epochs` whole epochs, and at the end of the run."""
+        """After every `eval_every_epochs` whole epochs, every `eval_every_steps` steps, and at the end."""
         epochs, rest = divmod(step, self.steps_per_epoch)
-        return self.ends_with(step) or (rest == 0 and epochs % self.eval_every_epochs == 0)
+        by_epochs = rest == 0 and epochs % self.eval_every_epochs == 0
+        by_steps = self.eval_every_steps is not None and step % self.eval_every_steps == 0
+        return by_epochs or by_steps or self.ends_with(step)
 
 
 @dataclass

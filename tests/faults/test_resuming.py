@@ -181,6 +181,20 @@ def test_stopped_anywhere_it_ends_as_if_nothing_had_happened(tmp_path: Path, und
         assert max(skipped) > 20, "no overflow after it"
 
 
+def test_evaluations_in_mid_epoch_are_made_once_wherever_it_stops(tmp_path: Path) -> None:
+    """Stopped where one is owed, and between two of them."""
+    words = ("train.eval_every_steps=6", "train.max_steps=20")
+    whole = run(tmp_path / "whole", *words)
+    for step in (6, 10):
+        ended = run(tmp_path / "run", *words, user_code=stop_after(step))
+        assert ended.codes == [75], ended
+    last = run(tmp_path / "run", *words)
+    assert last.digest == whole.digest
+    assert_same_course(last, whole)
+    evaluations = [[event["step"] for event in each.events("eval")] for each in (whole, last)]
+    assert evaluations == [[6, 12, EPOCH, 18, 20]] * 2
+
+
 # G4: nothing that is saved is superfluous
 
 

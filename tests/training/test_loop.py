@@ -11,6 +11,7 @@ TRAIN = TrainConfig(
     epochs=1,
     max_steps=None,
     eval_every_epochs=1,
+    eval_every_steps=None,
     log_every_steps=10,
     compile=False,
     channels_last=False,
@@ -34,6 +35,23 @@ def test_course(epochs, max_steps, every, total, evaluated) -> None:
     course = Course.of(10, replace(TRAIN, epochs=epochs, max_steps=max_steps, eval_every_epochs=every))
     assert course.total_steps == total
     assert [step for step in range(1, total + 1) if course.evaluates_after(step)] == evaluated
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "every_epochs", "evaluated"),
+    [
+        (4, 1000, [4, 8, 12, 16, 20, 24, 28, 30]),  # counted through the epochs, and at the end
+        (5, 1, [5, 10, 15, 20, 25, 30]),  # once where both are due
+        (1000, 1, [10, 20, 30]),
+        (1000, 1000, [30]),
+    ],
+)
+def test_evaluations_every_so_many_steps_come_beside_those_of_the_epochs(
+    every_steps, every_epochs, evaluated
+) -> None:
+    train = replace(TRAIN, epochs=3, eval_every_epochs=every_epochs, eval_every_steps=every_steps)
+    course = Course.of(10, train)
+    assert [step for step in range(1, 31) if course.evaluates_after(step)] == evaluated
 
 
 @pytest.mark.parametrize(("every", "checked"), [(None, []), (10, [10, 20, 30]), (7, [7, 14, 21, 28])])
