@@ -72,11 +72,8 @@ def _wandb_run(
     return WandbRun(
         directory=Path(environ.get("WANDB_DIR") or run_dir).expanduser().absolute(),
         mode=decision.mode,
-        project=config.tracker.project,
-        entity=config.tracker.entity,
         name=config.tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
-        group=config.tracker.group,
-        tags=config.tracker.tags,
+        tracker=config.tracker,
         config=user_shape(config),
         run_id=run_id,
         system_metrics=with_gpu,

@@ -10,11 +10,12 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.config.schema import TrackerConfig
 from launcher.telemetry.tracker.wandb_environment import READ_HERE
 
 if TYPE_CHECKING:
@@ -28,11 +29,8 @@ class WandbRun:
 
     directory: Path  # the run's, or WANDB_DIR; wandb writes to wandb/ below it
     mode: str  # online, offline
-    project: str
-    entity: str | None
     name: str
-    group: str | None
-    tags: Sequence[str]
+    tracker: TrackerConfig  # project, entity, group and tags are taken from it
     config: Mapping[str, Any]
     run_id: str
     system_metrics: bool  # wandb's own sampler of processors and memory
@@ -57,13 +55,13 @@ def start(run: WandbRun, mode: str, patience: Patience, warn: Callable[[str], No
     return wandb.init(
         dir=str(run.directory),
         mode="online" if mode == "online" else "offline",
-        project=run.project,
-        entity=run.entity,
+        project=run.tracker.project,
+        entity=run.tracker.entity,
         name=run.name,
         id=run.run_id,
         resume=_resume(mode),
-        group=run.group,
-        tags=list(run.tags),
+        group=run.tracker.group,
+        tags=list(run.tracker.tags),
         config=dict(run.config),
         reinit="finish_previous",
         settings=_settings(run, patience, warn),
