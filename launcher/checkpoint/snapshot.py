@@ -194,14 +194,7 @@ def stage(
     if copies.ready is not None:
         stepper.hold_update(copies.ready)
     snapshot = Snapshot(
-        engine=EngineState(
-            weights={name: copies.tensors[f"weights/{name}"] for name in state.weights},
-            optimizer={name: copies.tensors[f"optimizer/{name}"] for name in state.optimizer},
-            buffers={name: _of_all_ranks(rows) for name, rows in buffers.items()},
-            counters=dict(state.counters),
-            reference_count=state.reference_count,
-            scale_mode=state.scale_mode,
-        ),
+        engine=_copied(state, copies, buffers),
         progress=progress,
         identity=identity,
         origin=origin,
@@ -212,6 +205,17 @@ def stage(
         extra=dict(extra or {}),
     )
     return Staged(snapshot, copies)
+
+
+def _copied(state: EngineState, copies: Copies, buffers: Mapping[str, Tensor]) -> EngineState:
+    """`state` with the copies in place of its tensors, and buffers as a run of any size starts from them."""
+    return replace(
+        state,
+        weights={name: copies.tensors[f"weights/{name}"] for name in state.weights},
+        optimizer={name: copies.tensors[f"optimizer/{name}"] for name in state.optimizer},
+        buffers={name: _of_all_ranks(rows) for name, rows in buffers.items()},
+        counters=dict(state.counters),
+    )
 
 
 def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:

@@ -102,13 +102,18 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             {"data.batch_size", "data.micro_batch"},
             f"data.micro_batch={micro}: must be at most data.batch_size={batch}.",
         )
+    yield from _exclusions(leaves)
+
+
+def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
+    """Choices that do not go together."""
     name = leaves["optim.name"]
     if name not in OF_OUR_OWN and leaves["wire.shard"] is True:
         yield (
             {"optim.name", "wire.shard"},
             f"wire.shard=true: excludes optim={name}, which needs whole parameters. Use sgd or adamw.",
         )
-    if name not in OF_OUR_OWN and precision == "pure_fp16":
+    if name not in OF_OUR_OWN and leaves["precision.name"] == "pure_fp16":
         yield (
             {"optim.name", "precision.name"},
             f"precision=pure_fp16: excludes optim={name}, which needs fp32 masters. Use sgd or adamw.",

@@ -63,9 +63,7 @@ def result(
         "data": used.data,
         "precision": config.precision.name,
         "world_size": env.world_size,
-        "metric_name": metric,
-        "metric": None,
-        "metrics": {},
+        **_measured(evaluation, metric),
         "applied_steps": counters["applied"],
         "skipped_steps": counters["skipped"],
         "scale": stepper.loss_scale,
@@ -75,16 +73,21 @@ def result(
         "state_bytes": stepper.state_bytes(),
         "weights_sha256": weights_sha256(stepper),
     }
-    if evaluation is not None:
-        content["metrics"] = {"loss": evaluation.loss, **evaluation.metrics}
-        content["metric_name"] = metric if metric in content["metrics"] else "loss"
-        content["metric"] = content["metrics"][content["metric_name"]]
-        if evaluation.classes is not None:
-            content["classes"] = list(evaluation.classes)
-            content["confusion_matrix"] = confusion_matrix(evaluation).tolist()
+    if evaluation is not None and evaluation.classes is not None:
+        content["classes"] = list(evaluation.classes)
+        content["confusion_matrix"] = confusion_matrix(evaluation).tolist()
     if env.device.type == "cuda":
         content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(env.device)
     return content
+
+
+def _measured(evaluation: Evaluation | None, metric: str) -> dict[str, Any]:
+    """What the last evaluation found, if there was one."""
+    if evaluation is None:
+        return {"metric_name": metric, "metric": None, "metrics": {}}
+    metrics = {"loss": evaluation.loss, **evaluation.metrics}
+    name = metric if metric in metrics else "loss"
+    return {"metric_name": name, "metric": metrics[name], "metrics": metrics}
 
 
 def write_files(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher import checkpoint
-from launcher.checkpoint import HostMemory, Identity, Metric, Origin, Progress, Staged
+from launcher.checkpoint import HostMemory, Identity, Metric, Origin, Progress, Snapshot, Staged
 from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -69,22 +69,25 @@ class Continuity:
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env)
         self.standing = Standing.of(found.snapshot.extra)
         self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
-        if text := changes(found.snapshot.extra.get("data", {}), self.data):
-            self.run.telemetry.warn(text)
-        evaluated = bool(found.snapshot.extra.get("evaluated", False))
         at_end = step == self.course.total_steps  # killed before its result was written
-        owes = at_end or (self.course.evaluates_after(step) and not evaluated)
-        self.run.telemetry.rewind(step, evaluates_again=owes)
-        self.run.telemetry.emit("restart", step, path=str(found.path), attempt=restart_count)
-        self.run.telemetry.decision("resume", f"after step {step}, from {found.path}")
-        there, here = found.snapshot.identity.precision, self.run.config.precision.name
+        evaluated = bool(found.snapshot.extra.get("evaluated", False))
+        start = Start(step, at_end or (self.course.evaluates_after(step) and not evaluated))
+        self._report(found.snapshot, found.path, start, restart_count)
+        return start
+
+    def _report(self, saved: Snapshot, path: Path | None, start: Start, restart_count: int) -> None:
+        """Say where the run resumes, and what is not as it was."""
+        telemetry = self.run.telemetry
+        if text := changes(saved.extra.get("data", {}), self.data):
+            telemetry.warn(text)
+        telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
+        telemetry.emit("restart", start.step, path=str(path), attempt=restart_count)
+        telemetry.decision("resume", f"after step {start.step}, from {path}")
+        there, here = saved.identity.precision, self.run.config.precision.name
         if there != here:
-            self.run.telemetry.decision(
-                "precision", f"{here} from here on; the checkpoint is of a run in {there}"
-            )
-        if not self.scale.restored:
-            self.run.telemetry.decision("loss scale", self.scale.reason)
-        return Start(step, owes)
+            telemetry.decision("precision", f"{here} from here on; the checkpoint is of a run in {there}")
+        if self.scale is not None and not self.scale.restored:
+            telemetry.decision("loss scale", self.scale.reason)
 
     @property
     def has_scale(self) -> bool:
