@@ -4,6 +4,10 @@ Owns the mapping from kind of failure to exit code. Never imports torch: the fro
 before any device is touched. A bug of ours is an `assert` or a plain exception, never one of these.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 INTERRUPTED = 130
 STOPPED = (75, 129, INTERRUPTED, 131, 143)  # exit codes by a signal, saved or not
 
@@ -85,3 +89,9 @@ class PreemptedError(LauncherError):
 def in_words(error: BaseException) -> str:
     """The text of an error and the notes that were added to it."""
     return "\n".join([str(error) or repr(error), *getattr(error, "__notes__", ())])
+
+
+def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:
+    """The first `shown` of the names, and how many more there are."""
+    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return separator.join(map(str, names[:shown])) + more

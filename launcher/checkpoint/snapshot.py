@@ -22,7 +22,7 @@ from launcher.engine import Stepper
 from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, listed
 
 SHOWN = 3  # differences that an error names; more would hide the rest of it
 
@@ -107,9 +107,8 @@ class Identity:
         """
         found = self.differences(replace(saved, precision=self.precision) if as_start else saved)
         if found:
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise ConfigError(
-                f"{where} belongs to another run: {'; '.join(found[:SHOWN])}{more}. A run resumes only with "
+                f"{where} belongs to another run: {listed(found, SHOWN, '; ')}. A run resumes only with "
                 "the model, data and optimizer it began with: give the overrides it was started with "
                 "(overrides.txt of its run), or begin a new run with another run.dir."
             )

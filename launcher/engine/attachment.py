@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from launcher.engine.errors import UnusableError
+from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.wire.reducer import Reducer
@@ -49,8 +49,7 @@ class Attachment:
         if self._look() == self._expected:
             return
         if found := list(self._differences()):
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            raise UnusableError(DETACHED.format(found="; ".join(found[:SHOWN]) + more))
+            raise UnusableError(DETACHED.format(found=listed(found, SHOWN, "; ")))
         self._accept()  # torch.compile around a layer, memory that is shared now: nothing that matters
 
     def refuse_taken_over(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -82,3 +83,9 @@ def refuse_within_step(call: str, calls: int) -> None:
             f"{call} was called within a step, after {calls} backward() calls. Call it between steps: after "
             "step() or abandon(), before the next backward()."
         )
+
+
+def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:
+    """The first `shown` of the names, and how many more there are."""
+    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return separator.join(map(str, names[:shown])) + more

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.works as works
-from launcher.engine.errors import UnusableError
+from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.layout import Layout
 from launcher.engine.wire.shards import Shards
 
@@ -77,7 +77,7 @@ class InPlaceChanges:
         names = [self._watched[index][1].name for index in unseen.nonzero().flatten().tolist()]
         if names:
             raise UnusableError(
-                f"{_listed(names)}: the weights are not their fp32 masters rounded. They were changed "
+                f"{listed(names, SHOWN)}: the weights are not their fp32 masters rounded. They were changed "
                 "through `.data`, which step() cannot see: each update undoes it. Change them in place "
                 "under torch.no_grad() (`p.clamp_(-1, 1)`, not `p.data.clamp_(-1, 1)`)."
             )
@@ -86,9 +86,9 @@ class InPlaceChanges:
         if names and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{_listed(names)}: half weights were written in place since the last step; the masters take "
-                "their rounded values. That is right for clamping or initialising. A checkpoint loses its "
-                "fp32 digits: load it before building the Stepper, or through Stepper.load().",
+                f"{listed(names, SHOWN)}: half weights were written in place since the last step; the "
+                "masters take their rounded values. That is right for clamping or initialising. A checkpoint "
+                "loses its fp32 digits: load it before building the Stepper, or through Stepper.load().",
                 stacklevel=4,
             )
 
@@ -99,8 +99,3 @@ def _agree_on_scaled_rows(weight: Tensor, group: dist.ProcessGroup) -> None:
         smallest = weight.abs()
         works.run(dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group, async_op=True), smallest)
         weight.copy_(torch.copysign(smallest, weight))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

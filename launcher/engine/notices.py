@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from launcher.engine.errors import EngineWarning
+from launcher.engine.errors import EngineWarning, listed
 
 GRADIENT_STEPS = 10  # enough for layers that start at zero, whose neighbours have no gradient at first
 SHOWN = 5  # parameters that a warning names
@@ -47,11 +47,10 @@ class Notices:
         self._silent -= {names[index] for index in sums.nonzero().flatten().tolist()}
         if self._silent and self._steps == GRADIENT_STEPS:
             silent = [name for name in names if name in self._silent]
-            more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
             text = NO_GRADIENTS.format(
                 silent=len(silent),
                 total=self._total,
                 steps=self._steps,
-                names=", ".join(silent[:SHOWN]) + more,
+                names=listed(silent, SHOWN),
             )
             self.warn(text, stacklevel + 1)

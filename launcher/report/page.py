@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import listed
 from launcher.report.gradient_plot import GRADIENTS
 from launcher.report.html import facts, listing, page, picture, preformatted, section, table, tiles
 from launcher.report.plots import CONFUSION_MATRIX, CURVES
@@ -145,17 +146,12 @@ def _overflows(run: RunFiles) -> str:
             "step": number(record["step"]),
             "loss scale": number(record.get("scale")),
             "ranks": ", ".join(map(str, record.get("ranks") or ())),
-            "first parameters": _first_names(record.get("parameters") or []),
+            "first parameters": listed(record.get("parameters") or [], MAX_PARAMETERS),
         }
         for record in overflows[:MAX_OVERFLOWS]
     ]
     left_out = len(overflows) - len(rows)
     return table(rows) + listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
-
-
-def _first_names(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_PARAMETERS])
-    return shown if len(names) <= MAX_PARAMETERS else f"{shown} and {len(names) - MAX_PARAMETERS:,} more"
 
 
 def _result(run: RunFiles) -> str:

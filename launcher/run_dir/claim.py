@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError, StorageError, listed
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import (
@@ -114,8 +114,9 @@ def _refuse_foreign(directory: Path) -> None:
             raise ConfigError(f"run.dir={directory} is {what}. {rule}")
     foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)
     if foreign:
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise ConfigError(f"run.dir={directory} holds files that are not those of a run: {names}. {rule}")
+        raise ConfigError(
+            f"run.dir={directory} holds files that are not those of a run: {listed(foreign, 3)}. {rule}"
+        )
 
 
 def _holds_run(directory: Path) -> bool:

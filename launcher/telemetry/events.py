@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import listed
 from launcher.run_dir.atomic import json_line, open_plain, read_regular, restored, write_text
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.stream import Record
@@ -74,9 +75,7 @@ class Recording:
         """What people must know about it; "" if it is whole."""
         if not self.damaged:
             return ""
-        numbers = ", ".join(map(str, self.damaged[:SHOWN]))
-        more = f" and {len(self.damaged) - SHOWN:,} more" if len(self.damaged) > SHOWN else ""
-        return f"{FILE_NAME} is damaged: left out line {numbers}{more}"
+        return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
 
 
 def read_recording(path: Path) -> Recording:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher.distributed.collectives import gather, reduce
 from launcher.engine import Stepper
-from launcher.errors import ReplicaError
+from launcher.errors import ReplicaError, listed
 from launcher.training.progress import Course, Position
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -92,10 +92,9 @@ def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
     odd = table != usual
     ranks = odd.any(dim=1).nonzero().flatten().tolist()
     tensors = [names[index] for index in odd.any(dim=0).nonzero().flatten().tolist()]
-    shown = ", ".join(tensors[:SHOWN]) + (f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else "")
     return (
         f"the ranks no longer hold the same bits: rank(s) {', '.join(map(str, ranks))} differ from the "
-        f"others in {len(tensors)} of {len(names)} tensors ({shown}). With two ranks either may be the wrong "
-        "one. Nothing computed since the last check can be trusted: look for a faulty device or for code "
-        "that changes weights on one rank only, and start again."
+        f"others in {len(tensors)} of {len(names)} tensors ({listed(tensors, SHOWN)}). With two ranks "
+        "either may be the wrong one. Nothing computed since the last check can be trusted: look "
+        "for a faulty device or for code that changes weights on one rank only, and start again."
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
+from launcher.engine.errors import listed
 from launcher.engine.flat.layout import Layout, Piece
 from launcher.engine.optim.fused import Optimizer, Scalars, Updater
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
@@ -75,10 +76,7 @@ def _objecting(objects: bool, device: torch.device, group: dist.ProcessGroup | N
 
 
 def _named(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "32 elements: "
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank(s) {shown}: "
+    return f"rank(s) {listed(ranks, 8)}: " if ranks else "32 elements: "
 
 
 def _first_words(error: BaseException) -> str:

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
-from launcher.errors import DataError, DivergedError
-from launcher.training.divergence.evidence import listed
+from launcher.errors import DataError, DivergedError, listed
+from launcher.training.divergence.evidence import MAX_NAMES
 from launcher.training.progress import Position
 
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
@@ -128,7 +128,7 @@ class DivergenceCheck:
         scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
         lines = [
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: "
-            + listed(report.culprit_parameters),
+            + listed(report.culprit_parameters, MAX_NAMES),
             f"Loss scale: {scales}",
             self._inspector.explain(
                 position.epoch, position.step, report.culprit_ranks, backward=not report.bad_losses

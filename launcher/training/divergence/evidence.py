@@ -15,6 +15,7 @@ from torch import Tensor
 from launcher.data.loader import Batch
 from launcher.distributed.collectives import gather
 from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
+from launcher.errors import listed
 
 MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
 ORDER_BYTES = 8
@@ -58,7 +59,7 @@ def evidence_of(
     elif not loss_finite:
         parts.append("every module's output was finite, the loss was not")
     if diagnosis.parameters:
-        parts.append(f"weights not finite: {listed(diagnosis.parameters)}")
+        parts.append(f"weights not finite: {listed(diagnosis.parameters, MAX_NAMES)}")
     position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
     return Evidence((number << 32) + position, "; ".join(parts))
 
@@ -78,7 +79,8 @@ def backward_text(back: BackwardDiagnosis | None) -> str:
         name, kind, value = back.module
         parts = [f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"]
     elif back.parameters:
-        parts = [f"gradients not finite: {listed(back.parameters)}, though those at all outputs were"]
+        names = listed(back.parameters, MAX_NAMES)
+        parts = [f"gradients not finite: {names}, though those at all outputs were"]
     else:
         parts = ["all gradients are finite: it is their sum over micro-batches and ranks that is not"]
     if back.largest is not None:
@@ -102,7 +104,7 @@ def module_text(finding: ModuleFinding) -> str:
 def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
     """The samples at fault where they can be told apart, else all of the micro-batch."""
     chosen = suspects or indices
-    numbers = listed([str(index) for index in chosen], MAX_SAMPLES)
+    numbers = listed(chosen, MAX_SAMPLES)
     if suspects:
         return f"training sample {numbers} (of {len(indices)} in the micro-batch)"
     return f"micro-batch of {len(indices)} training samples {numbers}"
@@ -153,9 +155,3 @@ def master_text(master: Tensor, weight: torch.dtype) -> str:
 def _called(module: str) -> str:
     """A module by its name in named_modules()."""
     return module or "the model itself"
-
-
-def listed(names: Sequence[str], shown: int = MAX_NAMES) -> str:
-    """The first names, and how many are left out."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

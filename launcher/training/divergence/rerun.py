@@ -21,13 +21,14 @@ from launcher.engine.diagnostics.nonfinite import (
     nonfinite_parameters,
 )
 from launcher.engine.flat.names import named_parameters
+from launcher.errors import listed
 from launcher.recipe import Loss
 from launcher.training.divergence.evidence import (
+    MAX_NAMES,
     NOTHING,
     Evidence,
     evidence_of,
     exchange,
-    listed,
     master_text,
     told_by_rank,
 )
@@ -61,7 +62,7 @@ class DivergenceInspector:
             f"{name} ({master_text(masters[name], weights[name].dtype)})" if name in masters else name
             for name in broken
         ]
-        return listed(told)
+        return listed(told, MAX_NAMES)
 
     def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
