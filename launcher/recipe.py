@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,13 +27,18 @@ from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import Config
 from launcher.data.loader import Batch, TensorData
 from launcher.errors import ConfigError, DataError, LauncherError
+from launcher.metrics import Classification, LossMetric, Metric
+from launcher.metrics.metric import RESERVED, declared_names, name_of
 
 __all__ = [
     "Batch",
+    "Classification",
     "Config",
     "ConfigError",
     "DataError",
     "Loss",
+    "LossMetric",
+    "Metric",
     "Recipe",
     "TensorData",
     "cross_entropy",
@@ -45,7 +50,6 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 IGNORED = -100  # the label that torch's cross-entropy leaves out
-METRICS = ("accuracy", "macro_precision", "macro_recall", "macro_f1")  # of an evaluation with classes
 REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a function
 
 
@@ -55,7 +59,9 @@ class Loss:
 
     sum: Tensor  # fp32, 0-dim: over the samples (or tokens) of the micro-batch, not their mean
     count: int  # how many samples (or tokens) carry loss
-    predictions: Tensor | None = None  # int64 [n]: the class that each sample is given, for evaluation
+    # What metrics read, in evaluations only: logits [n, classes], predicted classes int64 [n], or any tensor
+    # [n, ...] or mapping of tensors.
+    outputs: Tensor | Mapping[str, Tensor] | None = None
 
 
 def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch: Batch) -> Loss:
@@ -65,8 +71,8 @@ def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch:
         return found
     given = f"Loss({type(found.sum).__name__}, ...)" if isinstance(found, Loss) else type(found).__name__
     raise ConfigError(
-        f"the recipe's loss gave a {given}. Return Loss(sum, count, predictions): the sum of the losses as a "
-        "tensor (not .item()), the number of samples, and the predicted classes if there are any."
+        f"the recipe's loss gave a {given}. Return Loss(sum, count, outputs): the sum of the losses as a "
+        "tensor (not .item()), the number of samples, and what metrics read, such as the logits."
     )
 
 
@@ -85,9 +91,17 @@ class Recipe:
     loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
     train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
     eval_transform: Callable[[Batch], Batch] | None = None
-    classes: tuple[str, ...] | None = None  # None: nothing is classified, only the loss is measured
-    metric: str = "accuracy"  # results are compared by it: one of METRICS, or "loss"; no classes: the loss
+    classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
     label: str = "label"  # the column with the true class
+    metrics: Sequence[Metric | LossMetric] | None = None  # None: Classification where there are classes
+    compare_by: str | None = None  # "loss" or the name of a metric; None: accuracy if measured, else the loss
+
+    @property
+    def measures(self) -> tuple[Metric | LossMetric, ...]:
+        """The metrics of its evaluations."""
+        if self.metrics is not None:
+            return tuple(self.metrics)
+        return () if self.classes is None else (Classification(self.classes, self.label),)
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,7 @@ def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", label
             f"cross_entropy needs [{len(batch[labels])}, classes], one value per sample and class."
         )
     loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum")
-    return Loss(loss_sum, len(logits), logits.detach().argmax(dim=1))
+    return Loss(loss_sum, len(logits), logits.detach())
 
 
 def load_recipe(config: Config) -> Recipe:
@@ -160,21 +174,54 @@ def load_recipe(config: Config) -> Recipe:
             f'the function under @recipe("{config.recipe.uses}") returned {type(built).__name__}. '
             f"It has to return a launcher.recipe.Recipe."
         )
-    refuse_unknown_metric(built)
+    refuse_unusable_metrics(built)
     refuse_unusable_data(built)
     return built
 
 
-def refuse_unknown_metric(recipe: Recipe) -> None:
-    """Raise ConfigError for a metric that no evaluation of the recipe has."""
-    known = ("loss",) if recipe.classes is None else ("loss", *METRICS)
-    if recipe.metric in known or (recipe.classes is None and recipe.metric == Recipe.metric):
+def refuse_unusable_metrics(recipe: Recipe) -> None:
+    """Raise ConfigError for what is no metric, a name given twice, and a `compare_by` that none gives.
+
+    The names are those that the metrics declare; what they do not declare is checked at the first evaluation.
+    """
+    declared: dict[str, str] = {}
+    for metric in recipe.measures:
+        if not isinstance(metric, Metric | LossMetric) or isinstance(metric, type):
+            given = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
+            raise ConfigError(
+                f"Recipe.metrics has {given}, which is no metric. A metric is an object with "
+                "update(outputs, batch) and compute() -> {name: value}."
+            )
+        for name in declared_names(metric) or ():
+            refuse_taken_name(name, name_of(metric), declared)
+            declared[name] = name_of(metric)
+    if all(declared_names(metric) is not None for metric in recipe.measures):
+        refuse_unknown_comparison(recipe.compare_by, declared)
+
+
+def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
+    """Raise ConfigError for a metric's name that is `taken` (metric by name) or reserved."""
+    if name in RESERVED:
+        raise ConfigError(
+            f"the metric {metric} gives the name {name!r}, which every evaluation has already. Give it "
+            "another name."
+        )
+    if name in taken:
+        raise ConfigError(
+            f"the metrics {taken[name]} and {metric} both give the name {name!r}. Give one of them another "
+            'name, for instance Classification(..., prefix="...").'
+        )
+
+
+def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str]) -> None:
+    """Raise ConfigError unless `compare_by` is one of the names of the metrics, or the loss."""
+    known = ["loss", *names]
+    if compare_by is None or compare_by in known:
         return
-    without = " without classes" if recipe.classes is None else ""
-    close = [name for name in known if name.endswith(f"_{recipe.metric}")]  # f1 for macro_f1
+    close = [name for name in known if name.endswith(f"_{compare_by}")]  # f1 for macro_f1
     raise ConfigError(
-        f"the recipe's metric={recipe.metric!r}: an evaluation{without} has no such metric."
-        f"{suggestion(close or nearest(str(recipe.metric), known))} It has {', '.join(known)}."
+        f"the recipe's compare_by={compare_by!r}: its evaluations have no such metric."
+        f"{suggestion(close or nearest(str(compare_by), known))} They have {', '.join(known)}."
     )
 
 

@@ -358,7 +358,7 @@ def _finish(job: _Job, monitor: Monitor, evaluation: Evaluation | None, seconds:
     """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
-        run.config, run.env, run.stepper, job.used, job.recipe.metric, evaluation, monitor.totals
+        run.config, run.env, run.stepper, job.used, job.recipe.compare_by, evaluation, monitor.totals
     )
     steps = job.course.total_steps
     if result["applied_steps"] < steps / 2:

@@ -18,6 +18,7 @@ LAYERS = (
     {"run_dir"},
     {"distributed", "engine"},
     {"telemetry", "data"},
+    {"metrics"},
     {"recipe"},
     {"checkpoint", "report"},
     {"evaluation"},

@@ -3,7 +3,6 @@ import dataclasses
 import textwrap
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,8 +10,7 @@ from torch import nn
 from launcher.config.schema import RecipeConfig, RecipesConfig
 from launcher.data.loader import BatchPlan, DeviceBatches
 from launcher.errors import ConfigError, DataError
-from launcher.evaluation.evaluate import macro_metrics
-from launcher.recipe import METRICS, Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
+from launcher.recipe import Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
 from tests.configs import composed
 
 OWN_RECIPE = """
@@ -78,7 +76,7 @@ def test_a_recipe_of_ones_own_learns(tmp_path):
         loss = recipe.loss(model, batch)
         assert loss.sum.dtype == torch.float32
         assert loss.sum.shape == ()
-        assert loss.predictions.shape == (loss.count,)
+        assert loss.outputs.shape == (loss.count, 10)
         means.append(loss.sum.item() / loss.count)
         optimizer.zero_grad()
         (loss.sum / loss.count).backward()
@@ -186,10 +184,10 @@ def test_a_recipe_that_returns_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("replacement", "message"),
     [
-        ('metric="f1"', "metric='f1'.* Nearest: macro_f1. It has loss, accuracy, .*, macro_f1."),
-        ('metric="Accuracy"', "metric='Accuracy'.* Nearest: accuracy"),
-        ("metric=None", "metric=None"),
-        ('metric="macro_f1", classes=None', "an evaluation without classes has no such metric. It has loss."),
+        ('compare_by="f1"', "compare_by='f1'.* Nearest: macro_f1, weighted_f1. They have loss, accuracy, "),
+        ('compare_by="Accuracy"', "compare_by='Accuracy'.* Nearest: accuracy"),
+        ("compare_by=3", "compare_by=3: its evaluations have no such metric"),
+        ('compare_by="macro_f1", classes=None', "have no such metric. They have loss."),
     ],
 )
 def test_a_metric_that_no_evaluation_has_is_refused_before_training(tmp_path, replacement, message):
@@ -201,11 +199,10 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_training(tmp_path, re
         load_recipe(config_of("pixels", "perceptron", written(tmp_path, text)))
 
 
-@pytest.mark.parametrize("metric", ["loss", *METRICS])
+@pytest.mark.parametrize("metric", ["loss", "accuracy", "weighted_f1", "top5_accuracy", "calibration_error"])
 def test_a_metric_that_an_evaluation_has_is_taken(tmp_path, metric):
-    text = OWN_RECIPE.replace("loss=cross_entropy,", f'loss=cross_entropy, metric="{metric}",')
-    assert load_recipe(config_of("pixels", "perceptron", written(tmp_path, text))).metric == metric
-    assert set(macro_metrics(np.eye(2, dtype=np.int64))) == set(METRICS)
+    text = OWN_RECIPE.replace("loss=cross_entropy,", f'loss=cross_entropy, compare_by="{metric}",')
+    assert load_recipe(config_of("pixels", "perceptron", written(tmp_path, text))).compare_by == metric
 
 
 def test_a_file_that_is_no_python_file_is_refused(tmp_path):
@@ -235,8 +232,9 @@ def test_cross_entropy_is_summed_in_fp32_over_the_samples():
     assert loss.sum.dtype == torch.float32
     assert torch.allclose(loss.sum, expected)
     assert loss.count == 5
-    assert torch.equal(loss.predictions, logits.argmax(dim=1))
-    assert not loss.predictions.requires_grad
+    assert torch.equal(loss.outputs, logits)
+    assert loss.outputs.dtype == torch.float32
+    assert not loss.outputs.requires_grad
 
 
 def test_cross_entropy_reads_the_columns_it_is_told():

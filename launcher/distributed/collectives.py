@@ -1,6 +1,6 @@
-"""Texts and numbers of all ranks: the collectives that are not of gradients.
+"""Texts, bytes and numbers of all ranks: the collectives that are not of gradients.
 
-All ranks call each function at the same point; `group` None is one process. Bytes only, nothing is unpickled.
+All ranks call each function at the same point; `group` None is one process. Nothing is unpickled here.
 Works are kept as the engine keeps its own: one that is dropped can abort the process at its end.
 """
 
@@ -25,6 +25,19 @@ def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
     rows = gather(torch.frombuffer(padded, dtype=torch.uint8).to(env.device), env.group)
     pairs = zip(rows, lengths, strict=True)
     return [row.cpu().numpy().tobytes()[: int(length)].decode() for row, length in pairs]
+
+
+def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:
+    """`data` of the rank `sender`; that of the other ranks is ignored. A collective."""
+    if env.group is None:
+        return data
+    length = torch.tensor([len(data)], device=env.device)
+    works.run(dist.broadcast(length, group=env.group, group_src=sender, async_op=True), length)
+    content = torch.zeros(int(length) + 1, dtype=torch.uint8, device=env.device)  # an empty one is refused
+    if env.rank == sender:
+        content[:-1] = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].to(env.device)
+    works.run(dist.broadcast(content, group=env.group, group_src=sender, async_op=True), content)
+    return content[:-1].cpu().numpy().tobytes()
 
 
 def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

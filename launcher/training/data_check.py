@@ -16,6 +16,7 @@ from torch import Tensor
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import DataError
+from launcher.metrics.metric import name_of
 from launcher.recipe import Recipe
 
 COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
@@ -51,7 +52,8 @@ def fingerprint(recipe: Recipe) -> dict[str, str]:
     """What ranks with the same data agree on, by the name under which an error mentions it."""
     known = {
         "the classes": str(recipe.classes),
-        "the metric": recipe.metric,
+        "the metrics": ", ".join(name_of(metric) for metric in recipe.measures),
+        "the name that runs are compared by": str(recipe.compare_by),
         "the label column": recipe.label,
     }
     for name, data in (("training", recipe.train), ("validation", recipe.validation)):

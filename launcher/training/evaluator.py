@@ -8,13 +8,18 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
+from launcher.data.loader import Batch
+from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.recipe import Recipe
+from launcher.run_dir.records import log_path
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Measured, Position, Standing
+from launcher.training.recipe_errors import guarding
 from launcher.training.run import Question, Run, Votes
 
 
@@ -52,6 +57,8 @@ class Evaluator:
                 self.run.env,
                 config.micro_batch or max(1, share),
                 interrupted=lambda: self.run.requests.stop is not None,
+                guard=self._guard,
+                beat=self._beat,
             )
         except Interrupted:
             self.votes.agree(Question.STOP)
@@ -68,11 +75,14 @@ class Evaluator:
             samples=found.samples,
             seconds=time.perf_counter() - began,
         )
-        name = self.recipe.metric
-        if name in found.metrics:
-            return self.standing.measure(name, found.metrics[name], lower_is_better=False, loss=found.loss)
-        return self.standing.measure("loss", found.loss, lower_is_better=True, loss=found.loss)
+        return self.standing.measure(comparison(self.recipe.compare_by, found), found.loss)
 
     def _context(self) -> AbstractContextManager[object]:
-        self.run.heartbeat.beat("evaluation")  # batch by batch: a large set may take longer than a phase may
+        self._beat()
         return self.run.stepper.forward()
+
+    def _beat(self) -> None:
+        self.run.heartbeat.beat("evaluation")  # batch by batch: a large set may take longer than a phase may
+
+    def _guard(self, what: str, batch: Batch | None) -> AbstractContextManager[None]:
+        return guarding(what, log_path(Path(self.run.config.run.dir), self.run.env.rank), batch)

@@ -91,11 +91,11 @@ class Standing:
     best: Metric | None = None  # of all evaluations so far
     seconds: float = 0.0  # of training
 
-    def measure(self, name: str, value: float, lower_is_better: bool, loss: float) -> Measured:
+    def measure(self, metric: Metric, loss: float) -> Measured:
         """Record an evaluation. A value that is not a number is never the best."""
-        metric = Metric(name, value, lower_is_better)
-        cost = value if lower_is_better else -value
-        before = math.inf if self.best is None else self.best.value * (1 if lower_is_better else -1)
+        sign = 1 if metric.lower_is_better else -1
+        cost = metric.value * sign
+        before = math.inf if self.best is None else self.best.value * sign
         is_best = cost < before
         if is_best:
             self.best = metric

@@ -37,6 +37,11 @@ DTYPES = re.compile(
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
 ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
+RENAMED = {
+    "Loss.__init__() got an unexpected keyword argument 'predictions'": "Loss has outputs instead: the "
+    "logits [n, classes], or the predicted classes as before.",
+    "Recipe.__init__() got an unexpected keyword argument 'metric'": "Recipe has compare_by instead.",
+}
 MODE_CHANGED = {
     True: "the recipe's loss switched the network to evaluation mode while it is trained: batch norms then "
     "keep their statistics, and dropout is off. Remove network.eval() from it: the launcher sets the mode "
@@ -92,12 +97,13 @@ def recipe_failure(
         return shortage
     if shortage is not None or OF_ANOTHER.search(str(error)):
         return None
+    renamed = RENAMED.get(str(error), "")
     rule = _rule(error, batch or {})
     kind = DataError if rule else RecipeError
     return kind(
         f"{what} failed{_at(error)}: {type(error).__name__}: "
         f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
-        f"{f' {rule}' if rule else ''} The full traceback is in {log}."
+        f"{' ' if rule or renamed else ''}{rule or renamed} The full traceback is in {log}."
     )
 
 

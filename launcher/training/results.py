@@ -19,7 +19,8 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import StorageError, in_words
-from launcher.evaluation.evaluate import Evaluation, classification_report_text, confusion_matrix
+from launcher.evaluation.comparison import comparison
+from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe import Used
 from launcher.report.gradient_plot import draw_exponents
 from launcher.report.page import write_report
@@ -46,13 +47,13 @@ def result(
     env: WorkerEnv,
     stepper: Stepper,
     used: Used,
-    metric: str,
+    compare_by: str | None,
     evaluation: Evaluation | None,
     totals: Totals,
 ) -> dict[str, Any]:
     """The content of result.json, but for what only the caller knows (steps and seconds).
 
-    `metric` is the name of the one that runs are compared by: the loss where the evaluation has not got it.
+    `compare_by` is that of the recipe.
     """
     counters = stepper.counters()
     content: dict[str, Any] = {
@@ -63,7 +64,7 @@ def result(
         "data": used.data,
         "precision": config.precision.name,
         "world_size": env.world_size,
-        **_measured(evaluation, metric),
+        **_measured(evaluation, compare_by),
         "applied_steps": counters["applied"],
         "skipped_steps": counters["skipped"],
         "scale": stepper.loss_scale,
@@ -73,21 +74,21 @@ def result(
         "state_bytes": stepper.state_bytes(),
         "weights_sha256": weights_sha256(stepper),
     }
-    if evaluation is not None and evaluation.classes is not None:
-        content["classes"] = list(evaluation.classes)
-        content["confusion_matrix"] = confusion_matrix(evaluation).tolist()
+    if evaluation is not None and evaluation.confusion is not None:
+        content["classes"] = list(evaluation.confusion.classes)
+        content["confusion_matrix"] = evaluation.confusion.counts.tolist()
     if env.device.type == "cuda":
         content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(env.device)
     return content
 
 
-def _measured(evaluation: Evaluation | None, metric: str) -> dict[str, Any]:
+def _measured(evaluation: Evaluation | None, compare_by: str | None) -> dict[str, Any]:
     """What the last evaluation found, if there was one."""
     if evaluation is None:
-        return {"metric_name": metric, "metric": None, "metrics": {}}
+        return {"metric_name": compare_by, "metric": None, "metrics": {}}
+    compared = comparison(compare_by, evaluation)
     metrics = {"loss": evaluation.loss, **evaluation.metrics}
-    name = metric if metric in metrics else "loss"
-    return {"metric_name": name, "metric": metrics[name], "metrics": metrics}
+    return {"metric_name": compared.name, "metric": compared.value, "metrics": metrics}
 
 
 def write_files(
@@ -95,8 +96,8 @@ def write_files(
 ) -> None:
     """The classification report, then result.json, which says that the run is done. Raises StorageError."""
     try:
-        if evaluation is not None and evaluation.classes is not None:
-            text = classification_report_text(evaluation)
+        if evaluation is not None and evaluation.confusion is not None:
+            text = evaluation.confusion.report()
             write_text(run_dir / "classification_report.txt", text)
             telemetry.emit("report", content["steps"], text=text)
         write_result(run_dir, content)

@@ -76,6 +76,18 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         1,
         "in loss: ValueError: no",
     ),
+    "the former name of outputs": (
+        "LOSS",
+        "return Loss(network(batch['x']).sum(), 1, predictions=batch['label'])",
+        1,
+        "unexpected keyword argument 'predictions'. Loss has outputs instead: the logits [n, classes], or",
+    ),
+    "the former name of compare_by": (
+        "RECIPE",
+        "Recipe(build, train, validation, loss, metric='loss')",
+        1,
+        "unexpected keyword argument 'metric'. Recipe has compare_by instead.",
+    ),
     "an exception in the model": (
         "FORWARD",
         "return self.inner(x[:, :2])",
@@ -245,6 +257,13 @@ def test_logits_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
     file, _ = written(tmp_path, "FORWARD", "return self.inner(x).sum(1)")
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
     text = "the model returned the shape [8] for 8 samples: cross_entropy needs [8, classes]"
+    assert_told_once(ended, text, 2)
+
+
+def test_a_loss_that_gives_metrics_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "LOSS", "return Loss(network(batch['x']).sum(), len(batch['x']))")
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
+    text = "metrics (Classification) read outputs, but its loss gave none. Return Loss(sum, count, outputs)"
     assert_told_once(ended, text, 2)
 
 

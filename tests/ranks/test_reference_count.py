@@ -169,7 +169,7 @@ def loss(network, batch):
 @recipe("tokens")
 def tokens(config):
     data = TensorData({"x": torch.randn(64, 16, 3), "y": torch.randint(4, (64, 16))})
-    return Recipe(lambda: nn.Linear(3, 4), data, data, loss, classes=None, metric="loss")
+    return Recipe(lambda: nn.Linear(3, 4), data, data, loss)
 """
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from launcher.checkpoint import Metric
 from launcher.training.progress import Standing
 
 
@@ -24,7 +25,7 @@ from launcher.training.progress import Standing
 )
 def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_better, best) -> None:
     standing = Standing()
-    found = [standing.measure("metric", value, lower_is_better, loss=1.0) for value in values]
+    found = [standing.measure(Metric("metric", value, lower_is_better), loss=1.0) for value in values]
     assert [each.is_best for each in found] == best
     assert [each.metric.value for each in found] == pytest.approx(values, nan_ok=True)
 
@@ -32,7 +33,7 @@ def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_bett
 def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
     before = Standing()
-    before.measure("accuracy", 0.9, lower_is_better=False, loss=0.1)
+    before.measure(Metric("accuracy", 0.9, lower_is_better=False), loss=0.1)
     resumed = Standing.of(before.as_values())
-    assert not resumed.measure("accuracy", 0.9, lower_is_better=False, loss=0.1).is_best
+    assert not resumed.measure(Metric("accuracy", 0.9, lower_is_better=False), loss=0.1).is_best
     assert resumed.best == before.best

@@ -187,7 +187,7 @@ def loss(network, batch):
 @recipe("averaged")
 def averaged(config):
     data = TensorData({"x": torch.randn(64, 3), "label": torch.randint(4, (64,))})
-    return Recipe(lambda: nn.Linear(3, 4), data, data, loss, classes=None, metric="loss")
+    return Recipe(lambda: nn.Linear(3, 4), data, data, loss)
 """
 
 

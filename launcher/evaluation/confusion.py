@@ -1,0 +1,37 @@
+"""The confusion matrix of an evaluation, and scikit-learn's report made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How often each class was predicted for each class."""
+
+    classes: tuple[str, ...]
+    counts: np.ndarray[
+        Any, np.dtype[np.int64]
+    ]  # [classes, classes]: row the true class, column the predicted
+
+    def report(self) -> str:
+        """Precision, recall, F1 and support of each class that occurs: scikit-learn's report."""
+        from sklearn.metrics import classification_report  # takes a second, and is needed once, at the end
+
+        cells = np.nonzero(self.counts)
+        labels, predictions = (
+            np.repeat(axis, self.counts[cells]) for axis in cells
+        )  # in any order: all sums
+        occurring = np.union1d(labels, predictions)
+        text: str = classification_report(
+            labels,
+            predictions,
+            labels=occurring,
+            target_names=[self.classes[index] for index in occurring],
+            digits=4,
+            zero_division=0,
+        )
+        return text

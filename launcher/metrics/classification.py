@@ -1,0 +1,214 @@
+"""Metrics of a classifier, from one matrix of counts: accuracy, precision, recall, F1; calibration of logits.
+
+Owns the formulas; all sums are integers or fp64, so that the number of ranks changes no more than the last
+digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from launcher.data.loader import Batch
+from launcher.errors import ConfigError
+from launcher.metrics.metric import Outputs, chosen, shape_text
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+
+OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
+TOP = 5
+BINS = 15  # of Guo et al.
+
+
+class Classification:
+    """Metrics of a classifier: `accuracy`, `macro_precision`, `macro_recall`, `macro_f1`, `weighted_f1`.
+
+    Of logits also `calibration_error`, and `top5_accuracy` where there are more than 5 classes.
+
+    Reads logits (floating point [n, classes, ...]) or predicted classes (int64 [n, ...]) as outputs, and the
+    true classes `batch[label]` (integers [n, ...]). A label equal to `ignored` is left out. `output` names
+    the entry where outputs are a mapping; `prefix` goes before each name.
+
+    All are shares in 0..1. Precision, recall and F1 are scikit-learn's with zero_division=0; macro is the
+    mean over the classes that occur among labels or predictions, weighted the mean by number of labels.
+    Top-5 counts a label among the five largest logits, the lower class first where logits are equal, as
+    argmax does. `calibration_error` is the expected calibration error of Guo et al., 2017 (arXiv:1706.04599,
+    equation 3): the mean of |accuracy - confidence| over 15 bins of equal width, weighted by their samples.
+    With a NaN among the logits all are NaN.
+
+    Raises ConfigError for outputs of another shape, and for labels or predictions that name no class.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[str],
+        label: str = "label",
+        *,
+        ignored: int | None = None,
+        output: str | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.classes = tuple(classes)
+        self.label, self.ignored, self.output, self.prefix = label, ignored, output, prefix
+        self._state: dict[str, Tensor] = {}  # of all samples so far; none before the first
+        if not self.classes:
+            raise ConfigError("Classification needs at least one class: give it the names of the classes.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `compute` may return: without logits only the first five."""
+        of_logits = (("top5_accuracy",) if len(self.classes) > TOP else ()) + ("calibration_error",)
+        return tuple(self.prefix + name for name in (*OF_COUNTS, *of_logits))
+
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        """By name: all but the calibration error."""
+        return {name: not name.endswith("calibration_error") for name in self.names}
+
+    def update(self, outputs: Outputs, batch: Batch) -> None:
+        """Add the samples of a batch. Raises ConfigError for outputs that do not fit the labels."""
+        given, labels = chosen(outputs, self.output, "Classification"), batch[self.label]
+        logits = self._logits(given, labels)
+        labels = labels.reshape(-1).to(torch.int64)
+        predicted = (given.reshape(-1) if logits is None else logits.argmax(dim=1)).to(torch.int64)
+        counted = torch.ones_like(labels) if self.ignored is None else (labels != self.ignored).long()
+        self._add(
+            {
+                "cells": self._cells(labels, predicted, counted),
+                "lowest": _extreme("amin", counted, labels, predicted),
+                "highest": _extreme("amax", counted, labels, predicted),
+                "counted": counted.sum(),
+                **({} if logits is None else _of_logits(logits, labels, predicted, counted)),
+            }
+        )
+
+    def merge(self, other: Classification) -> None:
+        """Add the samples that `other` has seen."""
+        self._add(other._state)
+
+    def compute(self) -> Mapping[str, float]:
+        """All that the outputs allow; NaN where no sample was counted."""
+        if not self._state:
+            return {self.prefix + name: float("nan") for name in OF_COUNTS}
+        found = metrics_of_counts(self.confusion_matrix())
+        state = {name: value.cpu().numpy() for name, value in self._state.items()}
+        if "bins" in state and int(state["scored"]) == int(state["counted"]):
+            if len(self.classes) > TOP:
+                found["top5_accuracy"] = float(_share(state["top"], state["counted"]))
+            found["calibration_error"] = _calibration_error(state["bins"])
+            if state["nans"]:
+                found = dict.fromkeys(found, float("nan"))
+        return {self.prefix + name: value for name, value in found.items()}
+
+    def confusion_matrix(self) -> Int64Array:
+        """Counts [classes, classes]: row the true class, column the predicted one. Raises ConfigError."""
+        num_classes = len(self.classes)
+        if not self._state:
+            return np.zeros((num_classes, num_classes), dtype=np.int64)
+        for index, name in enumerate(("labels", "predictions")):
+            lowest, highest = int(self._state["lowest"][index]), int(self._state["highest"][index])
+            if lowest < 0 or highest >= num_classes:
+                raise ConfigError(
+                    f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
+                    f"have to lie in 0..{num_classes - 1}."
+                )
+        cells: Int64Array = self._state["cells"][:-1].cpu().numpy()
+        return cells.reshape(num_classes, num_classes)
+
+    def _logits(self, given: Tensor, labels: Tensor) -> Tensor | None:
+        """The outputs as [samples, classes] where they are logits, None where they are predicted classes."""
+        n, *rest = labels.shape
+        whole_labels = not labels.is_floating_point()
+        if whole_labels and not given.is_floating_point() and given.shape == labels.shape:
+            return None
+        if whole_labels and given.is_floating_point() and [*given.shape] == [n, len(self.classes), *rest]:
+            return given.movedim(1, -1).reshape(-1, len(self.classes))
+        raise ConfigError(
+            f"the outputs are {shape_text(given)}, the labels {shape_text(labels)}. Classification needs "
+            f"logits [{', '.join(map(str, (n, len(self.classes), *rest)))}], one value per sample and class, "
+            f"or predicted classes int64 {list(labels.shape)}, and whole numbers as labels: return them as "
+            "Loss(sum, count, outputs)."
+        )
+
+    def _cells(self, labels: Tensor, predicted: Tensor, counted: Tensor) -> Tensor:
+        """int64 [classes^2 + 1]: the confusion matrix, and in the last place what is not counted."""
+        num_classes = len(self.classes)
+        valid = (labels >= 0) & (labels < num_classes) & (predicted >= 0) & (predicted < num_classes)
+        cell = torch.where(valid & (counted > 0), labels * num_classes + predicted, num_classes**2)
+        return torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=cell.device).index_add_(
+            0, cell, torch.ones_like(cell)
+        )
+
+    def _add(self, more: Mapping[str, Tensor]) -> None:
+        for name, value in more.items():
+            before = self._state.get(name)
+            if before is None:
+                self._state[name] = value
+            elif name in ("lowest", "highest"):
+                self._state[name] = (torch.minimum if name == "lowest" else torch.maximum)(before, value)
+            else:
+                self._state[name] = before + value
+
+
+def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
+    """The metrics OF_COUNTS of a matrix [classes, classes], row the true class.
+
+    A quotient 0/0 counts as 0, as in scikit-learn with zero_division=0.
+    """
+    correct, actual, predicted = confusion.diagonal(), confusion.sum(axis=1), confusion.sum(axis=0)
+    occurs = (actual + predicted) > 0
+    if not occurs.any():
+        return dict.fromkeys(OF_COUNTS, float("nan"))
+    f1 = _quotients(2 * correct, actual + predicted)
+    return {
+        "accuracy": float(correct.sum() / confusion.sum()),
+        "macro_precision": float(_quotients(correct, predicted)[occurs].mean()),
+        "macro_recall": float(_quotients(correct, actual)[occurs].mean()),
+        "macro_f1": float(f1[occurs].mean()),
+        "weighted_f1": float((f1 * actual).sum() / actual.sum()),
+    }
+
+
+def _of_logits(logits: Tensor, labels: Tensor, predicted: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """Sums over the counted samples of what only logits [samples, classes] allow.
+
+    bins: fp64 [3, 15], the samples, the right ones and the confidence in each bin.
+    """
+    confidence = (logits.amax(dim=1) - logits.logsumexp(dim=1)).exp().double()
+    broken = confidence.isnan() & (counted > 0)
+    bin_of = (confidence.nan_to_num() * BINS).ceil().clamp(1, BINS).long() - 1
+    members = (bin_of[:, None] == torch.arange(BINS, device=bin_of.device)).double() * counted[:, None]
+    rows = torch.stack([torch.ones_like(confidence), (predicted == labels).double(), confidence.nan_to_num()])
+    of_label = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])
+    lower_class = torch.arange(logits.shape[1], device=labels.device) < labels[:, None]
+    ahead = ((logits > of_label) | ((logits == of_label) & lower_class)).sum(dim=1)
+    return {
+        "bins": rows @ members,
+        "top": ((ahead < TOP) & (counted > 0)).sum(),
+        "scored": counted.sum(),
+        "nans": broken.sum(),
+    }
+
+
+def _extreme(which: str, counted: Tensor, *values: Tensor) -> Tensor:
+    """int64 [2]: of the counted labels and predictions; 0, which is always a class, where there are none."""
+    kept = [torch.where(counted > 0, each, 0) for each in values]
+    return torch.stack([getattr(each, which)() if len(each) else each.sum() for each in kept])
+
+
+def _calibration_error(bins: Float64Array) -> float:
+    samples, right, confidence = bins
+    return float(np.abs(right - confidence).sum() / samples.sum()) if samples.sum() else float("nan")
+
+
+def _share(part: Int64Array, whole: Int64Array) -> float:
+    return float(part / whole) if whole else float("nan")
+
+
+def _quotients(numerators: Int64Array, denominators: Int64Array) -> Float64Array:
+    return numerators / np.maximum(denominators, 1)

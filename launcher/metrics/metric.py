@@ -1,0 +1,95 @@
+"""What a metric is: the two protocols, and what a metric may say of itself besides.
+
+Owns the reading of the optional attributes. Never moves a tensor and never communicates: how metrics of
+several ranks become one is in `launcher.evaluation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from launcher.data.loader import Batch
+from launcher.errors import ConfigError
+
+Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32
+RESERVED = ("loss", "samples", "seconds", "epoch", "step", "time", "event", "set")  # other fields of a record
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """A number, or several, of a whole set: updated batch by batch, computed at the end.
+
+    `update` gets `Loss.outputs` (half precision as fp32, without gradient, on the device) and the batch as
+    the loss has read it. `compute` returns numbers by name, all of the whole set.
+
+    Optional attributes:
+
+    - `merge(other)`: add the samples that another object of the class has seen. Then each rank updates its
+      own copy, and the copies are sent by pickle and merged in rank order. Without it, the outputs and
+      batches of all ranks are kept on the host and fed to one copy on rank 0, in the order of the set:
+      exact for any metric, at the cost of that memory and of sending it.
+    - `higher_is_better`: True, False, or a mapping from name to either. Needed to compare runs by it.
+    - `names`: the names that `compute` may return, so that a mistake is found before the first step.
+    - `reset()`: forget all samples. Without it each evaluation works on a deep copy.
+    """
+
+    def update(self, outputs: Outputs, batch: Batch) -> None:
+        """Add the samples of a batch."""
+        ...
+
+    def compute(self) -> Mapping[str, float]:
+        """The numbers over all samples so far."""
+        ...
+
+
+@runtime_checkable
+class LossMetric(Protocol):
+    """A number that follows from the loss over the whole set. `higher_is_better`, `names` as of a Metric."""
+
+    def of_loss(self, loss_sum: float, count: int) -> Mapping[str, float]:
+        """From the sum of the losses in fp64 and the number of samples (or tokens) that carry loss."""
+        ...
+
+
+def name_of(metric: object) -> str:
+    """By which errors name a metric."""
+    return type(metric).__name__
+
+
+def declared_names(metric: object) -> tuple[str, ...] | None:
+    """The names that a metric may return; None where it does not say."""
+    names = getattr(metric, "names", None)
+    return None if names is None or callable(names) else tuple(names)
+
+
+def direction_of(metric: object, name: str) -> bool | None:
+    """Whether a higher value of `name` is better; None where the metric does not say."""
+    said = getattr(metric, "higher_is_better", None)
+    found = said.get(name) if isinstance(said, Mapping) else said
+    return found if isinstance(found, bool) else None
+
+
+def chosen(outputs: Outputs, output: str | None, metric: str) -> Tensor:
+    """The tensor that a built-in metric reads: `outputs`, or its entry `output`. Raises ConfigError."""
+    if output is None and isinstance(outputs, Mapping) and len(outputs) == 1:
+        (outputs,) = outputs.values()
+    elif isinstance(outputs, Mapping):
+        if output not in outputs:
+            raise ConfigError(
+                f"{metric} reads the output {output}, but the recipe's loss gives {', '.join(outputs)}. "
+                f"Name one of them: {metric}(..., output=...)."
+            )
+        outputs = outputs[output]
+    if isinstance(outputs, Tensor):
+        return outputs
+    raise ConfigError(
+        f"{metric} reads Loss.outputs as a tensor; the recipe's loss gave {type(outputs).__name__}."
+    )
+
+
+def shape_text(tensor: Tensor) -> str:
+    """`float32 [4, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,161 @@
+"""The built-in metrics of a classifier against scikit-learn's, and the outputs that it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn import metrics
+
+from launcher.errors import ConfigError
+from launcher.evaluation.confusion import Confusion
+from launcher.metrics import Classification
+
+CLASSES = ("red", "green", "blue")
+
+
+def measured(labels, *outputs, classes=CLASSES, **options) -> Classification:
+    """One metric per output, merged."""
+    whole = Classification(classes, **options)
+    for each, part in zip(outputs, torch.as_tensor(labels).tensor_split(len(outputs)), strict=True):
+        other = Classification(classes, **options)
+        other.update(torch.as_tensor(each), {"label": part})
+        whole.merge(other)
+    return whole
+
+
+pairs = st.integers(1, 40).flatmap(
+    lambda n: st.tuples(*(arrays(np.int64, n, elements=st.integers(0, 2)) for _ in range(2)))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs)
+def test_metrics_of_predicted_classes_equal_those_of_scikit_learn(pair):
+    labels, predictions = pair
+    found = measured(labels, predictions)
+    precision, recall, f1, _ = metrics.precision_recall_fscore_support(
+        *pair, average="macro", zero_division=0
+    )
+    assert found.compute() == pytest.approx(
+        {
+            "accuracy": metrics.accuracy_score(*pair),
+            "macro_precision": precision,
+            "macro_recall": recall,
+            "macro_f1": f1,
+            "weighted_f1": metrics.f1_score(*pair, average="weighted", zero_division=0),
+        }
+    )
+    report = metrics.classification_report(
+        *pair,
+        labels=np.union1d(*pair),
+        target_names=[CLASSES[index] for index in np.union1d(*pair)],
+        digits=4,
+        zero_division=0,
+    )
+    assert Confusion(CLASSES, found.confusion_matrix()).report() == report
+
+
+def logits_of(num_samples: int, num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, num_classes, (num_samples,), generator=generator)
+    return labels, torch.randn(num_samples, num_classes, generator=generator) * 2
+
+
+def test_metrics_of_logits_equal_those_of_scikit_learn_in_any_number_of_parts():
+    labels, logits = logits_of(101, 9)
+    classes = tuple(map(str, range(9)))
+    found = [
+        measured(labels, *logits.tensor_split(parts), classes=classes).compute() for parts in (1, 2, 3, 200)
+    ]
+    top5 = metrics.top_k_accuracy_score(labels, logits.numpy(), k=5, labels=range(9))
+    assert found[0]["top5_accuracy"] == top5
+    assert found[0]["accuracy"] == metrics.accuracy_score(labels, logits.argmax(dim=1))
+    assert found[0]["calibration_error"] == pytest.approx(calibration_error(labels, logits), rel=1e-6)
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-12)
+    assert set(found[0]) == set(Classification(classes).names)
+
+
+def calibration_error(labels: torch.Tensor, logits: torch.Tensor) -> float:
+    """Equation 3 of Guo et al., bin by bin."""
+    confidence, predicted = logits.double().softmax(dim=1).max(dim=1)
+    total = 0.0
+    for low in range(15):
+        inside = (confidence > low / 15) & (confidence <= (low + 1) / 15)
+        if inside.any():
+            right = (predicted == labels)[inside].double().mean()
+            total += inside.double().mean().item() * abs(right - confidence[inside].mean()).item()
+    return total
+
+
+def test_of_equal_logits_the_lower_class_is_ahead_as_for_argmax():
+    found = measured([4, 5], torch.zeros(2, 6), classes=tuple("abcdef")).compute()
+    assert found["top5_accuracy"] == 0.5
+
+
+def test_labels_and_logits_may_have_more_dimensions_and_places_that_do_not_count():
+    labels = torch.tensor([[[0, 1], [2, 255]], [[1, 1], [0, 255]]])
+    logits = torch.nn.functional.one_hot(labels.clamp(max=2), 3).movedim(-1, 1).float()
+    logits[0, :, 0, 0] = torch.tensor([0.0, 1.0, 0.0])
+    found = measured(labels, logits, ignored=255)
+    assert found.compute()["accuracy"] == pytest.approx(5 / 6)
+    assert found.confusion_matrix().sum() == 6
+
+
+def test_confusion_matrix_and_report_by_hand():
+    found = measured([0, 0, 1, 1, 1], torch.tensor([0, 1, 1, 1, 0]))
+    matrix = found.confusion_matrix()
+    assert matrix.dtype == np.int64
+    assert matrix.tolist() == [[1, 1, 0], [1, 2, 0], [0, 0, 0]]
+    report = Confusion(CLASSES, matrix).report()
+    assert " ".join(report.splitlines()[2].split()) == "red 0.5000 0.5000 0.5000 2"
+    assert "blue" not in report
+
+
+def test_without_samples_all_is_unknown():
+    assert all(math.isnan(value) for value in Classification(CLASSES).compute().values())
+    of_ignored = measured([7, 7], torch.zeros(2, 3), ignored=7).compute()
+    assert all(math.isnan(value) for value in of_ignored.values())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_make_no_good_metric(value):
+    logits = torch.zeros(4, 3)
+    logits[1] = value
+    found = measured([0, 1, 2, 0], logits).compute()
+    assert all(math.isnan(each) for each in found.values())
+
+
+def test_a_prefix_and_an_output_tell_two_of_them_apart():
+    labels, logits = logits_of(10, 3)
+    one = Classification(CLASSES, output="a", prefix="first_")
+    one.update({"a": logits, "b": logits[:3]}, {"label": labels})
+    assert set(one.compute()) == set(one.names)
+    assert one.higher_is_better == {name: "calibration" not in name for name in one.names}
+    with pytest.raises(ConfigError, match="reads the output a, but the recipe's loss gives b, c"):
+        one.update({"b": logits, "c": logits}, {"label": labels})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "message"),
+    [
+        (torch.zeros(4), [0, 1, 2, 0], r"float32 \[4\], the labels int64 \[4\]. .* logits \[4, 3\]"),
+        (torch.zeros(4, 2), [0, 1, 2, 0], r"float32 \[4, 2\]"),
+        (torch.zeros(3, 3), [0, 1, 2, 0], r"float32 \[3, 3\]"),
+        (torch.zeros(4, 3, dtype=torch.int64), [0, 1, 2, 0], r"int64 \[4, 3\]"),
+        (torch.zeros(4, 3), [0.0, 1.0, 2.0, 0.0], "whole numbers as labels"),
+        (torch.full((4,), 3), [0, 1, 2, 0], r"the predictions go from 3 to 3. They have to lie in 0\.\.2"),
+        (torch.full((4,), -1), [0, 1, 2, 0], "the predictions go from -1 to -1"),
+        (torch.zeros(4, 3), [0, 1, 3, 0], "the labels go from 0 to 3"),
+        (torch.zeros(4, 3), [0, -100, 2, 0], "the labels go from -100 to 2"),
+    ],
+)
+def test_what_names_no_class_is_refused(outputs, labels, message):
+    with pytest.raises(ConfigError, match=message):
+        measured(labels, outputs).compute()
