@@ -39,6 +39,7 @@ from launcher.distributed.process_group import (
     stall_of,
     tighten,
 )
+from launcher.distributed.watchdog import Watchdog
 from launcher.engine import EngineWarning, UnusableError, works
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
@@ -50,6 +51,7 @@ from launcher.telemetry import Telemetry, open_telemetry
 from launcher.training import build, results
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.data_check import compare_data
+from launcher.training.decisions import decisions
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.evaluator import Evaluator
@@ -61,7 +63,6 @@ from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
 from launcher.training.signals import Requests, heeded
-from launcher.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -296,7 +297,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     run = job.run
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
-    for topic, text in build.decisions(run.config, run.env, devices, run.stepper, job.plan):
+    for topic, text in decisions(run.config, run.env, devices, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
     run.telemetry.emit(
         "start",

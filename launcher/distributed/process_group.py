@@ -28,7 +28,7 @@ OF_ANOTHER = re.compile(
     r"Application timeout|Connection (closed|reset)",
     re.IGNORECASE,
 )
-# Torch's watchdog only logs a timeout, and its monitor ends no process: `training.watchdog` does, by name.
+# Torch's watchdog only logs a timeout, and its monitor ends no process: `watchdog` does, by name.
 # torchrun sets the first one to 1 for its workers, so what is found there is nobody's wish.
 NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last

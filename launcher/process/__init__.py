@@ -1,1 +1,1 @@
-"""What belongs to the process itself: standard streams, lifetime, terminal, lack of memory or room."""
+"""What belongs to one process: standard streams, signals, lifetime, terminal, lack of memory or room."""

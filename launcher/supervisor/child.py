@@ -28,9 +28,9 @@ from launcher.distributed.handoff import Departure, departure_of
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.process_group import LaunchEnv
 from launcher.process.lifetime import Leash, end_with
+from launcher.process.signals import HEEDED
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
-from launcher.training.signals import HEEDED
 
 SHOW_STACKS = signal.SIGUSR2
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from launcher.training.signals import HEEDED, ONE_REQUEST_S, obeyed
+from launcher.process.signals import HEEDED, ONE_REQUEST_S, obeyed
 
 
 class Signals:

@@ -1,7 +1,6 @@
-"""Turns the resolved config into a job's parts: device switches, model, stepper, and the reasons for each.
+"""Turns the resolved config into a job's parts: device switches, model, stepper.
 
-Owns every translation from config words to engine values. Each choice that the program makes for the user
-is also a sentence here, printed at the start.
+Owns every translation from config words to engine values. What is printed of the choices is in `decisions`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -148,14 +147,14 @@ def build_wire(config: Config, env: WorkerEnv) -> Wire:
     return Wire(
         dtype=None if wire.dtype == "auto" else WIRE_DTYPES[wire.dtype],
         bucket_bytes=None if wire.bucket_mb == "auto" else bucket_bytes(wire.bucket_mb),
-        overlap=wire.overlap and not _shares_communicator(config, env),
+        overlap=wire.overlap and not shares_communicator(config, env),
         predivide=None if wire.predivide == "auto" else int(wire.predivide),
         sum=wire.sum,  # type: ignore[arg-type]  # validated against the same words
         shard=wire.shard,
     )
 
 
-def _shares_communicator(config: Config, env: WorkerEnv) -> bool:
+def shares_communicator(config: Config, env: WorkerEnv) -> bool:
     """Whether batch norms of all ranks use the communicator of the gradients.
 
     Those then travel after the backward pass: a rank on which parameters are unused sends its buckets later
@@ -229,61 +228,3 @@ def gradient_stats(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: 
     return GradientStats(
         stepper.reduced_gradients, telemetry, every_steps if env.is_leader else None, env.device
     )
-
-
-def decisions(
-    config: Config, env: WorkerEnv, devices: Sequence[str], stepper: Stepper, plan: BatchPlan
-) -> Iterator[tuple[str, str]]:
-    """What was decided for the user, as (topic, sentence with the reason)."""
-    kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
-    backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
-    yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
-    yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
-    yield "batch", _division(plan)
-    numel = stepper.num_trainable
-    steps = config.train.total_steps(plan.steps_per_epoch)
-    if config.optim.name in TORCH_OPTIMIZERS:
-        yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
-    else:
-        reason = compiles_update(env.device, numel, steps)[1]
-        failure = stepper.compilation.reason
-        yield "update", f"plain: {failure}" if failure else reason
-    if config.wire.overlap and _shares_communicator(config, env):
-        yield (
-            "wire",
-            "gradients travel after the backward pass: model.sync_bn=true uses the same communicator",
-        )
-    if config.train.compile and config.wire.overlap and env.world_size > 1:
-        yield (
-            "compile",
-            "gradients travel after the backward pass, and all are in memory by then: a graph of the whole "
-            "model gives them at its end (train.compile=false sends them during the pass)",
-        )
-    if config.train.channels_last == "auto" and env.device.type == "cpu":
-        yield "memory format", "contiguous: channels_last is slower on this kind of device"
-
-
-def _arithmetic(stepper: Stepper) -> str:
-    emulation = stepper.emulation
-    return f"{'emulated' if emulation.used else 'native'}: {emulation.reason}"
-
-
-def _division(plan: BatchPlan) -> str:
-    parts = f"{plan.batch_size} samples per update over {plan.world_size} rank(s)"
-    if plan.micro_batches > 1:
-        parts += f", up to {plan.micro_batches} micro-batches of {plan.micro_batch} each"
-    return parts
-
-
-def _idle_gpus(env: WorkerEnv) -> str:
-    if env.device.type != "cuda" or torch.cuda.device_count() <= env.local_world_size:
-        return ""
-    idle = torch.cuda.device_count() - env.local_world_size
-    return f"; {idle} GPU(s) of this machine stay idle: start with torchrun --nproc-per-node=gpu"
-
-
-def _crowding(env: WorkerEnv) -> str:
-    cores = len(os.sched_getaffinity(0))
-    if env.device.type == "cuda" or env.local_world_size <= cores:
-        return ""
-    return f"; they share {cores} core(s) and wait for each other: launch.nproc={cores} would be faster"

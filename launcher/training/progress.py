@@ -1,4 +1,7 @@
-"""Where a run stands: the values that the parts of a run hand to each other."""
+"""Where a run stands: the values that the parts of a run hand to each other.
+
+Owns the count of steps and epochs, and the best evaluation so far. Saves and reports nothing.
+"""
 
 from __future__ import annotations
 

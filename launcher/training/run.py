@@ -1,4 +1,7 @@
-"""What the parts of a run share on one rank, and the questions on which the ranks vote in each step."""
+"""What the parts of a run share on one rank, and the questions on which the ranks vote in each step.
+
+Owns the meaning of each vote; how votes travel is the engine's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Requests to a running worker by signals: stop, or save and continue.
 
-Owns the choice of signals and their handlers while a job runs. A handler sets a flag, nothing more; the
+Owns the handlers while a job runs. A handler sets a flag, nothing more; the
 flag becomes a vote, and all ranks act on it after the same step. Imports no torch.
 """
 
@@ -14,16 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from launcher.errors import LauncherError
-
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-HEEDED = (*STOPPING, signal.SIGUSR1)
-ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
-
-
-def obeyed() -> tuple[signal.Signals, ...]:
-    """HEEDED, but for a SIGHUP that was ignored when this process was started, as nohup does."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return tuple(number for number in HEEDED if not (ignored and number == signal.SIGHUP))
+from launcher.process.signals import ONE_REQUEST_S, obeyed
 
 
 class Requests:

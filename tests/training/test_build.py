@@ -11,7 +11,8 @@ import torch
 from launcher.data.loader import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
-from launcher.training.build import apply_switches, decisions
+from launcher.training.build import apply_switches
+from launcher.training.decisions import decisions
 from tests.configs import composed
 from tests.models import mlp
 

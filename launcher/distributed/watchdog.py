@@ -39,10 +39,10 @@ from launcher.distributed.process_group import (
 )
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
 from launcher.errors import LauncherError, PreemptedError, StalledError
+from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_result
 from launcher.run_dir.status import FILE_NAME, mark_failed
-from launcher.training.signals import STOPPING
 
 if TYPE_CHECKING:
     import torch.distributed as dist

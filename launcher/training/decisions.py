@@ -1,0 +1,75 @@
+"""What was decided for the user, each with its reason: printed at the start of a run.
+
+Owns the sentences; the decisions are those of the modules that build the job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from launcher.config.schema import Config
+from launcher.data.loader import BatchPlan
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import Stepper
+from launcher.training.build import TORCH_OPTIMIZERS, compiles_update, shares_communicator
+
+
+def decisions(
+    config: Config, env: WorkerEnv, devices: Sequence[str], stepper: Stepper, plan: BatchPlan
+) -> Iterator[tuple[str, str]]:
+    """What was decided for the user, as (topic, sentence with the reason)."""
+    kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
+    backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
+    yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
+    yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
+    yield "batch", _division(plan)
+    numel = stepper.num_trainable
+    steps = config.train.total_steps(plan.steps_per_epoch)
+    if config.optim.name in TORCH_OPTIMIZERS:
+        yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
+    else:
+        reason = compiles_update(env.device, numel, steps)[1]
+        failure = stepper.compilation.reason
+        yield "update", f"plain: {failure}" if failure else reason
+    if config.wire.overlap and shares_communicator(config, env):
+        yield (
+            "wire",
+            "gradients travel after the backward pass: model.sync_bn=true uses the same communicator",
+        )
+    if config.train.compile and config.wire.overlap and env.world_size > 1:
+        yield (
+            "compile",
+            "gradients travel after the backward pass, and all are in memory by then: a graph of the whole "
+            "model gives them at its end (train.compile=false sends them during the pass)",
+        )
+    if config.train.channels_last == "auto" and env.device.type == "cpu":
+        yield "memory format", "contiguous: channels_last is slower on this kind of device"
+
+
+def _arithmetic(stepper: Stepper) -> str:
+    emulation = stepper.emulation
+    return f"{'emulated' if emulation.used else 'native'}: {emulation.reason}"
+
+
+def _division(plan: BatchPlan) -> str:
+    parts = f"{plan.batch_size} samples per update over {plan.world_size} rank(s)"
+    if plan.micro_batches > 1:
+        parts += f", up to {plan.micro_batches} micro-batches of {plan.micro_batch} each"
+    return parts
+
+
+def _idle_gpus(env: WorkerEnv) -> str:
+    if env.device.type != "cuda" or torch.cuda.device_count() <= env.local_world_size:
+        return ""
+    idle = torch.cuda.device_count() - env.local_world_size
+    return f"; {idle} GPU(s) of this machine stay idle: start with torchrun --nproc-per-node=gpu"
+
+
+def _crowding(env: WorkerEnv) -> str:
+    cores = len(os.sched_getaffinity(0))
+    if env.device.type == "cuda" or env.local_world_size <= cores:
+        return ""
+    return f"; they share {cores} core(s) and wait for each other: launch.nproc={cores} would be faster"
