@@ -27,7 +27,7 @@ from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import Config
 from launcher.data.loader import Batch, TensorData
 from launcher.errors import ConfigError, DataError, LauncherError
-from launcher.metrics import Classification, LossMetric, Metric
+from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
 from launcher.metrics.metric import RESERVED, declared_names, name_of
 
 __all__ = [
@@ -39,7 +39,9 @@ __all__ = [
     "Loss",
     "LossMetric",
     "Metric",
+    "Perplexity",
     "Recipe",
+    "Regression",
     "TensorData",
     "cross_entropy",
     "load_recipe",

@@ -42,7 +42,7 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        host = value.detach().cpu().contiguous()
+        host = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())  # a view has odd strides
         return _tensor, (host.view(-1).view(torch.uint8).numpy().tobytes(), host.dtype, tuple(host.shape))
 
 

@@ -2,5 +2,7 @@
 
 from launcher.metrics.classification import Classification
 from launcher.metrics.metric import LossMetric, Metric
+from launcher.metrics.perplexity import Perplexity
+from launcher.metrics.regression import Regression
 
-__all__ = ["Classification", "LossMetric", "Metric"]
+__all__ = ["Classification", "LossMetric", "Metric", "Perplexity", "Regression"]

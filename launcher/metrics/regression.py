@@ -1,0 +1,127 @@
+"""Metrics of a regression: mean errors and the coefficient of determination.
+
+Owns the formulas and sums that stay exact for targets far from zero: all are fp64, deviations are summed
+around the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from launcher.data.loader import Batch
+from launcher.errors import ConfigError
+from launcher.metrics.metric import Outputs, chosen, shape_text
+
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of some samples, a column for each target: fp64 [targets], but for their number."""
+
+    samples: int
+    absolute: Tensor  # sum of |error|
+    squared: Tensor  # sum of error^2
+    mean: Tensor  # of the targets
+    spread: Tensor  # sum of (target - mean)^2
+    lowest: Tensor
+    highest: Tensor
+
+    @classmethod
+    def of(cls, predicted: Tensor, targets: Tensor) -> _Sums:
+        """Both fp64 [samples, targets], at least one sample."""
+        error, mean = predicted - targets, targets.mean(dim=0)
+        spread = (targets - mean).square().sum(dim=0)
+        extremes = targets.amin(dim=0), targets.amax(dim=0)
+        return cls(len(targets), error.abs().sum(dim=0), error.square().sum(dim=0), mean, spread, *extremes)
+
+    def __add__(self, other: _Sums) -> _Sums:
+        """Chan, Golub, LeVeque, 1983: the spread around the common mean."""
+        samples, distance = self.samples + other.samples, other.mean - self.mean
+        return _Sums(
+            samples,
+            self.absolute + other.absolute,
+            self.squared + other.squared,
+            self.mean + distance * (other.samples / samples),
+            self.spread + other.spread + distance.square() * (self.samples * other.samples / samples),
+            torch.minimum(self.lowest, other.lowest),
+            torch.maximum(self.highest, other.highest),
+        )
+
+
+class Regression:
+    """`mae` and `rmse`, in the unit of the target, and `r2`, a share of at most 1.
+
+    Reads outputs of floating point [n] or [n, targets], and the numbers `batch[target]` of the same shape;
+    [n, 1] and [n] are the same. `output` names the entry where outputs are a mapping; `prefix` goes before
+    each name. Several targets are measured each, and their mean is given, as scikit-learn does by default.
+    r2 is 1 - (sum of squared errors) / (sum of squared deviations from the mean target). For a constant
+    target, which has no deviation, it is 1 where every output is right and 0 otherwise, and NaN for a single
+    sample.
+
+    Raises ConfigError for outputs of another shape.
+    """
+
+    def __init__(self, target: str = "target", *, output: str | None = None, prefix: str = "") -> None:
+        self.target, self.output, self.prefix = target, output, prefix
+        self._sums: _Sums | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `compute` returns."""
+        return tuple(self.prefix + name for name in ("mae", "rmse", "r2"))
+
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        """By name: r2 alone."""
+        return {name: name.endswith("r2") for name in self.names}
+
+    def update(self, outputs: Outputs, batch: Batch) -> None:
+        """Add the samples of a batch. Raises ConfigError for outputs that do not fit the targets."""
+        given, targets = chosen(outputs, self.output, "Regression"), batch[self.target]
+        predicted, wanted = _columns(given), _columns(targets)
+        if given.is_complex() or predicted is None or wanted is None or predicted.shape != wanted.shape:
+            raise ConfigError(
+                f"the outputs are {shape_text(given)}, the targets {shape_text(targets)}. Regression needs "
+                "both as [samples] or [samples, targets], in the same shape: return the outputs as "
+                "Loss(sum, count, outputs)."
+            )
+        if len(wanted):
+            self._add(_Sums.of(predicted, wanted))
+
+    def merge(self, other: Regression) -> None:
+        """Add the samples that `other` has seen."""
+        if other._sums is not None:
+            self._add(other._sums)
+
+    def compute(self) -> Mapping[str, float]:
+        """The three numbers; NaN without samples."""
+        found = (np.nan,) * 3 if self._sums is None else _measured(self._sums)
+        return {name: float(value) for name, value in zip(self.names, found, strict=True)}
+
+    def _add(self, more: _Sums) -> None:
+        self._sums = more if self._sums is None else self._sums + more
+
+
+def _measured(sums: _Sums) -> tuple[float, float, float]:
+    samples, absolute, squared, _, spread, lowest, highest = (
+        value.cpu().numpy() if isinstance(value, Tensor) else value for value in astuple(sums)
+    )
+    constant: Any = lowest == highest  # rounding of the mean would leave a spread above 0
+    shares = 1 - squared / np.where(constant, 1, spread)
+    r2 = np.where(constant, np.where(squared == 0, 1.0, np.where(np.isnan(squared), np.nan, 0.0)), shares)
+    r2 = r2 if samples > 1 else np.full_like(r2, np.nan)
+    return float((absolute / samples).mean()), float(np.sqrt(squared / samples).mean()), float(r2.mean())
+
+
+def _columns(values: Tensor) -> Tensor | None:
+    """fp64 [samples, targets]; None for another number of dimensions."""
+    if values.ndim not in (1, 2):
+        return None
+    return (values[:, None] if values.ndim == 1 else values).double()
