@@ -1,0 +1,349 @@
+"""Metrics of one's own on several ranks: exact over uneven shares, each mistake one error on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+from torch import nn
+
+from launcher.data.loader import TensorData
+from launcher.distributed.process_group import WorkerEnv
+from launcher.errors import ConfigError, LauncherError, RecipeError
+from launcher.evaluation.comparison import comparison
+from launcher.evaluation.evaluate import Evaluation, evaluate
+from launcher.metrics import Classification, Perplexity, Regression
+from launcher.recipe import Loss, Recipe, refuse_unusable_metrics
+from tests.ranks.harness import run_ranks
+
+ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+CLASSES = tuple("abcdefg")
+
+
+def points(num_samples: int) -> TensorData:
+    generator = torch.Generator().manual_seed(0)
+    return TensorData(
+        {
+            "x": torch.randn(num_samples, 4, generator=generator).to(torch.float16),
+            "label": torch.randint(0, 7, (num_samples,), generator=generator),
+            "target": torch.randn(num_samples, generator=generator) + 3,
+        }
+    )
+
+
+def loss(network: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
+    """Outputs in fp16, as a loss that forgets about them would give."""
+    logits = network(batch["x"].float())
+    nats = nn.functional.cross_entropy(logits, batch["label"], reduction="sum")
+    outputs = {"logits": logits.half(), "value": logits[:, 0].half()}
+    return Loss(nats, len(logits), outputs)
+
+
+class Pairs:
+    """Remembers what it reads, in its order. Not exact, were it not fed in the order of the set."""
+
+    names = ("digest", "samples_read")
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        assert outputs["value"].dtype == torch.float32
+        assert not outputs["value"].requires_grad
+        self.rows += torch.stack([outputs["value"], batch["target"], batch["added"]], dim=1).tolist()
+
+    def compute(self) -> dict[str, Any]:
+        weights = np.arange(1, len(self.rows) + 1)
+        digest = torch.tensor((np.array(self.rows) * weights[:, None]).sum())
+        return {"digest": digest, "samples_read": np.int64(len(self.rows))}
+
+
+class Merged(Pairs):
+    def merge(self, other: Merged) -> None:
+        self.rows += other.rows
+
+    def compute(self) -> dict[str, Any]:
+        return {f"merged_{name}": value for name, value in super().compute().items()}
+
+    names = ("merged_digest", "merged_samples_read")
+
+
+def recipe_of(data: TensorData, *metrics: Any, **changes: Any) -> Recipe:
+    recipe = Recipe(
+        lambda: nn.Linear(4, 7),
+        data,
+        data,
+        loss,
+        eval_transform=lambda batch: {**batch, "added": batch["target"] * 2},
+        metrics=metrics,
+    )
+    return replace(recipe, **changes)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 7)
+
+
+def measure(env: WorkerEnv, num_samples: int) -> Evaluation:
+    class Local(Merged):
+        """Defined where no other process could find it by its name."""
+
+        names = ("local",)
+
+        def compute(self) -> dict[str, Any]:
+            return {"local": len(self.rows)}
+
+    data = points(num_samples)
+    metrics = [
+        Classification(CLASSES, output="logits"),
+        Pairs(),
+        Perplexity(),
+        Merged(),
+        Regression(output="value"),
+        Local(),
+    ]
+    recipe = recipe_of(data, *metrics)
+    refuse_unusable_metrics(recipe)
+    found = [evaluate(recipe, model(), contextlib.nullcontext, data, env, 4) for _ in range(2)]
+    assert found[0].metrics == found[1].metrics, "an evaluation starts from nothing"
+    return found[1]
+
+
+def expected(num_samples: int) -> dict[str, float]:
+    """From one forward pass over the whole set, by scikit-learn."""
+    data = points(num_samples)
+    batch = {**data.columns, "added": data.columns["target"] * 2}
+    of_set = loss(model(), batch)
+    logits, value = (each.detach().float() for each in of_set.outputs.values())
+    labels, target, predicted = data.columns["label"], data.columns["target"], logits.argmax(dim=1)
+    precision, recall, f1, _ = sk.precision_recall_fscore_support(
+        labels, predicted, average="macro", zero_division=0
+    )
+    pairs = Merged()
+    pairs.update({"value": value}, batch)
+    digest = float(pairs.compute()["merged_digest"])
+    return {
+        "accuracy": sk.accuracy_score(labels, predicted),
+        "macro_precision": precision,
+        "macro_recall": recall,
+        "macro_f1": f1,
+        "weighted_f1": sk.f1_score(labels, predicted, average="weighted", zero_division=0),
+        "top5_accuracy": sk.top_k_accuracy_score(labels, logits, k=5, labels=range(7)),
+        "digest": digest,
+        "samples_read": num_samples,
+        "perplexity": np.exp(of_set.sum.item() / num_samples),
+        "merged_digest": digest,
+        "merged_samples_read": num_samples,
+        "mae": sk.mean_absolute_error(target, value),
+        "rmse": sk.root_mean_squared_error(target, value),
+        "r2": sk.r2_score(target, value),
+        "local": num_samples,
+    }
+
+
+@pytest.mark.parametrize("num_samples", [2, 23])  # of 2 samples the first of three ranks gets none
+def test_any_metric_is_exact_on_any_number_of_ranks(num_samples: int) -> None:
+    wanted = expected(num_samples)
+    for world_size in (1, 2, 3):
+        results = run_ranks(world_size, measure, num_samples)
+        found = dict(results[0].metrics)
+        del found["calibration_error"]  # tests/metrics
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert list(found) == list(wanted), "in the order of the recipe's metrics"
+        for name in ("accuracy", "top5_accuracy", "digest", "merged_digest", "local"):
+            assert found[name] == wanted[name] or "digest" in name
+        assert all(each.metrics == results[0].metrics for each in results), "the same bits on all ranks"
+        assert all(each.higher_is_better == results[0].higher_is_better for each in results)
+        assert results[0].confusion.counts.sum() == num_samples
+        assert all(each.confusion is None for each in results[1:])
+
+
+class Broken(Merged):
+    """Fails in one of its methods."""
+
+    names = ("broken",)
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        if self.where == "lambda":
+            self.function = lambda: None
+
+    def merge(self, other: Any) -> None:
+        if self.where == "merge":
+            raise ValueError("no merge today")
+
+    def compute(self) -> Any:
+        if self.where == "compute":
+            raise ValueError("no compute today")
+        return {"text": {"broken": "0.5"}, "shape": {"broken": torch.zeros(2)}, "none": {"broken": None}}.get(
+            self.where, {"broken": 0.5}
+        )
+
+
+class RefusingFeed(Pairs):
+    """Without merge; fails on what another rank has kept."""
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        if self.rows:
+            raise ValueError("no second batch today")
+        self.rows.append([])
+
+
+@contextlib.contextmanager
+def guard(what: str, batch: Any) -> Any:
+    try:
+        yield
+    except ValueError as error:
+        raise RecipeError(f"{what} failed: {error}") from error
+
+
+def fail(env: WorkerEnv, where: str) -> str:
+    data = points(6)
+    metric = RefusingFeed() if where == "feed" else Broken(where)
+    try:
+        evaluate(
+            recipe_of(data, Perplexity(), metric), model(), contextlib.nullcontext, data, env, 4, guard=guard
+        )
+    except LauncherError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+FAILURES = {
+    "merge": "RecipeError: the metric Broken's merge failed: no merge today",
+    "compute": "RecipeError: the metric Broken's compute failed: no compute today",
+    "text": "RecipeError: the metric Broken gave str as 'broken'. compute() has to return one number",
+    "shape": "RecipeError: the metric Broken gave Tensor of the shape [2] as 'broken'",
+    "none": "RecipeError: the metric Broken gave NoneType as 'broken'",
+    "lambda": "RecipeError: the metric Broken has merge, but cannot be sent to rank 0: ",
+    "feed": "RecipeError: the metric RefusingFeed's update failed: no second batch today",
+    "": "",
+}
+
+
+def fail_in_turn(env: WorkerEnv) -> list[str]:
+    """One group for all of them: after an error on all ranks the next evaluation must still be possible."""
+    return [fail(env, where) for where in FAILURES]
+
+
+def test_a_metric_that_fails_is_the_same_error_on_all_ranks() -> None:
+    first, *others = run_ranks(3, fail_in_turn)
+    for found, wanted in zip(first, FAILURES.values(), strict=True):
+        assert found.startswith(wanted)
+        assert bool(found) == bool(wanted)
+    assert all(each == first for each in others)
+
+
+class Nameless:
+    def __init__(self, *names: str, **attributes: Any) -> None:
+        self.given = names
+        vars(self).update(attributes)
+
+    def update(self, outputs: Any, batch: Any) -> None: ...
+
+    def compute(self) -> Any:
+        return dict.fromkeys(self.given, 0.5)
+
+
+def named(*names: str, **attributes: Any) -> Nameless:
+    return Nameless(*names, names=names, **attributes)
+
+
+REFUSED: dict[str, tuple[list[Any], str | None, str]] = {
+    "two with one name": (
+        [Classification(CLASSES), named("accuracy")],
+        None,
+        "metrics Classification and Nameless both give the name 'accuracy'",
+    ),
+    "a name that is taken": ([named("loss")], None, "the metric Nameless gives the name 'loss', which every"),
+    "a class": ([Classification], None, "has the class Classification, which is no metric. A metric is an"),
+    "no metric": (["accuracy"], None, "has 'accuracy', which is no metric"),
+    "an unknown comparison": ([named("bleu", "chrf")], "bleau", "Nearest: bleu. They have loss, bleu, chrf"),
+}
+
+
+@pytest.mark.parametrize(("metrics", "compare_by", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_metrics_declare_is_checked_before_the_first_step(metrics, compare_by, text) -> None:
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        refuse_unusable_metrics(recipe_of(points(3), *metrics, compare_by=compare_by))
+
+
+def evaluated(*metrics: Any) -> Evaluation:
+    data = points(6)
+    recipe = recipe_of(data, *metrics)
+    refuse_unusable_metrics(recipe)
+    return evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+
+
+def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
+    with pytest.raises(ConfigError, match="metrics Nameless and Nameless both give the name 'a'"):
+        evaluated(Nameless("a"), Nameless("b", "a"))
+    with pytest.raises(ConfigError, match="gives the name 'epoch', which every evaluation has"):
+        evaluated(Nameless("epoch"))
+    with pytest.raises(ConfigError, match=r"compare_by='bleau'.* Nearest: bleu. They have loss, bleu."):
+        comparison("bleau", evaluated(Nameless("bleu")))
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "lower"),
+    [(True, False), (False, True), ({"a": True}, False), ({"b": True}, None), (None, None), ("yes", None)],
+)
+def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, lower) -> None:
+    found = evaluated(Nameless("a", higher_is_better=higher_is_better))
+    if lower is not None:
+        assert comparison("a", found).lower_is_better is lower
+        return
+    with pytest.raises(
+        ConfigError, match=r"'a': its metric does not say which way is better. Set higher_is_"
+    ):
+        comparison("a", found)
+
+
+def test_the_loss_is_compared_where_nothing_else_is_named() -> None:
+    found = evaluated(Nameless("a", higher_is_better=True))
+    assert comparison(None, found).name == "loss"
+    assert comparison("loss", found).lower_is_better
+    assert comparison(None, evaluated(Classification(CLASSES, output="logits"))).name == "accuracy"
+
+
+@pytest.mark.parametrize("outputs", [None, "text", {}, {"a": None}, 3.5])
+def test_outputs_that_are_no_tensors_are_refused(outputs) -> None:
+    data = points(6)
+    recipe = recipe_of(data, Nameless("a"), loss=lambda network, batch: Loss(torch.ones(()), 1, outputs))
+    with pytest.raises(ConfigError, match=r"recipe's metrics \(Nameless\) read outputs, but its loss gave "):
+        evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+
+
+class Resettable(Nameless):
+    """Cannot be copied: it must be reset."""
+
+    resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("copied")
+
+
+def test_a_metric_that_can_be_reset_is_not_copied() -> None:
+    metric = Resettable("a")
+    evaluated(metric)
+    evaluated(metric)
+    assert metric.resets == 2
+
+
+def test_a_metric_may_return_one_number_under_the_name_of_its_class() -> None:
+    metric = Nameless()
+    metric.compute = lambda: torch.tensor(0.25)
+    assert evaluated(metric).metrics == {"Nameless": 0.25}
