@@ -1,4 +1,4 @@
-"""Sets of samples, and the order in which ranks read them. What recipes import is exported here."""
+"""Data sets and the order in which ranks read them. Exports what recipes import."""
 
 from launcher.data.images import ImageSet, Normalise, crop_and_flip, load_images
 from launcher.data.loader import Batch, TensorData

@@ -1,8 +1,8 @@
-"""Image sets by name, as uint8 tensors in memory, and what happens to a batch of them on the device.
+"""Image sets by name, as uint8 tensors in memory, and the transforms of a batch on the device.
 
-Owns where each set comes from (`digits`, `synthetic`, `cifar10`), the split where a set has none of its own,
-normalisation and augmentation. Never communicates: every rank loads the same set by itself. Reading the
-parquet files is the work of `launcher.data.parquet`.
+Owns the source of each set (`digits`, `synthetic`, `cifar10`), the split of sets that come without one,
+normalisation and augmentation. Never communicates: every rank loads the same set. `launcher.data.parquet`
+reads the parquet files.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
-        """1 for grey images, 3 for coloured ones."""
+        """1 for grey images, 3 for colour images."""
         return self.train.columns["image"].shape[1]
 
     @property
     def height(self) -> int:
-        """Of the images, in pixels."""
+        """Height of the images in pixels."""
         return self.train.columns["image"].shape[2]
 
     @property
     def width(self) -> int:
-        """Of the images, in pixels."""
+        """Width of the images in pixels."""
         return self.train.columns["image"].shape[3]
 
     def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
@@ -73,12 +73,12 @@ class ImageSet:
 
 
 def load_images(config: DataConfig) -> ImageSet:
-    """The set that `config.name` says. ConfigError for a wrong config, DataError for unusable data."""
+    """Load the set `config.name`. Raises ConfigError for a wrong config, DataError for unusable data."""
     if config.name not in IMAGE_SETS:
         nearest = difflib.get_close_matches(config.name, IMAGE_SETS, n=1)
         advice = f"Did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
-            f"data.name={config.name} is no set of images. {advice}Known: {', '.join(IMAGE_SETS)}."
+            f"data.name={config.name} is not a known image set. {advice}Known: {', '.join(IMAGE_SETS)}."
         )
     images = IMAGE_SETS[config.name](config)
     train, validation = (replace(each, name=config.name) for each in (images.train, images.validation))
@@ -86,7 +86,7 @@ def load_images(config: DataConfig) -> ImageSet:
 
 
 def digits(config: DataConfig) -> ImageSet:
-    """1,797 handwritten digits of 8 x 8 pixels, one channel: the file that scikit-learn carries."""
+    """1,797 handwritten digits of 8 x 8 pixels, one channel, from a file in scikit-learn."""
     _refuse_path(config, "comes with scikit-learn")
     _check_options(config, {})
     table = _digits_table()
@@ -98,7 +98,7 @@ def digits(config: DataConfig) -> ImageSet:
 
 
 def synthetic(config: DataConfig) -> ImageSet:
-    """Images of any size: a fixed pattern per class under noise of the same strength. Learnable."""
+    """Learnable images of any size: a fixed pattern per class plus noise of equal amplitude."""
     _refuse_path(config, "is generated")
     sizes = _check_options(config, {"num_samples": 2048, "num_classes": 10, "channels": 3, "image_size": 32})
     size, channels = sizes["image_size"], sizes["channels"]
@@ -114,7 +114,7 @@ def synthetic(config: DataConfig) -> ImageSet:
 
 
 def cifar10(config: DataConfig) -> ImageSet:
-    """50,000 + 10,000 photographs of 32 x 32 pixels; or other images in parquet files of the same columns."""
+    """50,000 + 10,000 photographs of 32 x 32 pixels, or other images in parquet files with these columns."""
     _check_options(config, {})
     (train, validation), classes = load_parquet_splits(config.path, hub_name="uoft-cs/cifar10")
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
@@ -128,8 +128,8 @@ IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
 
 
 def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData]:
-    """Holds `val_fraction` of each class out. Depends on the data and the fraction alone, so that runs with
-    different seeds are judged by the same samples."""
+    """Hold out `val_fraction` of each class. The split depends on the data and the fraction only, so that
+    runs with different seeds are evaluated on the same samples."""
     labels = data.columns["label"]
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in torch.unique(labels).tolist():
@@ -182,7 +182,7 @@ class Normalise:
         return images.float().mul_(scale).add_(shift)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # kept: a copy from the host in every step would make it wait for the device
+        # cached: a copy from the host in every step would synchronize with the device
         if device not in self._on_device:
             mean, std = torch.tensor([self.mean, self.std]).view(2, -1, 1, 1).to(device)
             self._on_device[device] = (1 / (255 * std), -mean / std)
@@ -197,7 +197,7 @@ def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
             "data=digits needs scikit-learn, which is not installed: pip install scikit-learn"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if not file.is_file():  # another version keeps it elsewhere
+    if not file.is_file():  # elsewhere in other versions
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
@@ -213,17 +213,17 @@ def _refuse_path(config: DataConfig, reason: str) -> None:
     if config.path is not None:
         raise ConfigError(
             f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. "
-            f"Leave it out."
+            f"Remove data.path."
         )
 
 
 def _check_options(config: DataConfig, defaults: Mapping[str, int]) -> dict[str, int]:
-    """The set's own sizes: `defaults` with what the config says. ConfigError for other keys and values."""
+    """The options of a set: `defaults` updated by the config. Raises ConfigError for invalid ones."""
     values = {**defaults, **config.options}
     for name, value in values.items():
         if name not in defaults:
             known = f"It has {', '.join(defaults)}." if defaults else "It has no options."
             raise ConfigError(f"data.{name} is not an option of data={config.name}. {known}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"data.{name}={value!r} has to be a whole number of at least 1.")
+            raise ConfigError(f"data.{name}={value!r} must be a whole number of at least 1.")
     return values

@@ -1,8 +1,8 @@
 """Which samples a rank trains on: a pure function of (seed, epoch, step), split over the ranks.
 
-Owns the order of an epoch, its division into global batches, shares and micro-batches, the random numbers
-that a sample's augmentation gets, and sets of samples that live on the device. Never reads files, never
-communicates: every rank computes the same order and takes its own part of it.
+Owns the order of an epoch, its division into global batches, rank shares and micro-batches, the random
+numbers for augmentation, and data sets on the device. Never reads files and never communicates: every rank
+computes the same order and takes its share.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as m
 class TensorData:
     """A set of samples in memory: named columns [num_samples, ...], one row per sample.
 
-    Raises DataError for columns of different lengths. `name` is that of a data set of the project (the
-    config's `data.name`); None for any other.
+    Raises DataError for columns of different lengths. `name` is the config's `data.name` for a built-in data
+    set, None for any other.
     """
 
     columns: dict[str, Tensor]
@@ -35,7 +35,7 @@ class TensorData:
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
-            raise DataError(f"all columns of a data set need the same number of samples, got {lengths}.")
+            raise DataError(f"all columns of a data set must have the same number of samples, got {lengths}.")
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -50,9 +50,9 @@ class TensorData:
 
 
 def generator_for(*key: int | str) -> torch.Generator:
-    """A CPU generator whose stream depends on `key` alone: not on the process, platform or earlier draws.
+    """A CPU generator whose stream depends on `key` only, not on the process, platform or earlier draws.
 
-    torch keeps 32 bits of a CPU generator's seed, so neighbouring seeds have to be spread by a hash.
+    The key is hashed, because torch keeps 32 bits of a CPU generator's seed.
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
@@ -76,7 +76,7 @@ def share_of(positions: range, part: int, parts: int) -> range:
 def cut(positions: range, size: int) -> list[range]:
     """`positions` in the fewest consecutive pieces of at most `size`, none empty.
 
-    Lengths differ by at most one: a rest of a single sample has no variance for a batch norm to divide by.
+    Lengths differ by at most one: BatchNorm has no variance on a remainder of a single sample.
     """
     pieces = -(-len(positions) // size)
     return [share_of(positions, piece, pieces) for piece in range(pieces)]
@@ -96,7 +96,7 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise DataError("the training set is empty: there is nothing to train on. Check data.path.")
+            raise DataError("the training set is empty. Check data.path.")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -112,7 +112,7 @@ class BatchPlan:
         return -(-largest_share // self.micro_batch) if self.micro_batch else 1
 
     def global_batch(self, step: int) -> range:
-        """The positions of the epoch's order that step `step` of the epoch trains on, over all ranks."""
+        """Positions in the epoch's order that step `step` of the epoch trains on, over all ranks."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
         return range(step * self.batch_size, min((step + 1) * self.batch_size, self.num_samples))
@@ -131,9 +131,9 @@ class _Epoch:
 
 
 class DeviceBatches:
-    """Batches of a data set that lies on the device; they are gathered and transformed there.
+    """Batches of a data set on the device, gathered and transformed there.
 
-    Holds the order and the noise of one epoch, so that a step moves nothing between host and device.
+    Holds the order and the noise of one epoch, so that a step copies nothing between host and device.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class DeviceBatches:
         self._epoch: _Epoch | None = None
 
     def step(self, epoch: int, step: int) -> list[Batch]:
-        """This rank's micro-batches. A sample's noise depends on its position in the epoch alone."""
+        """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
         current = self._enter(epoch)
         return [
             self._batch(
@@ -171,7 +171,7 @@ class DeviceBatches:
 
 
 def transformed(name: str, transform: Callable[..., Batch], batch: Batch, *more: Tensor) -> Batch:
-    """What the transform makes of a batch. DataError where a column of it has another number of samples.
+    """Apply a transform. Raises DataError where a column of the batch changes its number of samples.
 
     Columns that the transform adds may have any shape.
     """
@@ -182,14 +182,14 @@ def transformed(name: str, transform: Callable[..., Batch], batch: Batch, *more:
         if shape[:1] != [given[column]]:
             raise DataError(
                 f"the recipe's {name} was given {given[column]} samples and returned the column {column} "
-                f"in the shape {shape}. It has to return as many samples: leave some out in the recipe's "
+                f"in the shape {shape}. It must return as many samples: leave some out in the recipe's "
                 "TensorData."
             )
     return made
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device, without making the host wait for what the device is still doing."""
+    """Copy to the device without making the host wait for queued work."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -198,7 +198,7 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 def evaluation_batches(
     data: TensorData, rank: int, world_size: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Batch]]:
-    """This rank's samples in order, as (indices int64 [n], batch): over all ranks every sample once.
+    """This rank's samples in order, as (indices int64 [n], batch). Over all ranks, every sample occurs once.
 
     The columns are views of the data, not copies.
     """

@@ -1,8 +1,8 @@
 """Labelled images from parquet files or the Hugging Face hub, decoded into uint8 tensors.
 
-Owns the reading of columns `img` (or `image`) and `label` through the `datasets` library, and every way in
-which such files can be wrong. Never writes beside the data: files are streamed, so that a read-only folder
-and several ranks at once need no cache; only a download from the hub is cached, where `datasets` does it.
+Owns the reading of columns `img` (or `image`) and `label` through the `datasets` library, and the errors for
+invalid files. Streams the files and writes nothing beside them, so that read-only folders and several ranks
+at once need no cache. Only downloads from the hub are cached, by `datasets`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _datasets_library() -> ModuleType:
             "data=cifar10 needs the `datasets` package, which is not installed: "
             "pip install 'fp16-launcher[data]'"
         ) from error
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what fails is raised; it need not be printed too
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # failures are raised instead
     datasets.disable_progress_bars()
     module: ModuleType = datasets
     return module
@@ -73,7 +73,7 @@ def _datasets_library() -> ModuleType:
 def _from_folder(datasets: ModuleType, path: str) -> Iterator[Any]:
     folder = Path(path).expanduser()
     files = {name: [str(file) for file in _split_files(folder, name)] for name in SPLITS}
-    # A private cache folder: streaming keeps no data there, but its lock file would have to be writable.
+    # A private cache folder: streaming stores no data in it, but needs a writable lock file.
     with tempfile.TemporaryDirectory() as cache:
         how = {"streaming": True, "cache_dir": cache, "batch_size": ROWS_PER_READ}
         with _reading(str(folder)):
@@ -109,7 +109,7 @@ def _from_hub(datasets: ModuleType, hub_name: str) -> Iterator[Any]:
             yield datasets.load_dataset(hub_name)
     except (OSError, ValueError) as error:  # no network, no such set, a damaged cache
         raise DataError(
-            f"{hub_name} is neither in the cache nor could it be fetched from the hub: {_first_line(error)}. "
+            f"{hub_name} is not in the cache and cannot be downloaded from the hub: {_first_line(error)}. "
             f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
         ) from error
 
@@ -134,7 +134,7 @@ def _offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
 def _reachable(url: str) -> bool:
     parts = urllib.parse.urlsplit(url)
     if urllib.request.getproxies().get(parts.scheme):
-        return True  # the proxy resolves the name; whether it can is found out by asking it
+        return True  # the proxy resolves the name
     try:
         address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         socket.create_connection(address, timeout=HUB_PROBE_TIMEOUT_S).close()
@@ -171,7 +171,7 @@ def _image_column(columns: list[str], where: str) -> str:
     image_column = next((name for name in IMAGE_COLUMNS if name in columns), None)
     if image_column is None or LABEL_COLUMN not in columns:
         raise DataError(
-            f"{where} has columns {', '.join(columns)}. Needed are {' or '.join(IMAGE_COLUMNS)} "
+            f"{where} has columns {', '.join(columns)}. Required: {' or '.join(IMAGE_COLUMNS)} "
             f"(encoded images) and {LABEL_COLUMN} (class numbers)."
         )
     return image_column
@@ -187,10 +187,10 @@ def _decode_column(cells: list[Any], first_row: int, where: str) -> UInt8Array:
         if pixels.shape != decoded.shape[1:]:
             raise DataError(
                 f"{where}: row {first_row + index} is {pixels.shape[1]} x {pixels.shape[0]} pixels, row "
-                f"{first_row} {_size(decoded)}. All images need the same size: resize them first."
+                f"{first_row} {_size(decoded)}. All images must have the same size: resize them first."
             )
         decoded[index] = pixels
-    assert decoded is not None, "the reader gives no empty tables"
+    assert decoded is not None, "the reader returns no empty tables"
     return decoded
 
 
@@ -199,7 +199,7 @@ def _decode(cell: Any, where: str) -> UInt8Array:
 
     encoded = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(encoded, bytes):
-        raise DataError(f"{where} holds no image: its bytes are {type(encoded).__name__}.")
+        raise DataError(f"{where} is not an image: its bytes are {type(encoded).__name__}.")
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
@@ -209,21 +209,21 @@ def _decode(cell: Any, where: str) -> UInt8Array:
         ValueError,
         Image.DecompressionBombError,
     ) as error:  # SyntaxError: broken PNG
-        raise DataError(f"{where} holds an image that cannot be decoded: {_first_line(error)}") from error
+        raise DataError(f"{where} is an image that cannot be decoded: {_first_line(error)}") from error
 
 
 def _label_values(column: Any, where: str) -> Int64Array:
     if column.null_count or not str(column.type).startswith(("int", "uint")):
         raise DataError(
             f"{where}: column {LABEL_COLUMN} has type {column.type} and {column.null_count} empty rows. "
-            f"Needed are class numbers (integers) in every row."
+            f"Every row must hold a class number (an integer)."
         )
     values: Int64Array = column.to_numpy().astype(np.int64)
     return values
 
 
 def _class_names(rows: Any, labels: list[Int64Array]) -> tuple[str, ...]:
-    """From the schema's metadata; numbers where it has none."""
+    """Class names from the schema's metadata; numbers where it has none."""
     names = getattr(rows.features[LABEL_COLUMN], "names", None)
     return tuple(names) if names else tuple(map(str, range(max(int(part.max()) for part in labels) + 1)))
 

@@ -1,8 +1,8 @@
-"""How files of a run are opened, and how small ones reach the disk: whole, or not at all.
+"""Opens the files of a run, and rewrites small ones atomically.
 
-Owns the refusal of what is no plain file, the atomic rewrite (a temporary file in the same directory, then
-one rename) and the strict JSON of all run files. Never writes through a link, never leaves a partial file
-under a final name, and never imports torch.
+Owns the refusal of everything but plain files, the atomic rewrite (a temporary file in the same directory,
+then one rename) and the strict JSON of all run files. Never writes through a link, never leaves a partial
+file under a final name, and never imports torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class NotPlainError(OSError):
-    """A link, pipe, device or folder is where a file or folder of the run belongs."""
+    """A link, pipe, device or folder is in the place of a file or folder of the run."""
 
 
 def strict(value: Any) -> Any:
-    """The same value with non-finite floats spelt as strings, because JSON has no word for them."""
+    """The value with non-finite floats as strings, because JSON cannot represent them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else _spell(value)
     if isinstance(value, Mapping):
@@ -38,7 +38,7 @@ def strict(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """What `strict` was given: the three spellings become floats again."""
+    """The inverse of `strict`: its three strings become floats again."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -54,13 +54,13 @@ def json_line(value: Mapping[str, Any]) -> bytes:
 
 
 def write_json(path: Path, value: Mapping[str, Any], durable: bool = False) -> None:
-    """Replaces `path` by the value as indented strict JSON; see `write_text`."""
+    """Replace `path` by the value as indented strict JSON; see `write_text`."""
     text = json.dumps(strict(value), allow_nan=False, ensure_ascii=False, indent=2)
     write_text(path, text + "\n", durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The value that `write_json` was given. Raises OSError or ValueError."""
+    """The value that `write_json` wrote. Raises OSError or ValueError."""
     try:
         value = restored(json.loads(read_regular(path)))
     except RecursionError as error:
@@ -78,7 +78,7 @@ def read_regular(path: Path) -> bytes:
 
 def open_plain(path: Path, flags: int) -> int:
     """A descriptor of a plain file of a run. Raises OSError, also for a link, pipe or device in its place."""
-    require_plain(path)  # opening a device or a pipe may already have an effect
+    require_plain(path)  # before opening: opening a device or a pipe may have side effects
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -88,17 +88,17 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def require_plain(path: Path) -> None:
-    """Raise OSError, with the kind in words, unless `path` is a plain file or nothing at all."""
+    """Raise OSError, naming the kind of file, unless `path` is a plain file or does not exist."""
     _require(path, stat.S_ISREG, "a plain file")
 
 
 def require_folder(path: Path) -> None:
-    """Raise OSError, with the kind in words, unless `path` is a directory itself or nothing at all."""
+    """Raise OSError, naming the kind of file, unless `path` is a directory or does not exist."""
     _require(path, stat.S_ISDIR, "a directory of its own")
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory of a run unless it is there. Raises OSError, also for a link to one."""
+    """Make a directory of a run unless it exists. Raises OSError, also for a link to one."""
     require_folder(path)
     path.mkdir(exist_ok=True)
 
@@ -109,9 +109,9 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 
 def write_content(path: Path, content: bytes, durable: bool = False) -> None:
-    """Replaces `path` in one rename: a reader sees the old content or the new, never a part. Raises OSError.
+    """Replace `path` in one rename: readers see the old content or the new one. Raises OSError.
 
-    `durable` also waits until the content is on the disk: for what must survive a power cut.
+    `durable` also waits until the content is on disk, for files that must survive a power failure.
     """
     require_plain(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
@@ -129,7 +129,7 @@ def write_content(path: Path, content: bytes, durable: bool = False) -> None:
 
 
 def clear_away(directory: Path) -> None:
-    """Delete what writers that were killed have left of their rewrites. Nobody may be writing there."""
+    """Delete the temporary files of killed writers. No other process may be writing."""
     for rest in directory.glob(f".*{TEMPORARY}"):
         with contextlib.suppress(OSError):
             rest.unlink()

@@ -1,7 +1,7 @@
 """The directory of a run, claimed by one process at a time.
 
-Owns its name and whether a run that lies there is gone on with, finished, or another one. Never
-writes over another run. Imports no torch.
+Owns its name and the decision whether the run in it is resumed, finished, or another run. Never overwrites
+another run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from launcher.run_dir.reserve import give_up_reserve, keep_reserve
 from launcher.run_dir.status import FILE_NAME
 
 DEFAULT_ROOT = Path("outputs")
-NAME_ATTEMPTS = 20  # 4 hex digits meet by chance only where hundreds of runs start in one second
-# What a run cannot change and still be the same; the checkpoints hold the shapes of all tensors besides.
+NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
+# Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
 IDENTITY = (
     "seed",
     "recipe.name",
@@ -47,7 +47,7 @@ IDENTITY = (
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A directory that is ours. `finished` says what there is where nothing is left to do."""
+    """A claimed directory. `finished` describes a run that is already done; empty for one to run."""
 
     config: Config  # with the directory's path
     finished: str = ""
@@ -55,11 +55,11 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
-    """Make or reopen the run's directory, describe the run in it, and hold it while the context lasts.
+    """Make or reopen the run's directory, describe the run in it, and lock it within the context.
 
-    A directory with a run of the same recipe, model, data and optimizer is gone on with. Raises ConfigError
-    for another run's, one that is in use, and with `checkpoint.resume=never`; StorageError where it cannot
-    be written.
+    Resumes a run of the same recipe, model, data and optimizer. Raises ConfigError for the directory of
+    another run, for one in use, and for one that holds a run under `checkpoint.resume=never`; StorageError
+    for one that cannot be written.
     """
     try:
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
@@ -95,7 +95,7 @@ def _unwritable(config: Config, error: OSError) -> StorageError:
 
 
 def _made(directory: Path) -> Path:
-    """The absolute path of a directory that is there from now on."""
+    """Make the directory if needed and return its absolute path."""
     directory = directory.expanduser().absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def _made(directory: Path) -> Path:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """Raise ConfigError for a directory that is not a run's, before anything is written to it."""
+    """Raise ConfigError for a directory with other files, before anything is written to it."""
     rule = "A run needs a directory of its own: a new name, an empty one, or that of a run to resume."
     for place, what in (("/", "the root directory"), ("~", "a home directory")):
         if directory.samefile(Path(place).expanduser()):
@@ -115,7 +115,7 @@ def _refuse_foreign(directory: Path) -> None:
     foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)
     if foreign:
         raise ConfigError(
-            f"run.dir={directory} holds files that are not those of a run: {listed(foreign, 3)}. {rule}"
+            f"run.dir={directory} holds files that do not belong to a run: {listed(foreign, 3)}. {rule}"
         )
 
 
@@ -124,13 +124,13 @@ def _holds_run(directory: Path) -> bool:
 
 
 def _finished(config: Config, directory: Path) -> str:
-    """Why there is nothing left to do in a directory that holds a run; empty where there is.
+    """The message for a run that is already done; empty for one that can be resumed.
 
-    Raises ConfigError where the run cannot be resumed, or is another one.
+    Raises ConfigError for a run that cannot be resumed, and for another run.
     """
     if config.checkpoint.resume == "never":
         raise ConfigError(
-            f"run.dir={directory} already holds a run, and checkpoint.resume=never would write over it. "
+            f"run.dir={directory} already holds a run, and checkpoint.resume=never would overwrite it. "
             "Choose another directory, leave run.dir out for a new one, or resume: checkpoint.resume=auto."
         )
     differences = _differences(config, directory)
@@ -140,7 +140,7 @@ def _finished(config: Config, directory: Path) -> str:
             "was started with (its overrides.txt), or choose another directory."
         )
     if Path(config.checkpoint.resume).is_relative_to(directory):
-        return ""  # it goes back to an earlier checkpoint of its own
+        return ""  # resumes from an earlier checkpoint of the same run
     try:
         result = read_json(directory / RESULT)
     except (OSError, ValueError):
@@ -157,9 +157,9 @@ def _finished(config: Config, directory: Path) -> str:
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:
-    """Whether a run was killed after its result and before it had reported its end.
+    """Whether a run was killed between writing its result and reporting its end.
 
-    From the checkpoint of its last step it gets there again in a moment; without one it stays as it is.
+    Such a run is resumed if it has a checkpoint of its last step, and left unchanged if not.
     """
     try:
         state = read_json(directory / FILE_NAME).get("state")
@@ -169,9 +169,9 @@ def _was_cut_short(directory: Path, steps: int) -> bool:
 
 
 def _differences(config: Config, directory: Path) -> list[str]:
-    """In words, what the run that lies there has that this one has not, and it cannot do without.
+    """Keys of IDENTITY on which the existing run differs from this one, with both values.
 
-    Raises ConfigError for files that have the names of a run's and are none.
+    Raises ConfigError for files that have the names of a run's files but other content.
     """
     import yaml
 
@@ -181,8 +181,8 @@ def _differences(config: Config, directory: Path) -> list[str]:
         pairs = [(key, _value_at(there, key), _value_at(here, key)) for key in IDENTITY]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         raise ConfigError(
-            f"run.dir={directory} holds files that are not those of a run ({CONFIG} or {FILE_NAME}). "
-            "Choose another directory: a run never writes over what is not its own."
+            f"run.dir={directory} holds a {CONFIG} or {FILE_NAME} that no run has written. "
+            "Choose another directory: a run never overwrites the files of others."
         ) from None
     return [f"{key} is {old} there and {new} here" for key, old, new in pairs if old != new]
 

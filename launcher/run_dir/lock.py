@@ -1,6 +1,6 @@
-"""The lock of a run's directory: one process at a time, and none beyond its end.
+"""The lock of a run's directory: one process at a time, released at the latest when that process ends.
 
-Owns the file, what it says about its holder, and who is named to a process that it keeps out.
+Owns the lock file, the holder recorded in it, and the error for a process that cannot take it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 
 def locked(directory: Path) -> io.FileIO:
-    """Keep every other process out until the result is closed, at the latest by the end of this process.
+    """Lock out all other processes until the result is closed, or until this process ends.
 
     Raises ConfigError where another process holds it, and OSError.
     """
@@ -33,7 +33,7 @@ def locked(directory: Path) -> io.FileIO:
         raise ConfigError(
             f"run.dir={directory} is in use by {holder.named(directory / LOCK)}, or choose another directory."
         ) from None
-    os.register_at_fork(after_in_child=lock.close)  # a child would hold it beyond our end
+    os.register_at_fork(after_in_child=lock.close)  # a child would hold it after this process has ended
     lock.truncate(0)
     lock.write(str(Holder.this()).encode())
     return lock
@@ -41,11 +41,11 @@ def locked(directory: Path) -> io.FileIO:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The process that took the lock, so that another one with its number is not taken for it."""
+    """The process that took the lock, with its start time, because process ids are reused."""
 
     pid: int
-    started: str  # in clock ticks after the machine's start
-    machine: str  # this start of it, and its numbering of processes
+    started: str  # in clock ticks since boot
+    machine: str  # boot id and pid namespace
 
     @classmethod
     def this(cls) -> Holder:
@@ -53,7 +53,7 @@ class Holder:
 
     @classmethod
     def of(cls, text: str) -> Holder:
-        """What a lock says. Older versions wrote the number alone."""
+        """Parse the content of a lock file. Older versions wrote only the pid."""
         pid, started, machine = (*text.split(), "", "", "")[:3]
         return cls(int(pid) if pid.isdecimal() else 0, started, machine)
 
@@ -61,18 +61,16 @@ class Holder:
         return f"{self.pid} {self.started} {self.machine}"
 
     def named(self, lock: Path) -> str:
-        """Who is in the way, and what to do about it."""
+        """Who holds the lock, and what to do about it."""
         has_ended = self.machine == _machine() and _start_of(self.pid) != self.started
         if not has_ended:
-            return (
-                f"another process (pid {self.pid or 'unknown'} of its machine). Wait for its end or stop it"
-            )
+            return f"another process (pid {self.pid or 'unknown'} on its machine). Wait for it or stop it"
         others = ", ".join(f"pid {pid}" for pid in _who_has_open(lock)) or "of another user"
-        return f"what pid {self.pid}, which has ended, left behind: {others}. End that"
+        return f"child processes of pid {self.pid}, which has ended: {others}. End them"
 
 
 def _start_of(pid: int) -> str:
-    """Empty where there is no such process, or a dead one that nobody has waited for."""
+    """Start time of a process in clock ticks; empty for no such process and for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -89,7 +87,7 @@ def _machine() -> str:
 
 
 def _who_has_open(file: Path) -> list[int]:
-    """The processes that hold a descriptor of the file, but for this one."""
+    """The other processes that have the file open."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The files of a run that explain it years later.
+"""The files that document a run.
 
 Owns config.yaml, overrides.txt, env.json, result.json and the logs of the ranks. Writes neither environment
 variables nor host names. Imports no torch.
@@ -53,7 +53,7 @@ LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
 LOG_NAME = re.compile(
     r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
 )
-OF_A_HOME = (".bashrc", ".bash_profile", ".profile", ".zshrc")  # a home directory may hold nothing else
+OF_A_HOME = (".bashrc", ".bash_profile", ".profile", ".zshrc")  # a home directory may contain only these
 PACKAGES = (
     "torch",
     "hydra-core",
@@ -69,7 +69,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def describe(config: Config, overrides: Sequence[str]) -> None:
-    """Write what the run is to its directory. Raises OSError."""
+    """Write config.yaml, overrides.txt and the first status.json of the run. Raises OSError."""
     directory = Path(config.run.dir)
     write_text(directory / CONFIG, config_yaml(config), durable=True)
     write_text(directory / OVERRIDES, "".join(f"{override}\n" for override in overrides))
@@ -77,7 +77,7 @@ def describe(config: Config, overrides: Sequence[str]) -> None:
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise OSError where a file or folder of the run is a link, a pipe, a device or the other of the two."""
+    """Raise OSError where a file or folder of the run is a link, a pipe, a device or of the other kind."""
     for name in FILES:
         require_plain(directory / name)
     for name in (LOGS, WANDB):
@@ -87,18 +87,18 @@ def refuse_links(directory: Path) -> None:
 
 
 def foreign_to_a_run(directory: Path) -> list[str]:
-    """The names in a directory that keep it from becoming a run's, sorted. Raises OSError.
+    """Sorted names of the files that do not belong to a run. Raises OSError.
 
-    Files that a shell or a scheduler makes for the output of a run are not among them.
+    Output files made by a shell or a scheduler are accepted.
     """
-    own = {*FILES, LOGS, WANDB, CHECKPOINTS, "lost+found"}  # a new file system has the last one
+    own = {*FILES, LOGS, WANDB, CHECKPOINTS, "lost+found"}  # lost+found: of a new file system
     return sorted(
         entry.name for entry in os.scandir(directory) if not (entry.name in own or _is_output(entry))
     )
 
 
 def _is_output(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a plain file that may hold output: a hidden file, a log, or an empty text."""
+    """Whether the entry may be an output file: a plain file that is hidden, a log, or an empty .txt."""
     if not entry.is_file(follow_symlinks=False):
         return False
     if entry.name.startswith("."):
@@ -109,9 +109,9 @@ def _is_output(entry: os.DirEntry[str]) -> bool:
 
 
 def user_shape(config: Config) -> dict[str, Any]:
-    """The config as people type it: options of the model and the data set at the level of the others.
+    """The config as users type it: options of the model and the data set beside the other keys.
 
-    Values of the environment are named, not shown.
+    Values of the environment are replaced by the names of their variables.
     """
     shape: dict[str, Any] = to_dict(config)
     for group in ("model", "data"):
@@ -128,7 +128,7 @@ def config_yaml(config: Config) -> str:
 
 
 def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
-    """env.json: versions, platform, commit, and the devices of the ranks in rank order. Raises OSError."""
+    """Write env.json: versions, platform, commit, and the ranks' devices in rank order. Raises OSError."""
     write_json(
         run_dir / ENVIRONMENT,
         {
@@ -143,7 +143,7 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
 
 
 def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """result.json, on the disk before this returns. Raises OSError."""
+    """Write result.json; it is on disk before this returns. Raises OSError."""
     write_with_reserve(run_dir, lambda: write_json(run_dir / RESULT, result, durable=True))
 
 
@@ -153,13 +153,13 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank that is ended because the run stalls leaves its stacks: logs/stacks-rank<k>.txt."""
+    """The stacks of a rank of a stalled run: logs/stacks-rank<k>.txt."""
     return run_dir / LOGS / f"stacks-rank{rank}.txt"
 
 
 @contextlib.contextmanager
 def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
-    """While the context lasts, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
+    """Within the context, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
     make_folder(run_dir / LOGS)
     descriptor = open_plain(run_dir / LOGS / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     handler = _LogFile(descriptor, rank)
@@ -177,9 +177,9 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 class _LogFile(logging.Handler):
-    """Appends records to a file, and drops what cannot be written: the error in hand says more.
+    """Appends records to a file without a buffer, and drops records that cannot be written.
 
-    Without a buffer, whose flush on closing would replace that error.
+    An exception here, or in the flush of a buffer, would hide the error being logged.
     """
 
     def __init__(self, descriptor: int, rank: int) -> None:
@@ -198,7 +198,7 @@ class _LogFile(logging.Handler):
 
     def close(self) -> None:
         super().close()
-        with contextlib.suppress(OSError):  # NFS reports here what it could not write
+        with contextlib.suppress(OSError):  # NFS reports failed writes here
             os.close(self._descriptor)
 
     def _warn_once(self, error: OSError) -> None:
@@ -223,7 +223,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_state(directory: Path) -> dict[str, Any] | None:
-    """The commit that `directory` is at, and whether files differ from it; None outside a clone."""
+    """The commit of the clone at `directory`, and whether files differ from it; None outside a clone."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None

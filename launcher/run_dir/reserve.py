@@ -1,7 +1,7 @@
-"""Room on the disk that is kept for how a run ends, where nothing else finds any.
+"""Disk space reserved for the last files of a run.
 
-Owns one hidden file of the run's directory, there while the run is. It is given up for the few kB of
-result.json and status.json when these meet a full disk, and only then.
+Owns one hidden file of the run's directory, which exists while the run does. It is deleted when the disk is
+full for result.json or status.json, to make room for their few kB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def keep_reserve(directory: Path) -> None:
-    """Allocate it, or do without: a run that has no room for it may still free some of its own."""
+    """Allocate the reserve if there is room. A run without it continues."""
     with contextlib.suppress(OSError):
         descriptor = open_plain(directory / RESERVE, os.O_RDWR | os.O_CREAT)
         try:
@@ -37,7 +37,7 @@ def give_up_reserve(directory: Path) -> None:
 
 
 def write_with_reserve(directory: Path, write: Callable[[], None]) -> None:
-    """Call `write`, and once more with the reserve's room where there is no other. Raises OSError."""
+    """Call `write`; if the disk is full, delete the reserve and call it again. Raises OSError."""
     try:
         write()
     except OSError as error:

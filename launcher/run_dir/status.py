@@ -1,4 +1,4 @@
-"""The content of `status.json`, and what is written to it on behalf of a run that no longer can."""
+"""The content of `status.json`, and its update for a run whose leader can no longer write it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Status:
 
 
 def mark_failed(path: Path, exit_code: int, steps_done: int = 0) -> None:
-    """Rewrite the file as that of a run that has failed, on behalf of a leader that no longer can."""
+    """Mark the run as failed, for a leader that can no longer do so. See `mark_ended`."""
     mark_ended(path, "failed", exit_code, steps_done)
 
 
 def mark_ended(path: Path, state: str, exit_code: int, steps_done: int = 0) -> None:
-    """Rewrite the file as that of a run that has ended, whether or not its sink was given up meanwhile.
+    """Mark the run as ended, also where its telemetry sink was dropped.
 
-    The rest of it stays, but for the steps where more are known to be done: the file is written every few
-    seconds only. Raises OSError.
+    Other fields are kept. `step` becomes `steps_done` where that is larger, because the file is written only
+    every few seconds. Raises OSError.
     """
     try:
         before = read_json(path)

@@ -242,7 +242,7 @@ def damaged(file):
         (lambda d: damaged(d / "train.parquet"), r"cannot be (read|decoded)"),
         (
             lambda d: write_pair(d, [png()], [0], columns=("img", "target")),
-            r"columns img, target\. Needed are img or image .* and label",
+            r"columns img, target\. Required: img or image .* and label",
         ),
         (lambda d: write_pair(d, [png()], [0], columns=("photo", "label")), r"columns photo, label"),
         (
@@ -266,10 +266,10 @@ def damaged(file):
         ),
         (
             lambda d: write_pair(d, [png(), b"\xff\xd8\xff\xe0 no"], [0, 1]),
-            r"row 1 holds an image that cannot",
+            r"row 1 is an image that cannot",
         ),
-        (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 holds an image that cannot"),
-        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 holds no image"),
+        (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 is an image that cannot"),
+        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 is not an image"),
         (lambda d: write_pair(d, [], []), r"has no rows"),
     ],
 )
@@ -293,8 +293,8 @@ def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
             r"data\.name=digist .* Did you mean digits\? Known: digits, synthetic, cifar10",
         ),
         (data_config("synthetic", image_sise=3), r"data\.image_sise .* It has num_samples, num_classes"),
-        (data_config("synthetic", channels=0), r"data\.channels=0 has to be a whole number"),
-        (data_config("synthetic", channels="3"), r"data\.channels='3' has to be"),
+        (data_config("synthetic", channels=0), r"data\.channels=0 must be a whole number"),
+        (data_config("synthetic", channels="3"), r"data\.channels='3' must be"),
     ],
 )
 def test_bad_config_is_a_config_error(config, message):

@@ -184,4 +184,4 @@ def test_a_child_that_lives_on_holds_no_lock_or_is_named(tmp_path: Path, child) 
     if child == "os.fork()":
         assert second.returncode == 0, second.stderr
     else:
-        assert f"in use by what pid {holder.pid}, which has ended, left behind: pid {pid}." in second.stderr
+        assert f"in use by child processes of pid {holder.pid}, which has ended: pid {pid}." in second.stderr

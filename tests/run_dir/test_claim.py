@@ -120,7 +120,7 @@ def test_three_processes_at_once_in_one_folder(tmp_path, directory, num_distinct
 def test_files_of_somebody_else_are_not_written_over(tmp_path, left):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / left).write_text("mine")
-    with pytest.raises(ConfigError, match=r"not those of a run.*Choose another") as refusal:
+    with pytest.raises(ConfigError, match=r"that no run has written.*Choose another") as refusal:
         prepared(sample_config(str(tmp_path / "old")), [])
     assert refusal.value.exit_code == 2
     assert {file.name for file in (tmp_path / "old").iterdir()} == {left, ".lock"}
@@ -203,7 +203,7 @@ def test_a_place_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path, monke
     directory = Path(place).expanduser()
     before = set(os.listdir(directory))
     with pytest.raises(
-        ConfigError, match=r"(root|home) directory|not those of a run: .*directory of its own"
+        ConfigError, match=r"(root|home) directory|do not belong to a run: .*directory of its own"
     ):
         prepared(sample_config(place), [])
     assert set(os.listdir(directory)) == before
@@ -252,7 +252,7 @@ def test_what_is_no_output_keeps_a_directory_from_becoming_a_run(tmp_path, name)
         place.write_text("keep")
     (tmp_path / "mine" / "run.log").touch()
     before = set(os.listdir(tmp_path / "mine"))
-    with pytest.raises(ConfigError, match=f"not those of a run: {place.name}. A run needs a directory"):
+    with pytest.raises(ConfigError, match=f"do not belong to a run: {place.name}. A run needs a directory"):
         prepared(sample_config(str(tmp_path / "mine")), [])
     assert set(os.listdir(tmp_path / "mine")) == before
 
@@ -262,7 +262,7 @@ def test_a_link_is_no_output(tmp_path, name):
     (tmp_path / "mine").mkdir()
     (tmp_path / "target").touch()
     (tmp_path / "mine" / name).symlink_to(tmp_path / "target")
-    with pytest.raises(ConfigError, match=f"not those of a run: {name}"):
+    with pytest.raises(ConfigError, match=f"do not belong to a run: {name}"):
         prepared(sample_config(str(tmp_path / "mine")), [])
 
 
@@ -327,7 +327,7 @@ def test_a_lock_of_an_older_version_names_its_holder(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
     with claimed(config, []):
         (tmp_path / "mine" / ".lock").write_text("4711")
-        with pytest.raises(ConfigError, match=r"another process \(pid 4711 of its machine\)"):
+        with pytest.raises(ConfigError, match=r"another process \(pid 4711 on its machine\)"):
             prepared(config, [])
 
 
