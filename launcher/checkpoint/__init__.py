@@ -1,6 +1,6 @@
-"""Checkpoints: published whole or not at all, verified before use, chosen once for all ranks.
+"""Checkpoints: published atomically, verified before use, chosen once for all ranks.
 
-A checkpoint is a directory `step-00000100` of safetensors and JSON. Nothing here executes what it reads.
+A checkpoint is a directory `step-00000100` of safetensors and JSON. Reading one executes nothing.
 """
 
 from launcher.checkpoint.agreement import Agreement, Resumption, agree, resume

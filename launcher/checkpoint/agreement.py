@@ -1,7 +1,7 @@
-"""What to resume from: chosen once, by rank 0, and seen alike by all ranks or refused by all.
+"""The choice of the checkpoint to resume from: rank 0 chooses, and all ranks accept it or all raise.
 
-Owns the agreement between the ranks. Everything here that communicates is called by all ranks at the same
-point; what may fail on one rank alone becomes a value first, which all ranks then exchange.
+Owns the agreement between the ranks. All ranks call every collective here at the same point. An error that
+may occur on one rank only is turned into a value first, which all ranks then exchange.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launcher.checkpoint.catalog import (
     Found,
     candidates,
     newest_intact,
-    set_aside_other_course,
+    set_aside_replaced,
 )
 from launcher.checkpoint.format import read
 from launcher.checkpoint.manifest import MANIFEST, manifest_digest, verify
@@ -30,7 +30,7 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True)
 class Agreement:
-    """The checkpoint that all ranks see alike, None for a fresh start, and the damaged ones passed over."""
+    """The checkpoint that all ranks read, None for a fresh start, and the damaged ones that were skipped."""
 
     path: Path | None
     damaged: tuple[Damage, ...] = ()
@@ -48,8 +48,8 @@ class Resumption:
 def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Resumption:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
-    Raises on all ranks alike: ConfigError for another run's or a newer version's checkpoint, StorageError
-    where none is intact although one was demanded, or where the ranks do not see the same.
+    Raises on all ranks: ConfigError for the checkpoint of another run or a newer version, StorageError where
+    the requested one is not intact, or where the ranks do not see the same files.
     """
     agreement = agree(env, directory, wish)
     snapshot, complaint = None, ""
@@ -57,17 +57,17 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Re
         elsewhere = agreement.path.parent.resolve() != directory.resolve()
         snapshot, complaint = _read_if_fitting(agreement.path, identity, as_start=elsewhere)
     _all_or_none(env, complaint)
-    # The leader alone, as only one process may rename; its failure is everyone's.
-    _all_or_none(env, _leave_other_course(directory, agreement.path) if env.is_leader else "")
+    # The leader only, as one process must rename. Its failure is exchanged and raised on all ranks.
+    _all_or_none(env, _set_aside_replaced(directory, agreement.path) if env.is_leader else "")
     return Resumption(snapshot, agreement.path, agreement.damaged)
 
 
 def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
-    """Rank 0 chooses, the others verify that they see the same, by the manifest's digest. A collective.
+    """Rank 0 chooses; the others verify that they see the same manifest digest. A collective.
 
-    `wish`: `auto`, the newest intact one in `directory` if there is any; `never`; or the path of a
-    checkpoint or of a run. Another run's is where this one begins: once it has an intact checkpoint of its
-    own, it resumes from that. `directory` is this rank's own view. Raises alike on all ranks.
+    `wish`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path of a
+    checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it has
+    an intact one. `directory` is this rank's view of it. Raises on all ranks.
     """
     verdict = _verdict(directory, wish) if env.is_leader else ""
     values = json.loads(exchange_texts(env, verdict)[0])
@@ -83,14 +83,16 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
 
 
 def _verdict(directory: Path, wish: str) -> str:
-    """Rank 0's choice, or the reason against any, as JSON: the other ranks wait for either."""
+    """Rank 0's choice or its error, as JSON. An error must not be raised yet: the other ranks wait."""
     try:
         found = _choose(directory, wish)
         digest = None if found.path is None else manifest_digest(found.path)
     except LauncherError as error:
         return json.dumps({"error": _complaint_of(error)})
-    except (OSError, ValueError) as error:  # for instance, it has been deleted meanwhile
-        unreadable = StorageError(f"the checkpoints in {directory} cannot be read: {error}. Start again.")
+    except (OSError, ValueError) as error:  # for instance, deleted in the meantime
+        unreadable = StorageError(
+            f"the checkpoints in {directory} cannot be read: {error}. Start the run again."
+        )
         return json.dumps({"error": _complaint_of(unreadable)})
     return json.dumps(
         {
@@ -110,19 +112,19 @@ def _choose(directory: Path, wish: str) -> Found:
     if not Path(wish).resolve().is_relative_to(directory.parent.resolve()):
         own = newest_intact(directory)
         if own.path is not None:
-            return own  # the same command again, after a stop: it resumes instead of starting anew
+            return own  # the same command after a stop resumes the run instead of starting over
     found = _demanded(Path(wish))
     if found.path is None:
         seen = f" Damaged: {', '.join(map(str, found.damaged))}." if found.damaged else ""
         raise StorageError(
-            f"checkpoint.resume={wish}: there is no intact checkpoint.{seen} Give another one, or begin "
+            f"checkpoint.resume={wish}: there is no intact checkpoint.{seen} Give another one, or start "
             "a new run with checkpoint.resume=never."
         )
     return found
 
 
 def _demanded(path: Path) -> Found:
-    """An intact checkpoint at `path`, which is one itself, or a run, or a run's checkpoints."""
+    """The newest intact checkpoint at `path`: a checkpoint, a run, or the checkpoints folder of a run."""
     if not path.exists():
         raise ConfigError(
             f"checkpoint.resume={path}: there is no such directory. It must be auto, never, a run's "
@@ -140,7 +142,7 @@ def _demanded(path: Path) -> Found:
 def _other_view(
     directory: Path, path: Path | None, digest: str | None, damaged: tuple[Damage, ...], wish: str
 ) -> str:
-    """Why this rank cannot resume from what rank 0 chose; empty where it sees the same."""
+    """Why this rank cannot resume from the choice of rank 0; empty where it sees the same."""
     try:
         if path is None:
             passed_over = {damage.name for damage in damaged}
@@ -151,7 +153,7 @@ def _other_view(
         else:
             problems = verify(path)
             if not problems and manifest_digest(path) != digest:
-                problems = [f"its {path.name} is another"]
+                problems = [f"its {path.name} has other content"]
     except (LauncherError, OSError, ValueError) as error:
         problems = [str(error)]
     if not problems:
@@ -159,8 +161,8 @@ def _other_view(
     chosen = "no checkpoint" if path is None else str(path)
     return _complaint_of(
         StorageError(
-            f"the ranks do not see the same checkpoints: rank 0 resumes from {chosen}, and this rank does "
-            f"not see that: {'; '.join(problems)}. run.dir must be a directory that all machines share."
+            f"the ranks do not see the same checkpoints: rank 0 resumes from {chosen}, but on this "
+            f"rank {'; '.join(problems)}. run.dir must be a directory that all machines share."
         )
     )
 
@@ -174,16 +176,16 @@ def _read_if_fitting(path: Path, identity: Identity, *, as_start: bool) -> tuple
     return snapshot, ""
 
 
-def _leave_other_course(directory: Path, resumed: Path | None) -> str:
+def _set_aside_replaced(directory: Path, resumed: Path | None) -> str:
     try:
-        set_aside_other_course(directory, resumed)
+        set_aside_replaced(directory, resumed)
     except LauncherError as error:
         return _complaint_of(error)
     except OSError as error:
         return _complaint_of(
             StorageError(
-                f"checkpoints of another course cannot be set aside in {directory}: {error}. The run could "
-                "not write its own there either: make the directory writable."
+                f"replaced checkpoints cannot be renamed in {directory}: {error}. "
+                "The run must be able to write there: make the directory writable."
             )
         )
     return ""
@@ -200,7 +202,7 @@ def _error_of(complaint: str) -> LauncherError:
 
 
 def _all_or_none(env: WorkerEnv, complaint: str) -> None:
-    """Raise on all ranks if any of them complains; all see the same complaints. A collective."""
+    """Raise on all ranks if `complaint` is not empty on any. A collective: all see the same complaints."""
     complaints = exchange_texts(env, complaint)
     ranks = [rank for rank, text in enumerate(complaints) if text]
     if not ranks:

@@ -1,7 +1,7 @@
-"""Publishes checkpoints behind the training: a copy in host memory, then one thread.
+"""Publishes checkpoints in the background: a copy in host memory, written by one thread.
 
-Owns when one is due and that at most one is on its way. A failure is reported once, as a value: a full disk
-is no reason to leave the other ranks alone. Never touches the device or the process group.
+Owns when a checkpoint is due, and the limit of one pending write. A failed write is returned once as a value
+and not raised, so that no rank leaves the others in a collective. Never touches the device or process group.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from launcher.errors import LauncherError
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one checkpoint.
+    """The outcome of writing one checkpoint.
 
-    `path` is None where it was not written; beside a path, `error` is about older ones that had to go.
+    `path` is None where it was not written. With a path, `error` concerns the deletion of older checkpoints.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Due:
         return self._every_steps is not None and step % self._every_steps == 0
 
     def by_clock(self) -> bool:
-        """This rank's own view: only the leader's counts, and all ranks have to know it."""
+        """By this rank's clock. Only the leader's value counts; it must be sent to all ranks."""
         return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
 
     def done(self) -> None:
@@ -57,8 +57,8 @@ class Due:
 class Writer:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
-    The same calls are made on all ranks; ranks whose snapshots are None write nothing and start no thread.
-    Leaving the context waits for what is on its way.
+    All ranks make the same calls. Ranks whose snapshots are None write nothing and start no thread.
+    Leaving the context waits for the pending write.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -77,9 +77,10 @@ class Writer:
         self._thread.shutdown(wait=True)
 
     def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:
-        """Take a snapshot and start writing it; returns the report of the one before, if not yet given.
+        """Take a snapshot and start writing it; returns the previous report unless it was returned before.
 
-        Waits for that one first, so that host memory never holds two. `take` may be a collective.
+        Waits for the previous write first, so that host memory never holds two snapshots. `take` may be a
+        collective.
         """
         previous = self.wait()
         snapshot = take()
@@ -88,11 +89,11 @@ class Writer:
         return previous
 
     def poll(self) -> Report | None:
-        """The report of a checkpoint that is done, once; None where there is none or it is on its way."""
+        """The report of a finished write, once; None where there is none or it is still pending."""
         return self.wait() if self._pending is not None and self._pending.done() else None
 
     def wait(self) -> Report | None:
-        """Wait for the checkpoint that is on its way, and return its report, once."""
+        """Wait for the pending write and return its report, once."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 

@@ -1,7 +1,7 @@
-"""The checkpoints of a run side by side: which to believe, which to keep.
+"""The checkpoints of a run: which are intact, and which to keep.
 
-Owns the order (by step, never by a clock), the search for the newest intact one, and retention. What is
-damaged is named and set aside, never deleted; what is deleted first loses its name.
+Owns their order (by step, never by time), the search for the newest intact one, and retention. Damaged ones
+are reported and renamed, never deleted. Others are renamed before they are deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Damage:
-    """A checkpoint that was passed over, and why."""
+    """A damaged checkpoint that was skipped, and why."""
 
     name: str
     problems: tuple[str, ...]
@@ -45,16 +45,16 @@ class Found:
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint that may have been set aside."""
+    """The step of a checkpoint, also of a renamed one."""
     match = _STEP.search(path.name)
     assert match is not None
     return int(match[1])
 
 
 def candidates(directory: Path) -> list[Path]:
-    """What bears the name of a checkpoint, newest step first. Raises ConfigError for symbolic links.
+    """Everything named like a checkpoint, newest step first; empty without the directory.
 
-    StorageError where the directory cannot be read; none where there is no directory.
+    Raises ConfigError for symbolic links, StorageError where the directory cannot be read.
     """
     _refuse_link(directory)
     try:
@@ -72,10 +72,10 @@ def candidates(directory: Path) -> list[Path]:
 
 
 def newest_intact(directory: Path, rename_damaged: bool = True) -> Found:
-    """The checkpoint of the highest step that is as it was written, and the damaged ones above it.
+    """The intact checkpoint of the highest step, and the damaged ones of higher steps.
 
-    Those are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for symbolic
-    links and newer formats, StorageError where the directory cannot be read.
+    Damaged ones are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for
+    symbolic links and newer formats, StorageError where the directory cannot be read.
     """
     return _first_intact(candidates(directory), rename_damaged)
 
@@ -86,7 +86,7 @@ def best_intact(directory: Path) -> Path | None:
 
 
 def by_metric(paths: Sequence[Path]) -> list[Path]:
-    """Those of `paths` with a metric, best first; equal ones stay in their order."""
+    """The `paths` with a metric, best first; equal ones keep their order."""
     measured = [(cost, path) for path in paths if (cost := _cost_of(path)) is not None]
     return [path for _, path in sorted(measured, key=lambda pair: pair[0])]
 
@@ -96,14 +96,14 @@ def retain(
 ) -> list[Path]:
     """Delete all but the `keep` newest good checkpoints and `best`; returns what was deleted.
 
-    Only what has been verified counts as good, so unfinished or damaged ones push nothing out. Of `own`,
-    which this process has written, the lengths are enough. Also clears away what killed processes have left
-    unfinished. Raises StorageError.
+    Good ones are verified, so unfinished or damaged ones never displace them. For those in `own`, written by
+    this process, file sizes are enough. Also deletes unfinished ones of killed processes. Raises
+    StorageError.
     """
     assert keep >= 1
     good: list[Path] = []
     for path in candidates(directory):
-        # The last one that stays is found before the first one goes.
+        # All checkpoints to keep are verified before the first one is deleted.
         if len(good) >= keep or (looks_whole(path) if path in own else not verify(path)):
             good.append(path)
     deleted = [path for path in good[keep:] if path != best]
@@ -115,20 +115,20 @@ def retain(
     except OSError as error:
         raise StorageError(
             f"old checkpoints in {directory} cannot be deleted: {error.strerror or error} "
-            f"({error.filename}). Delete them by hand if they take too much room."
+            f"({error.filename}). Delete them by hand if they take too much space."
         ) from error
     return deleted
 
 
-def set_aside_other_course(directory: Path, resumed: Path | None) -> list[Path]:
-    """Rename to `replaced-...` what does not lead to `resumed`: later steps, or all on a fresh start.
+def set_aside_replaced(directory: Path, resumed: Path | None) -> list[Path]:
+    """Rename checkpoints of later steps than `resumed`, or all on a fresh start, to `replaced-...`.
 
-    Otherwise a run that went back would one day be resumed from the course that it left. Raises OSError.
+    Otherwise the run could later resume from steps that it has discarded. Raises OSError.
     """
     present = candidates(directory)
     if resumed is not None:
         if resumed.parent.resolve() != directory.resolve():
-            return []  # only where there is none here that could be mistaken
+            return []  # chosen only where this directory has no intact checkpoint
         step = step_of(resumed)
         present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
     return [set_aside(path, REPLACED) for path in present]
@@ -142,7 +142,7 @@ def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
             return Found(path, tuple(damaged))
         damaged.append(Damage(path.name, tuple(problems)))
         if rename_damaged:
-            with contextlib.suppress(OSError):  # it is named in any case, and nobody will load it
+            with contextlib.suppress(OSError):  # reported in any case, and never loaded
                 set_aside(path, DAMAGED)
     return Found(None, tuple(damaged))
 
@@ -160,6 +160,6 @@ def _cost_of(path: Path) -> float | None:
 def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise ConfigError(
-            f"{path} is a symbolic link to {path.readlink()}. Checkpoints are not followed out of their run: "
-            "remove the link, or give the place itself with checkpoint.resume=PATH or run.dir=DIR."
+            f"{path} is a symbolic link to {path.readlink()}. Links to checkpoints are not followed: "
+            "remove the link, or give its target with checkpoint.resume=PATH or run.dir=DIR."
         )

@@ -1,7 +1,7 @@
-"""Weights of a run for use elsewhere: one safetensors file with the keys of the model's state_dict.
+"""Exports the weights of a run to one safetensors file with the keys of the model's state_dict.
 
-Owns the conversion from a checkpoint. Reads files only; needs neither the model nor its recipe, and changes
-nothing in the run, which may still be training.
+Owns the conversion from a checkpoint. Needs neither the model nor its recipe. Changes nothing in the run,
+which may still be training.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -
     """Write the weights of the run's newest (or `best`) intact checkpoint to `file`, replacing it.
 
     Floating-point tensors become `dtype`, others stay as they are. `model.load_state_dict(load_file(file))`
-    takes the result. Raises ConfigError for a wrong request, StorageError where there is nothing intact to
-    export or `file` cannot be written.
+    loads the result. Raises ConfigError for invalid arguments, StorageError where no checkpoint is intact or
+    `file` cannot be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"export: dtype={dtype} must be one of {', '.join(DTYPES)}.")
@@ -53,7 +53,7 @@ def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -
 
 
 def _refuse_target(run_dir: Path, file: Path) -> None:
-    rule = "The weights go to a new file or replace a plain one, outside of the run."
+    rule = "The file must be new or a plain file, outside of the run."
     try:
         require_plain(file)
     except OSError as error:
@@ -95,7 +95,7 @@ def _narrowed(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """In one rename: whoever serves the file that is there sees the old one or the new one."""
+    """Write in one rename: readers of an existing file see the old content or the new one."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         write_tensors(temporary, tensors, metadata)

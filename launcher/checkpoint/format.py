@@ -1,4 +1,4 @@
-"""One checkpoint as files: written whole or not at all, verified before it is believed.
+"""One checkpoint as files: written atomically, verified before it is used.
 
 Owns the content of weights.safetensors (fp32 masters, frozen parameters and buffers by name),
 optimizer.safetensors and state.json. Never leaves a partial file under a final name and never executes what
@@ -40,15 +40,16 @@ from launcher.run_dir.atomic import restored, strict
 
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux: linux/fcntl.h, linux/fs.h
-BY_RANK = "buffer_by_rank/"  # what only resuming needs is beside the optimizer's states
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
+BY_RANK = "buffer_by_rank/"  # needed only to resume, so stored with the optimizer's states
 
 
 def publish(directory: Path, snapshot: Snapshot) -> Path:
-    """Write `snapshot` as a checkpoint in `directory`; it is on the disk before this returns.
+    """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
-    All of it appears under its final name in one rename. A checkpoint of that step in the same state is left
-    as it is, unless only this one has been evaluated. Raises StorageError, and then leaves nothing behind.
+    The checkpoint appears under its final name in one rename. An existing one of that step with the same
+    state is kept, unless only the new one has a metric. Raises StorageError, after deleting its partial
+    files.
     """
     step = snapshot.progress.step
     final = directory / step_name(step)
@@ -65,13 +66,13 @@ def publish(directory: Path, snapshot: Snapshot) -> Path:
                 _exchange(temporary, final)
             shutil.rmtree(temporary)
         else:
-            os.rename(temporary, final)  # refused where another state of that step lies there
+            os.rename(temporary, final)  # raises where a different state of that step exists
         sync_directory(directory)
     return final
 
 
 def load(path: Path) -> Snapshot:
-    """Verify a checkpoint and read it. Raises StorageError for a damaged one, naming what is wrong."""
+    """Verify a checkpoint and read it. Raises StorageError, with the damage, for a damaged one."""
     problems = verify(path)
     if problems:
         raise StorageError(
@@ -81,9 +82,9 @@ def load(path: Path) -> Snapshot:
 
 
 def read(path: Path) -> Snapshot:
-    """Read a checkpoint that has just been verified; its tensors are mapped from the files.
+    """Read a verified checkpoint; its tensors are mapped from the files.
 
-    Raises StorageError where the content is not what state.json says.
+    Raises StorageError where the content does not match state.json.
     """
     both, rest = read_tensors(path / WEIGHTS), read_tensors(path / OPTIMIZER)
     try:
@@ -107,7 +108,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def set_aside(path: Path, prefix: str) -> Path:
-    """Rename a checkpoint so that nobody takes it for one, and nothing of it is lost. Raises OSError."""
+    """Rename a checkpoint so that it is no longer used, without losing any of it. Raises OSError."""
     number, target = 1, path.with_name(prefix + path.name)
     while os.path.lexists(target):
         number += 1
@@ -132,8 +133,8 @@ def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> It
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(
             f"the checkpoint of step {step} cannot be written to {directory}: {error.strerror or error}. "
-            "Those before it are intact. Make room there; the directory must be writable and hold no "
-            "checkpoint of that step of another run."
+            "Earlier ones are intact. Free disk space; the directory must be writable and hold no "
+            "checkpoint of that step from another run."
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -179,9 +180,9 @@ def _state_values(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str, Tensor]) -> Snapshot:
-    """`both` holds weights and buffers, `rest` what only resuming needs.
+    """`both` holds weights and buffers, `rest` the tensors that only resuming needs.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for what does not fit.
+    Raises ValueError, KeyError, TypeError or AttributeError for content that does not match.
     """
     weights = {name: tensor for name, tensor in both.items() if name not in state["buffers"]}
     buffers = {name: tensor for name, tensor in both.items() if name in state["buffers"]}
@@ -197,7 +198,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
     by_rank = _exactly(state["rank_buffers"], by_rank)
     unknown = set(state["names"].values()) - both.keys()
     if unknown:
-        raise ValueError(f"{STATE} names tensors that are not there: {', '.join(sorted(unknown))}")
+        raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
     return Snapshot(
         engine=engine,
         progress=Progress(**{name: int(value) for name, value in state["progress"].items()}),
@@ -212,23 +213,26 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
 
 
 def _exactly(listed: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` in the order of state.json, if they are those that it lists. Raises ValueError."""
+    """`tensors` in the order of state.json. Raises ValueError unless they match its list."""
     found = described(tensors)
     for name in sorted(listed.keys() | found.keys()):
         if found.get(name) != listed.get(name):
-            there, should = found.get(name, "missing"), listed.get(name, "nothing of it")
+            there, should = found.get(name, "missing"), listed.get(name, "that there is none")
             raise ValueError(f"{name} is {there}, but {STATE} says {should}")
     return {name: tensors[name] for name in listed}
 
 
 def _random_rows(rows: list[str]) -> Tensor:
-    """uint8 [ranks, bytes]."""
+    """Generator states by rank: uint8 [ranks, bytes]."""
     decoded = [bytearray(base64.b64decode(row, validate=True)) for row in rows]
     return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in decoded])
 
 
 def _same_state(one: Snapshot, other: Snapshot) -> bool:
-    """As where a run resumes and saves again at the same step; its buffers may have been averaged."""
+    """Whether weights, optimizer states and counters match.
+
+    Buffers may differ, because an evaluation averages them.
+    """
     pairs = ((one.engine.weights, other.engine.weights), (one.engine.optimizer, other.engine.optimizer))
     return one.engine.counters == other.engine.counters and all(
         mine.keys() == theirs.keys() and all(torch.equal(_bits(mine[n]), _bits(theirs[n])) for n in mine)
@@ -241,11 +245,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two directories in one step: a kill leaves the one or the other under the name of `old`."""
+    """Swap two directories atomically: a kill leaves either of them under the name of `old`."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and not renameat2(AT_FDCWD, bytes(new), AT_FDCWD, bytes(old), RENAME_EXCHANGE):
         return
-    # The file system cannot. Those of earlier steps are there if a kill comes between these two.
+    # The file system cannot. If killed between the next two renames, a run resumes from an earlier step.
     aside = new.with_name(f"{new.name}-old")
     os.rename(old, aside)
     os.rename(new, old)

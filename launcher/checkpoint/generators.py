@@ -1,7 +1,7 @@
-"""The random generators of a process as bytes of a fixed length, and back.
+"""Encodes the random generators of a process as bytes of fixed length, and restores them.
 
-Owns their encoding: those of torch, of NumPy and of Python's `random`. Knows no other generator: one that a
-recipe makes for itself is not part of a run's state.
+Covers the global generators of torch, NumPy and Python's `random`. A generator that a recipe creates is not
+part of a run's state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of a Mersenne Twister: 624 words, the position among them, and the second normal number of a pair, if any.
+# State of a Mersenne Twister: 624 words, the position in them, and the second normal number of a pair.
 _TWISTER = struct.Struct("<624I I ? d")
 
 
@@ -34,7 +34,7 @@ def states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_states(saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the generators as `states` found them; those that an older checkpoint lacks stay as they are."""
+    """Restore the generators from `states`. Those that an older checkpoint lacks are left unchanged."""
     torch.set_rng_state(saved["cpu"])
     if "python" in saved:
         *words, position, has_normal, normal = _unpacked(saved["python"])

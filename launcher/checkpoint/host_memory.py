@@ -1,6 +1,6 @@
-"""Copies of the device's tensors in host memory: few and large, and nobody waits for them before he must.
+"""Asynchronous copies of device tensors to host memory, in few large transfers.
 
-Owns the memory that copies are made into, again and again, and the stream on which a GPU makes them.
+Owns the reused host memory and the stream of the copies.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensors by name on the host, views of a HostMemory. Their values are there once `wait` returns."""
+    """Tensors by name on the host, views of a HostMemory. Their values are valid once `wait` returns."""
 
     tensors: dict[str, Tensor]
     ready: torch.cuda.Event | None = None
-    _sources: tuple[Tensor, ...] = field(default=(), repr=False)  # not freed while they are being read
+    _sources: tuple[Tensor, ...] = field(default=(), repr=False)  # kept alive until they are copied
 
     def wait(self) -> None:
-        """Wait for the device to finish them. On any thread."""
+        """Wait until the device has made the copies. Callable from any thread."""
         if self.ready is not None:
             self.ready.synchronize()
 
 
 class HostMemory:
-    """Memory for one set of copies at a time, page-locked where they come from a GPU.
+    """Memory for one set of copies at a time, pinned where they come from a GPU.
 
-    It grows to the largest set and is kept: locking pages takes longer than a copy. (torch rounds locked
-    blocks up to a power of two.)
+    It grows to the largest set and is reused, because pinning takes longer than a copy. torch rounds pinned
+    blocks up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class HostMemory:
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Copies:
-        """Copy tensors of any strides, on any device. What the last call returned is overwritten.
+        """Copy tensors of any strides from any device. Overwrites the result of the previous call.
 
-        Tensors that are views of the same memory, as those of a flat buffer are, travel as one piece and are
-        cut out of it on the host. The host waits for nothing but copies from its own memory.
+        Views of the same memory, such as those of a flat buffer, are copied as one block, of which the
+        results are views. Copies from a GPU are asynchronous.
         """
         stretches = _stretches(tensors)
         gpu = next((s.flat.device for s in stretches if s.flat.is_cuda), None)
@@ -64,11 +64,11 @@ class HostMemory:
 
     def _reserve(self, size_bytes: int, pinned: bool) -> None:
         if len(self._bytes) < size_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed first: not both at a time
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed first, so that both never exist at once
             self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def _homes(self, stretches: list[_Stretch]) -> Iterator[Tensor]:
-        """For each stretch a flat tensor of its dtype and length, in this memory."""
+        """A flat tensor in this memory for each stretch, of its dtype and length."""
         start = 0
         for stretch in stretches:
             used = stretch.flat.numel() * stretch.flat.element_size()
@@ -78,7 +78,7 @@ class HostMemory:
     def _copy_on_side_stream(
         self, stretches: list[_Stretch], homes: list[Tensor], device: torch.device
     ) -> torch.cuda.Event:
-        """Queue the copies behind what the device is doing, and beside what it does next."""
+        """Queue the copies after the work already queued, concurrent with later work."""
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -91,14 +91,14 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What lies between the first and the last element of tensors that share memory, flat."""
+    """The flat range from the first to the last element of tensors that share memory."""
 
     flat: Tensor
     views: dict[str, Tensor]
 
     @property
     def size_bytes(self) -> int:
-        """In the host's memory, so that the next one is aligned."""
+        """Size in host memory, rounded up so that the next stretch is aligned."""
         used = self.flat.numel() * self.flat.element_size()
         return -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 

@@ -1,7 +1,7 @@
-"""What the files of a checkpoint must be, and whether they are.
+"""The manifest of a checkpoint, and the verification of its files.
 
-Owns manifest.json: size and SHA-256 of each file, and its own digest, so that no flipped bit can pass for
-another format or file. Never follows a symbolic link out of a checkpoint and reads nothing but plain files.
+Owns manifest.json: size and SHA-256 of each file, and a digest of the manifest, so that a flipped bit in it
+is detected too. Never follows a symbolic link and reads only plain files.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STEP = "step-"
 
 
 def step_name(step: int) -> str:
-    """The directory of a step's checkpoint: eight digits, more where they are needed."""
+    """The directory name of a step's checkpoint: at least eight digits."""
     return f"{STEP}{step:08d}"
 
 
 def verify(path: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, in words; empty where every byte is as it was written.
+    """All damage of a checkpoint, as messages; empty where every byte is as it was written.
 
-    Raises ConfigError for one that a newer version has written, which is not damage.
+    Raises ConfigError for the format of a newer version, which is not damage.
     """
     if path.is_symlink() or not path.is_dir():
         return [f"{path.name} is {'a symbolic link' if path.is_symlink() else 'not a directory'}"]
@@ -46,7 +46,7 @@ def verify(path: Path) -> list[str]:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether all files are there in full length: a quick look, for what this process has written itself."""
+    """Whether all files exist in full length: a quick check for checkpoints written by this process."""
     try:
         entries = read_manifest(path)
         return all((path / name).lstat().st_size == entry.size_bytes for name, entry in entries.items())
@@ -55,16 +55,16 @@ def looks_whole(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Written]:
-    """What each file of a checkpoint must be. Raises OSError, ValueError, ConfigError for a newer format."""
+    """Expected size and digest of each file. Raises OSError, ValueError, ConfigError for a newer format."""
     try:
         content = _content_of(read_regular(path / MANIFEST))
         if content["format"] != FORMAT:
             raise ConfigError(
                 f"{path} has format {content['format']}; this version reads format {FORMAT}. "
-                "Go on with the version that wrote it, or begin a new run with another run.dir."
+                "Resume with the version that wrote it, or start a new run with another run.dir."
             )
         if path.name.startswith(STEP) and path.name != step_name(content["step"]):
-            raise ValueError(f"it is that of step {content['step']}")
+            raise ValueError(f"it belongs to step {content['step']}")
         files = {name: Written(**entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
 
 
 def _content_of(raw: bytes) -> dict[str, Any]:
-    """Raises ValueError for every text but what `manifest_text` made."""
+    """The content of a manifest. Raises ValueError for any text that `manifest_text` did not write."""
     content = json.loads(raw).get("content") if raw else None
     if not isinstance(content, dict) or raw != manifest_text(content):
         raise ValueError("it is incomplete or has been changed")
@@ -82,7 +82,7 @@ def _content_of(raw: bytes) -> dict[str, Any]:
 
 
 def manifest_text(content: Mapping[str, Any]) -> bytes:
-    """The file's bytes. Later formats keep this frame: an older version does not take them for damage."""
+    """The file's bytes. Later formats must keep this frame, or older versions report them as damaged."""
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"content": {text}, "sha256": "{digest}"}}\n'.encode()
@@ -109,7 +109,7 @@ def read_regular(file: Path) -> bytes:
 
 
 def _open_regular(file: Path) -> int:
-    """A descriptor of a plain file: a link could lead out of the run, a pipe would never end."""
+    """A descriptor of a plain file. A link could lead out of the run, and a pipe would block."""
     if not stat.S_ISREG(file.lstat().st_mode):
         raise ValueError(f"{file.name} is not a plain file")
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
@@ -122,7 +122,7 @@ def _problems_of(file: Path, entry: Written) -> list[str]:
             if size_bytes != entry.size_bytes:
                 return [f"{file.name} has {size_bytes} bytes instead of {entry.size_bytes}"]
             if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
-                return [f"{file.name} has been changed: its SHA-256 is not that of the manifest"]
+                return [f"{file.name} has been changed: its SHA-256 differs from the manifest's"]
     except FileNotFoundError:
         return [f"{file.name} is missing"]
     except (OSError, ValueError) as error:

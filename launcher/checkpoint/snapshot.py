@@ -1,7 +1,7 @@
-"""All that a run is between two steps, as plain tensors on the host and JSON values.
+"""The whole state of a run between two steps, as plain tensors on the host and JSON values.
 
-Owns what must survive a crash, how it is taken from a running job and given back to one, and the refusal of
-another run's state. Knows no files.
+Owns the state that must survive a crash, its capture and restoration, and the refusal of another run's state.
+Knows no files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
 from launcher.errors import ConfigError, listed
 
-SHOWN = 3  # differences that an error names; more would hide the rest of it
+SHOWN = 3  # differences named in an error
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: whole and partial epochs, finished steps, samples trained on."""
+    """Progress of a run: epochs, finished steps, samples trained on."""
 
     epoch: int
     step: int
@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Metric:
-    """The recipe's metric, measured with the weights it is saved with; which of two runs is better."""
+    """The recipe's metric, measured with the weights that it is saved with."""
 
     name: str
     value: float
@@ -47,7 +47,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Origin:
-    """Under which conditions a state was saved. A run may resume under others; this is for people."""
+    """Conditions under which a state was saved. A run may resume under others."""
 
     world_size: int
     wire: str
@@ -55,7 +55,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same for a run to be the same run. Rates, epochs, ranks and wire may change."""
+    """The properties that a resumed run must share. Learning rate, epochs, ranks and wire may change."""
 
     recipe: str
     model: str
@@ -85,7 +85,7 @@ class Identity:
         )
 
     def differences(self, saved: Identity) -> list[str]:
-        """In words, what `saved` has that this run has not; empty for the same run."""
+        """Properties on which `saved` differs from this run, as messages; empty for the same run."""
         mine, theirs = asdict(self), asdict(saved)
         shapes, saved_shapes = mine.pop("tensors"), theirs.pop("tensors")
         found = [
@@ -102,15 +102,15 @@ class Identity:
     def refuse_other(self, saved: Identity, where: str, *, as_start: bool = False) -> None:
         """Raise ConfigError unless `saved`, found in `where`, is of this run.
 
-        `as_start`: of a run in which this one may start. That one's precision may differ: what is saved is
-        fp32 in all of them.
+        `as_start`: the state of another run from which this one starts. Its precision may differ, because
+        saved weights are fp32 in every precision.
         """
         found = self.differences(replace(saved, precision=self.precision) if as_start else saved)
         if found:
             raise ConfigError(
                 f"{where} belongs to another run: {listed(found, SHOWN, '; ')}. A run resumes only with "
-                "the model, data and optimizer it began with: give the overrides it was started with "
-                "(overrides.txt of its run), or begin a new run with another run.dir."
+                "the model, data and optimizer it started with: give the overrides it was started with "
+                "(overrides.txt of its run), or start a new run with another run.dir."
             )
 
 
@@ -118,11 +118,11 @@ class Identity:
 class Snapshot:
     """The state of a run after `progress.step` steps. All tensors are on the host, whatever the device.
 
-    `engine.buffers` are those of all ranks, averaged as for an evaluation; `rank_buffers` [world_size, ...]
-    hold what each rank had, where they differ (BatchNorm statistics do between two evaluations).
+    `engine.buffers` are averaged over the ranks, as for an evaluation. `rank_buffers` [world_size, ...] hold
+    the values of each rank where they differ, as BatchNorm statistics do between evaluations.
     `random` holds the states of the generators: `cpu` and, on GPUs, `cuda` of torch, `numpy` and `python`,
     uint8 [world_size, bytes].
-    `names` maps each key of the model's state_dict to the tensor that it is: tied weights are kept once.
+    `names` maps each key of the model's state_dict to the name of its tensor: tied weights are stored once.
     `metric` is None where these weights have not been evaluated. `extra` is the caller's JSON.
     """
 
@@ -139,13 +139,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot whose tensors may still be on their way to the host."""
+    """A snapshot whose copies to the host may still be pending."""
 
     _snapshot: Snapshot
     _copies: Copies
 
     def finished(self) -> Snapshot:
-        """The snapshot, once the device has made the copies. On any thread."""
+        """The snapshot, once the device has made the copies. Callable from any thread."""
         self._copies.wait()
         return self._snapshot
 
@@ -159,9 +159,9 @@ def take(
     metric: Metric | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Snapshot | None:
-    """Copy the run's state to memory of its own on the host, between steps. A collective: all ranks call it.
+    """Copy the run's state to new host memory, between steps. A collective: all ranks call it.
 
-    The leader gets the snapshot, the only copy; the others, who write nothing, get None.
+    Returns the snapshot on the leader and None on the other ranks, which write nothing.
     """
     staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory())
     return None if staged is None else staged.finished()
@@ -179,7 +179,7 @@ def stage(
 ) -> Staged | None:
     """As `take`, without waiting for the device to copy weights and optimizer states into `memory`.
 
-    Training may resume at once: its next update waits for the copies, on the device. The snapshot is valid
+    Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
     until `memory` is used again.
     """
     random = _random_states(env)
@@ -220,9 +220,9 @@ def _copied(state: EngineState, copies: Copies, buffers: Mapping[str, Tensor]) -
 def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:
     """Continue from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
 
-    Returns whether the loss scale is that of the snapshot, as `Stepper.load`. Raises ConfigError, on all
-    ranks alike, for the state of another model or optimizer. On another number of ranks all begin with the
-    same buffers, and ranks beyond those saved share the random states of the first.
+    Returns whether the loss scale is that of the snapshot, as `Stepper.load` does. Raises ConfigError on all
+    ranks for the state of another model or optimizer. On another number of ranks, all start with the same
+    buffers, and additional ranks reuse the saved random states from rank 0 on.
     """
     engine = snapshot.engine
     if env.world_size == snapshot.origin.world_size:
@@ -250,7 +250,7 @@ def _buffers_by_rank(buffers: Mapping[str, Tensor], env: WorkerEnv) -> dict[str,
         return {}
     rows = torch.split(_gathered(torch.cat(flat), env), [len(part) for part in flat], dim=1)
     return {
-        # cloned, because bytes can only be seen as wider numbers from an aligned address
+        # cloned, because viewing bytes as a wider dtype needs an aligned address
         name: part.clone(memory_format=torch.contiguous_format)
         .view(buffer.dtype)
         .reshape(env.world_size, *buffer.shape)
@@ -266,14 +266,14 @@ def _alike(rows: Tensor) -> bool:
 
 
 def _of_all_ranks(rows: Tensor) -> Tensor:
-    """The mean where the ranks differ, as `Buffers.average` has it; a count is that of rank 0."""
+    """The mean where the ranks differ, as in `Buffers.average`; for integers, the value of rank 0."""
     if not rows.is_floating_point() or _alike(rows):
         return rows[0].clone()
     return (rows.double().sum(dim=0) / len(rows)).to(rows.dtype)
 
 
 def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
-    """On the host: [world_size, ...]. A collective."""
+    """All ranks' values on the host: [world_size, ...]. A collective."""
     if env.group is None:
         return state.to("cpu", copy=True).unsqueeze(0)
     return torch.stack(gather(state.to(env.device), env.group)).cpu()

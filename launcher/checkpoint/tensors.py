@@ -1,7 +1,7 @@
-"""Tensors by name in a safetensors file, and the digest of what was written.
+"""Writes named tensors to a safetensors file and computes its digest.
 
-Owns the writing, so that bytes go from the tensors to the file and the digest in one pass, without a second
-copy in memory. Reading is the safetensors library's. Never executes anything it reads.
+Owns the writing: one pass from the tensors to file and digest, without a second copy in memory. Reads with
+the safetensors library, which never executes what it reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from launcher.errors import StorageError
 
-# The words of the format: https://huggingface.co/docs/safetensors
+# Dtype names of the format: https://huggingface.co/docs/safetensors
 _WORDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -39,24 +39,24 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class Written:
-    """What a file holds, as its writer knows it."""
+    """Size and digest of a file, as written."""
 
     size_bytes: int
     sha256: str
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
-    """Create `path` from `parts`, on the disk before this returns. Raises OSError, also where it exists."""
+    """Create `path` from `parts`; it is on disk before this returns. Raises OSError, also if it exists."""
     with open(path, "xb") as file:
         return _write_through(file, parts)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
-    """Create a safetensors file of CPU tensors of any strides, on the disk before this returns.
+    """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
-    Raises OSError, and StorageError for a dtype that the format has no word for.
+    Raises OSError, and StorageError for a dtype that the format does not have.
     """
-    # Wide elements first, as the library does: every tensor is aligned when the file is mapped into memory.
+    # Wide dtypes first, as in the library, so that every tensor is aligned in a mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -71,13 +71,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         offset += size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    parts = (_bytes_of(tensors[name]) for name in names)  # one at a time: some are copies
+    parts = (
+        _bytes_of(tensors[name]) for name in names
+    )  # a generator, because non-contiguous tensors are copied
     with open(path, "xb") as file:
         return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `write_tensors` was given, mapped from the file. Raises StorageError for anything else."""
+    """The tensors of a file from `write_tensors`, mapped. Raises StorageError for any other file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -85,8 +87,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise StorageError(
-            f"{path} cannot be read as safetensors: {error}. Nothing but safetensors and JSON is read. "
-            "Take another checkpoint with checkpoint.resume=PATH."
+            f"{path} cannot be read as safetensors: {error}. Only safetensors and JSON are read. "
+            "Choose another checkpoint with checkpoint.resume=PATH."
         ) from error
     return found
 

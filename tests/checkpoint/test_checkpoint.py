@@ -358,7 +358,7 @@ def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Pa
     assert "cannot be deleted: Not a directory" in str(report.error)
 
 
-def test_going_back_sets_the_later_course_aside(tmp_path: Path) -> None:
+def test_resuming_an_earlier_checkpoint_renames_the_later_ones(tmp_path: Path) -> None:
     publish_steps(tmp_path, 1, 2, 3)
     resumption = resume(ALONE, tmp_path, str(tmp_path / "step-00000002"), IDENTITY)
     assert resumption.snapshot is not None
@@ -368,7 +368,7 @@ def test_going_back_sets_the_later_course_aside(tmp_path: Path) -> None:
     publish_steps(tmp_path, 3, 4)
     back = resume(ALONE, tmp_path, str(tmp_path / "replaced-step-00000003"), IDENTITY)
     assert same(back.snapshot, snapshot(3))
-    assert [path.name for path in tmp_path.glob("step-*0[34]")] == [], "another course, of the same step too"
+    assert [path.name for path in tmp_path.glob("step-*0[34]")] == [], "renamed, also that of the same step"
     assert resume(ALONE, tmp_path, "never", IDENTITY).snapshot is None
     assert newest_intact(tmp_path).path is None
 

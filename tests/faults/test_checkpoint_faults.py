@@ -189,7 +189,7 @@ def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path, claimed
     new.rename(tmp_path / f"step-0000000{claimed}")
     found = newest_intact(tmp_path)
     assert found.path == old
-    assert "it is that of step 5" in found.damaged[0].problems[0]
+    assert "it belongs to step 5" in found.damaged[0].problems[0]
 
 
 @pytest.mark.parametrize("second", ["", "again"])
@@ -341,7 +341,7 @@ def test_all_ranks_resume_the_same_step_or_all_refuse(tmp_path: Path) -> None:
         assert first[name].startswith(expected), f"{name}: {first[name]}"
 
 
-def leave_a_course(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[tuple[str, list[str]]]:
+def resume_earlier(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[tuple[str, list[str]]]:
     """What resuming gave, and what is then in this rank's directory."""
     found = []
     for directories, wish in cases:
@@ -353,7 +353,7 @@ def leave_a_course(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[
     return found
 
 
-def test_rank_0_alone_sets_another_course_aside_and_its_failure_is_everyones(tmp_path: Path) -> None:
+def test_only_rank_0_renames_replaced_checkpoints_and_all_ranks_raise_its_failure(tmp_path: Path) -> None:
     views = [[tmp_path / f"{name}-{rank}" for rank in range(2)] for name in ("back", "link")]
     for directories in views:
         for directory in directories:
@@ -362,7 +362,7 @@ def test_rank_0_alone_sets_another_course_aside_and_its_failure_is_everyones(tmp
     views[1][0].mkdir()
     (views[1][0] / "step-00000002").symlink_to(outside / "step-00000002")
     cases = [(views[0], str(views[0][0] / "step-00000001")), (views[1], "never")]
-    (back_0, link_0), (back_1, link_1) = run_ranks(2, leave_a_course, cases, timeout_s=20)
+    (back_0, link_0), (back_1, link_1) = run_ranks(2, resume_earlier, cases, timeout_s=20)
     assert back_0 == (str(views[0][0] / "step-00000001"), ["replaced-step-00000002", "step-00000001"])
     assert back_1 == (str(views[0][1] / "step-00000001"), ["step-00000001", "step-00000002"])
     assert link_0[0] == link_1[0]
