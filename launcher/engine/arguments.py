@@ -1,7 +1,7 @@
-"""The kinds of what a Stepper is built with, and the names that may be set on it afterwards.
+"""Checks of a Stepper's arguments, and of attributes that are set on it afterwards.
 
-Owns the errors for an argument of another type, before anything reads it. The rules of numbers are those of
-`limits`.
+Owns the errors for arguments of the wrong type, raised before anything reads them. `limits` has the rules for
+numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.wire.transports import Wire
 
-NEAR = 0.75  # likeness from which a subclass's new name is taken for a misspelt argument; model_name has 0.67
+NEAR = 0.75  # similarity at which a subclass's new name counts as a misspelt argument; model_name has 0.67
 
 
 def refuse_kinds(
@@ -33,7 +33,7 @@ def refuse_kinds(
     emulate: object,
     compiled: object,
 ) -> None:
-    """Raise UnusableError for arguments of a Stepper that are of another type. None is none of these."""
+    """Raise UnusableError for arguments of a Stepper of the wrong type. None means the default."""
     _refuse_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
@@ -54,14 +54,14 @@ def refuse_kinds(
 
 
 def _refuse_optimizer(optimizer: object) -> None:
-    """Raise UnusableError for what is no optimizer of the engine.
+    """Raise UnusableError unless `optimizer` is one of the engine's.
 
-    One of torch has parameters already, and those move when a Stepper is built.
+    A torch optimizer already holds the parameters, whose memory and dtype a Stepper replaces.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         raise UnusableError(
-            f"a {name} holds the parameters of before. Give its class and options: "
+            f"a {name} holds the parameters as they were before the Stepper. Pass its class and options: "
             f"TorchOptimizer(torch.optim.{name}, lr=...)."
         )
     if isinstance(optimizer, type) or not hasattr(optimizer, "lr"):
@@ -73,21 +73,20 @@ def _refuse_optimizer(optimizer: object) -> None:
 
 
 def group_of(group: object) -> dist.ProcessGroup | None:
-    """The group to train in: `group`, or the default one where it is None, as torch's own modules choose it.
+    """The group to train in: `group`, or the default one where it is None, as torch's modules do.
 
-    None for one process: where no group is initialised, and for a group of one, in which there is nobody to
-    exchange anything with. Raises UnusableError for what is no process group, and for one that this rank is
-    no member of.
+    Returns None for one process: if no group is initialised, and for a group of one. Raises UnusableError if
+    `group` is not a process group, or if this rank is not a member of it.
     """
     if group is None:
-        group = dist.group.WORLD  # None where there is none
+        group = dist.group.WORLD  # None if not initialised
     if group is None:
         return None
     if group == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
     ):
         raise UnusableError(
-            f"rank {dist.get_rank()} is no member of the group. Only the ranks that "
+            f"rank {dist.get_rank()} is not a member of the group. Only the ranks that "
             "torch.distributed.new_group() was given may build a Stepper with it."
         )
     if not isinstance(group, dist.ProcessGroup):
@@ -109,7 +108,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def rates_of(learning_rates: object, lr: float) -> list[float]:
-    """The rates by applied step; `lr` throughout where there are none."""
+    """The rates by applied step; `lr` alone if `learning_rates` is None."""
     if learning_rates is None:
         return [lr]
     if not isinstance(learning_rates, Iterable) or getattr(learning_rates, "ndim", 1) != 1:
@@ -123,8 +122,8 @@ def rates_of(learning_rates: object, lr: float) -> list[float]:
 def refuse_attribute(owner: object, base: type, parts: frozenset[str], name: str) -> None:
     """Raise AttributeError for an attribute of a built `owner` that nothing would read.
 
-    `base` is the class whose constructor's arguments could be meant, `parts` the attributes that it has set.
-    A subclass may set what it declares, and new names that are not near an argument.
+    `base` is the class whose constructor arguments may be meant, `parts` the attributes that it has set. A
+    subclass may set what it declares, and new names that are not similar to an argument.
     """
     arguments = list(inspect.signature(base).parameters)
     known = ["lr", *arguments]

@@ -1,6 +1,7 @@
 """The parts of a Stepper, and the order in which they are built.
 
-Owns what is decided once, before the first step. All ranks run the same lines: some of the parts communicate.
+Owns what is decided once, before the first step. All ranks run the same lines, because some parts
+communicate.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from launcher.engine.wire.transports import Wire, choose_transports
 
 @dataclass(frozen=True)
 class Choices:
-    """How a Stepper is to train: its arguments that decide on parts, with the defaults filled in."""
+    """The arguments of a Stepper that its parts depend on, with defaults filled in."""
 
     policy: Policy
     scaling: Scaling
@@ -43,9 +44,9 @@ class Choices:
 
 
 class Parts:
-    """What a Stepper consists of, each part built from those before it. A collective with a group.
+    """The parts of a Stepper, each built from those before it. A collective with a group.
 
-    Moves the model's parameters and buffers into flat memory, with rank 0's values on all ranks.
+    Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
     def __init__(

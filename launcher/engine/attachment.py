@@ -1,7 +1,7 @@
-"""Is the model still the one whose parameters lie in the Stepper's flat memory?
+"""Checks that the model's parameters are still views of the Stepper's flat memory.
 
-Owns the look at that once in each step, and the text that says what has come between. The look costs 0.3 ms
-at 1,000 parameters; names are only looked up where something differs.
+Owns the check, once per step, and the error that lists the changes. The check takes 0.3 ms for 1,000
+parameters; names are resolved only if something differs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.wire.reducer import Reducer
 
-SHOWN = 3  # parameters that an error names; more would hide the rest of it
+SHOWN = 3  # parameters named in an error; more would bury the rest
 
 TAKEN_OVER = (
-    "a newer Stepper was built on this model, and its parameters moved into the memory of that one: of two "
-    "Steppers on one model the newer trains it. Use that one, and build one Stepper per model."
+    "a newer Stepper was built on this model and now holds its parameters: of two Steppers on one model, "
+    "only the newer one can train it. Use that one, and build one Stepper per model."
 )
 DETACHED = (
-    "the model is no longer the one that this Stepper was built on: {found}. Its parameters lie in the "
-    "Stepper's flat memory, and what leaves that is not trained. Cast, move, freeze, thaw or replace "
-    "before building the Stepper; set values with p.copy_() under torch.no_grad() or with load(). To train "
-    "the model as it is now, build another Stepper on it."
+    "the model has changed since this Stepper was built: {found}. The Stepper trains only parameters in "
+    "its flat memory. Cast, move, freeze, unfreeze or replace parameters before building the "
+    "Stepper; set values with p.copy_() under torch.no_grad() or with load(). To train the model as it is "
+    "now, build another Stepper on it."
 )
 
 
 class Attachment:
-    """What a Stepper relies on: the same parameters, in the same memory, frozen and trainable as before."""
+    """Compares the model with how it was built: the same parameters, memory and requires_grad."""
 
     def __init__(self, model: nn.Module, layout: Layout, reducer: Reducer) -> None:
         self._model = model
@@ -44,13 +44,13 @@ class Attachment:
         self._accept()
 
     def check(self) -> None:
-        """Raise UnusableError where the model has been taken out of the flat memory, in whole or in part."""
+        """Raise UnusableError if any parameter is no longer the one in flat memory."""
         self.refuse_taken_over()
-        if self._look() == self._expected:
+        if self._snapshot() == self._expected:
             return
         if found := list(self._differences()):
             raise UnusableError(DETACHED.format(found=listed(found, SHOWN, "; ")))
-        self._accept()  # torch.compile around a layer, memory that is shared now: nothing that matters
+        self._accept()  # harmless: torch.compile around a layer, memory that is now shared
 
     def refuse_taken_over(self) -> None:
         """Raise UnusableError where a newer Stepper trains this model."""
@@ -58,14 +58,14 @@ class Attachment:
             raise UnusableError(TAKEN_OVER)
 
     def _accept(self) -> None:
-        """The model as it is now is the one to compare with."""
+        """Compare with the present model from now on."""
         modules = list(self._model.modules())
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad]
         self._members = [d for m in modules for d in (m._parameters, m._modules)]
-        self._kept = [list(members.values()) for members in self._members]  # no id is used twice meanwhile
-        self._expected = self._look()
+        self._kept = [list(members.values()) for members in self._members]  # keeps ids unique
+        self._expected = self._snapshot()
 
-    def _look(self) -> tuple[list[Any], ...]:
+    def _snapshot(self) -> tuple[list[Any], ...]:
         return (
             [p.data_ptr() for p in self._trained],
             [p.shape for p in self._trained],
@@ -75,7 +75,7 @@ class Attachment:
         )
 
     def _differences(self) -> Iterator[str]:
-        """What has happened to which parameter, in words."""
+        """A description of each parameter that has changed."""
         present = named_parameters(self._model)
         names = {id(p): name for name, p in present.items()}
         for slot, p, place in zip(self._layout.slots, self._trained, self._places, strict=True):
@@ -96,11 +96,11 @@ class Attachment:
                 yield f"{slot.name} was frozen"
         for name, p in present.items():
             if p.requires_grad and name not in self._layout.parameters:
-                yield f"{name} was thawed or added"
+                yield f"{name} was unfrozen or added"
 
 
 def _changed(p: Tensor, place: Tensor) -> str:
-    """What `p` is that cannot lie in `place`; empty where it can."""
+    """Why `p` cannot be a view of `place`; empty if it can."""
     if p.dtype != place.dtype:
         return f"was cast from {place.dtype} to {p.dtype}"
     if p.device != place.device:

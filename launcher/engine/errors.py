@@ -1,4 +1,4 @@
-"""What the engine says to a model, a loss or a setting that it cannot train with."""
+"""Errors for a model, a loss or a setting that the engine cannot train with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NO_REFERENCE = (
     "backward()."
 )
 NO_BACKWARD = (
-    "step() was called without backward(), and parameters hold gradients in p.grad, which no step reads. If "
-    "they are of this network's loss: call stepper.backward(loss_sum, count) in place of loss.backward(). If "
-    "they are of another network's pass, as a generator's through its discriminator: call model.zero_grad() "
-    "before step(), or leave out step() on all ranks."
+    "step() was called without backward(), and parameters hold gradients in p.grad, which step() does not "
+    "read. If they come from this network's loss, call stepper.backward(loss_sum, count) instead of "
+    "loss.backward(). If they come from another network's backward pass (a generator's through its "
+    "discriminator), call model.zero_grad() before step(), or skip step() on all ranks."
 )
 
 
@@ -33,11 +33,11 @@ class UnusableError(ValueError):
 
 
 class EngineWarning(UserWarning):
-    """Given for a training loop that runs, but that most likely does not train what its author means."""
+    """Issued for a training loop that runs, but probably not as its author intended."""
 
 
 def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
-    """Raise UnusableError for what cannot be back-propagated as the sum of the losses of `count` samples."""
+    """Raise UnusableError unless `loss_sum` can be the sum of the losses of `count` samples."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
         raise UnusableError(
             f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. "
@@ -50,24 +50,24 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
 
 
 def refuse_count(count: float | Tensor) -> None:
-    """Raise UnusableError for what is no number of samples or tokens. Reads a tensor on a CPU only."""
+    """Raise UnusableError unless `count` is a number of samples or tokens. Reads only CPU tensors."""
     if isinstance(count, Tensor) and count.numel() != 1:
         raise UnusableError(
             f"backward() was given a count of shape {tuple(count.shape)}; it must be one number."
         )
     if isinstance(count, Tensor) and count.device.type == "cpu":
-        count = count.item()  # that of another device would have to be waited for
+        count = count.item()  # reading it from another device would wait
     is_count = isinstance(count, Real) and not isinstance(count, bool) and 0 <= count < math.inf
     if not isinstance(count, Tensor) and not is_count:
         raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 
 
 def refuse_backward(calls: int, failed: bool, micro_batches: int) -> None:
-    """Raise RuntimeError for a backward() behind one that `failed`, or behind `micro_batches` of them."""
+    """Raise RuntimeError for a backward() after one that `failed`, or after `micro_batches` of them."""
     if failed:
         raise RuntimeError(
             "a backward() of this step raised an error, so its gradients are incomplete. Call abandon() "
-            "(or step(), which skips then, on all ranks), and then repeat the step."
+            "or step(), which both drop this step on all ranks, and then repeat it."
         )
     if calls == micro_batches:
         raise RuntimeError(
@@ -77,7 +77,7 @@ def refuse_backward(calls: int, failed: bool, micro_batches: int) -> None:
 
 
 def refuse_within_step(call: str, calls: int) -> None:
-    """Raise UnusableError for `call` after some backward() calls of a step."""
+    """Raise UnusableError for `call` after `calls` backward() calls of a step."""
     if calls:
         raise UnusableError(
             f"{call} was called within a step, after {calls} backward() calls. Call it between steps: after "

@@ -1,10 +1,9 @@
-"""Weights that others than the engine have changed in place: clamped, loaded, renormalised by their module.
+"""In-place changes of weights made outside the engine: clamped, loaded, renormalised by their module.
 
-Half weights are rounded copies of fp32 masters, so a change has to be taken into the masters, or the next
-update would undo it. torch counts the in-place changes of a tensor; the engine writes through its flat
-memory, which has a counter of its own (`VariableHooks::set_data` leaves that of the parameter alone), so a
-parameter's counter moves by the changes of others alone. Nothing here waits for the device, but for
-`refuse_unseen`.
+Half weights are rounded copies of fp32 masters, so a change must be copied into the masters, or the next
+update would undo it. torch counts a tensor's in-place changes in `_version`. The engine writes through its
+flat memory, which has a separate counter (`VariableHooks::set_data` leaves that of the parameter unchanged),
+so a parameter's counter counts only changes made outside. Only `refuse_unseen` waits for the device.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.layout import Layout
 from launcher.engine.wire.shards import Shards
 
-SHOWN = 5  # parameters that a text names; more would hide the rest of it
+SHOWN = 5  # parameters named in a message; more would bury the rest
 
 
 class InPlaceChanges:
-    """What has been written into the model's weights since the last look, and its way into the masters."""
+    """Detects writes to the model's weights since the last check, and copies them into the masters."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, shards: Shards, group: dist.ProcessGroup | None
@@ -43,14 +42,14 @@ class InPlaceChanges:
         self.forget()
 
     def forget(self) -> None:
-        """What the weights hold now is right: their masters were set with them."""
+        """Ignore changes up to now: the masters were set together with the weights."""
         self._versions = [p._version for p in self._parameters]
 
     def take(self) -> None:
-        """Where a weight is no longer its master rounded, the master becomes the weight; others stay exact.
+        """Copy each changed weight into its master, unless that still rounds to it.
 
         A collective for a model with Embedding(max_norm=...): each rank has scaled the rows of its own
-        samples, and all take all of them.
+        samples, and every rank applies the scaling of all.
         """
         if self._group is not None:
             for weight in self._renormed:
@@ -65,7 +64,7 @@ class InPlaceChanges:
         self._warn([slot.name for _, slot, p in changed if not any(p is weight for weight in self._renormed)])
 
     def refuse_unseen(self) -> None:
-        """Raise UnusableError for weights that were changed behind torch's counter. Waits for the device.
+        """Raise UnusableError for weight changes that torch's counter missed. Waits for the device.
 
         A collective where the masters are sharded: all ranks raise, or none.
         """
@@ -77,9 +76,9 @@ class InPlaceChanges:
         names = [self._watched[index][1].name for index in unseen.nonzero().flatten().tolist()]
         if names:
             raise UnusableError(
-                f"{listed(names, SHOWN)}: the weights are not their fp32 masters rounded. They were changed "
-                "through `.data`, which step() cannot see: each update undoes it. Change them in place "
-                "under torch.no_grad() (`p.clamp_(-1, 1)`, not `p.data.clamp_(-1, 1)`)."
+                f"{listed(names, SHOWN)}: the weights differ from their rounded fp32 masters. They were "
+                "changed through `.data`, which step() cannot detect: the next update undoes it. Change them "
+                "in place under torch.no_grad() (`p.clamp_(-1, 1)`, not `p.data.clamp_(-1, 1)`)."
             )
 
     def _warn(self, names: Sequence[str]) -> None:
@@ -87,14 +86,15 @@ class InPlaceChanges:
             self._warned = True
             warnings.warn(
                 f"{listed(names, SHOWN)}: half weights were written in place since the last step; the "
-                "masters take their rounded values. That is right for clamping or initialising. A checkpoint "
-                "loses its fp32 digits: load it before building the Stepper, or through Stepper.load().",
+                "masters now hold these rounded values. That is fine for clamping or initialising. A "
+                "checkpoint loses its fp32 precision this way: load it before building the Stepper, or with "
+                "Stepper.load().",
                 stacklevel=4,
             )
 
 
 def _agree_on_scaled_rows(weight: Tensor, group: dist.ProcessGroup) -> None:
-    """Of each element take the one that was scaled down most: rows are only ever made smaller."""
+    """Take the smallest magnitude of each element over the ranks: max_norm only scales rows down."""
     with torch.no_grad():
         smallest = weight.abs()
         works.run(dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group, async_op=True), smallest)

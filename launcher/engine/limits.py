@@ -1,7 +1,6 @@
-"""The rules of the numbers that the engine is given: by a config, or by a training loop of its user's.
+"""Validation rules for the numbers that the engine receives from a config or a user's training loop.
 
-Owns the kinds of rules and the one error that they raise. `launcher.config.rules` has the same rule for
-each number that a config has a key for.
+Owns the rules and the error that they raise. `launcher.config.rules` applies the same rules to config keys.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from launcher.engine.errors import UnusableError
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
 LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
 LARGEST_COUNT = 2**53
-VOTES = 4  # questions on which the ranks may vote in a step; what they mean is the caller's business
+VOTES = 4  # questions on which ranks can vote in a step; the caller defines their meaning
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,20 @@ class Rule:
     holds: Callable[[Any], bool]
 
     def require(self, name: str, value: object) -> None:
-        """Raise UnusableError unless `value`, given as `name`, keeps this rule."""
+        """Raise UnusableError unless `value`, given as `name`, satisfies this rule."""
         if not self.holds(value):
             raise UnusableError(f"{name}={_shown(value)}: it must be {self.text}.")
 
 
 def _shown(value: object) -> str:
-    """The value as Python writes it; it writes no int of thousands of digits."""
+    """The value's repr; Python refuses to print an int of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 512:
         return f"an int of {value.bit_length()} bits"
     return repr(value)
 
 
 def is_number(value: object) -> bool:
-    """A number in the range of a float that is no bool and no tensor."""
+    """Whether `value` is a finite number within the range of a float, and neither bool nor tensor."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -51,7 +50,7 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """An int: 65536.0 is none, so that a limit is never rounded."""
+    """Whether `value` is an int. 65536.0 is not, so that a limit is never rounded."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -87,11 +86,11 @@ question = Rule(f"an int from 0 to {VOTES - 1}", lambda value: is_whole(value) a
 def refuse_settings(
     clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
 ) -> None:
-    """Raise UnusableError for settings of a Stepper that would train wrongly, or not at all, in silence."""
+    """Raise UnusableError for settings of a Stepper that would silently train wrongly or not at all."""
     if clip_norm is not None:
         positive.require("clip_norm", clip_norm)
     if not rates:
-        raise UnusableError("learning_rates is empty: it must hold one rate at least.")
+        raise UnusableError("learning_rates is empty: it must hold at least one rate.")
     for step, rate in enumerate(rates):
         not_negative.require(f"learning rate of applied step {step}", rate)
     at_least_one.require("micro_batches", micro_batches)

@@ -1,4 +1,4 @@
-"""What the engine says once about a training loop that it can run but that does not do what it seems to."""
+"""Warnings, each issued once, about a training loop that runs but probably not as intended."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ NO_SAMPLES = (
     "count) before stepper.step(), with the number of samples as count."
 )
 NO_GRADIENTS = (
-    "{silent} of {total} parameters had no gradient other than zero in the first {steps} applied steps: "
-    "{names}. Weight decay still moves them. If the loss is meant to depend on them, check that the forward "
-    "pass uses them, that nothing detaches it (.detach(), .data, torch.no_grad()), and under fp16 that the "
-    "loss scale is not too small; if not, freeze them with requires_grad_(False) before the Stepper is built."
+    "{silent} of {total} parameters had only zero gradients in the first {steps} applied steps: {names}. "
+    "Weight decay still changes them. If the loss should depend on them, check that the forward pass uses "
+    "them, that nothing detaches it (.detach(), .data, torch.no_grad()), and under fp16 that the loss scale "
+    "is not too small. Otherwise freeze them with requires_grad_(False) before building the Stepper."
 )
 
 
 class Notices:
-    """Warnings of one Stepper, each given once. `parameters` are the names of those that have elements."""
+    """Warnings of one Stepper, each issued once. `parameters` names its non-empty parameters."""
 
     def __init__(self, parameters: Collection[str]) -> None:
         self._given: set[str] = set()
         self._total = len(parameters)
-        self._silent = set(parameters)  # those without a gradient in all applied steps that were read
+        self._silent = set(parameters)  # only zero gradients in the applied steps read so far
         self._steps = 0
 
     def warn(self, text: str, stacklevel: int) -> None:
-        """Warn, as at `stacklevel` frames above the caller of this."""
+        """Warn once per text. `stacklevel` counts from the caller, as in warnings.warn."""
         if text not in self._given:
             self._given.add(text)
             warnings.warn(text, EngineWarning, stacklevel=stacklevel + 1)
 
     def gradients(self, names: Sequence[str], sums: Tensor, stacklevel: int) -> None:
-        """Take in the sums of squares, [parameters] on the host, of an applied step's gradients."""
+        """Record the sums of squares, [parameters] on the host, of an applied step's gradients."""
         if not self._silent or self._steps == GRADIENT_STEPS:
             return
         self._steps += 1

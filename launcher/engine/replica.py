@@ -1,7 +1,7 @@
-"""All that one rank holds of a training run: weights, masters, optimizer states, buffers, the loss scale.
+"""What one rank holds of a training run: weights, masters, optimizer states, buffers, the loss scale.
 
-Owns what is saved, loaded, compared among the ranks and counted in bytes. Never changes a value, but in
-`load`: the order of events in a step is the Stepper's.
+Owns what is saved, loaded, compared between ranks and counted in bytes. Only `load` changes values; the order
+of events in a step belongs to the Stepper.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.engine.wire.shards import Shards
 
 @dataclass(eq=False)
 class Replica:
-    """One rank's copy of the model with what trains it; some of it may have one owner among the ranks."""
+    """One rank's copy of the model and its training state, parts of which may be sharded."""
 
     model: nn.Module
     layout: Layout
@@ -57,7 +57,7 @@ class Replica:
         )
 
     def load(self, state: EngineState) -> ScaleStart:
-        """Take over `state`. Raises ValueError, before anything is changed, for that of another model.
+        """Restore `state`. Raises ValueError, before anything is changed, for the state of another model.
 
         A collective where the optimizer is sharded.
         """
@@ -75,7 +75,7 @@ class Replica:
         return self.scale.restore(state.counters, state.scale_mode)
 
     def comparable(self, reference_count: int | None) -> dict[str, Tensor]:
-        """Flat tensors that must hold the same bits on all ranks, by a name for people."""
+        """Flat tensors that must hold the same bits on all ranks, by readable name."""
         state = self.scale.state
         found = {"reference count": torch.tensor([reference_count or 0], device=self.layout.device)} | {
             f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
@@ -89,7 +89,7 @@ class Replica:
         return found
 
     def changed_buffers(self) -> dict[str, bool]:
-        """By name, whether a buffer has other bits than at the start, or after `load`."""
+        """By name, whether a buffer has changed since the start, or since `load`."""
         start, buffers = self._start_bits, named_buffers(self.model)
         if new := buffers.keys() - start.keys():
             raise UnusableError(
@@ -119,12 +119,12 @@ class Replica:
         ]
 
     def _start(self) -> None:
-        """What `has_trained` and `changed_buffers` compare with."""
+        """Reset what `has_trained` and `changed_buffers` compare with."""
         self._trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
         self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
 
     def _replicated(self, segment: Segment) -> dict[str, Tensor]:
-        """What every rank holds whole of a segment, flat, by kind: weight, master, optimizer states."""
+        """The unsharded flat tensors of a segment by kind: weight, master, optimizer states."""
         kinds = {"weight": segment.weight}
         for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
             if piece.weight is segment.weight:

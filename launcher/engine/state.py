@@ -1,7 +1,7 @@
-"""All that a training run is, by name: what must be kept for another process to resume bit for bit.
+"""The training state by name: everything that another process needs to resume bit for bit.
 
 Owns the form of the state in memory. Names and fp32 values do not depend on the number of ranks, the wire,
-sharding or the order of parameters, so a run may resume with others of these. Knows no files.
+sharding or the order of parameters, so a run may resume with different ones. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class EngineState:
 
     `optimizer` has one entry per state and parameter, fp32 for our own optimizers: `exp_avg/fc.weight`.
 
-    `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters, of which those in
-    fp64 or not floating-point keep their dtype. `counters` are those of the loss scale: exponent, clean steps
-    in a row, lives, applied and skipped steps.
+    `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters. Frozen parameters
+    that are fp64 or not floating-point keep their dtype. `counters` are those of the loss scale: exponent,
+    clean steps in a row, lives, applied and skipped steps.
 
-    Two plain forms go to files: `as_dict()` for torch.save and torch.load(weights_only=True), `tensors()`
-    for safetensors. Both come back bit for bit, by `from_dict` and `from_tensors`.
+    Two forms can be saved: `as_dict()` with torch.save and torch.load(weights_only=True), `tensors()` with
+    safetensors. `from_dict` and `from_tensors` restore them bit for bit.
     """
 
     weights: dict[str, Tensor]
@@ -95,7 +95,7 @@ class EngineState:
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with dicts of its own, down to the tensors."""
+    """The same values in new dicts; tensors are shared."""
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
@@ -104,14 +104,14 @@ _NUMBERS = ("reference_count", "scale_mode")
 
 
 def refuse_other_forms(values: Mapping[str, Any]) -> None:
-    """Raise UnusableError for what is not the dict form of a state."""
+    """Raise UnusableError unless `values` is the dict form of a state."""
     if not isinstance(values, Mapping):
         raise UnusableError(f"a state was given as a {type(values).__name__}. {_expected()}")
     missing = [name for name in _PARTS if name not in values]
     unknown = [str(name) for name in values if name not in (*_PARTS, *_NUMBERS)]
     if missing or unknown:
         raise UnusableError(
-            f"this is no state of a Stepper: {len(missing)} keys are missing ({', '.join(missing)}) and "
+            f"this is not the state of a Stepper: {len(missing)} keys are missing ({', '.join(missing)}) and "
             f"{len(unknown)} are not known ({', '.join(unknown[:3])}). {_guess(values)}"
         )
     for part in _PARTS:
@@ -124,11 +124,11 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
 
 
 def _guess(values: Mapping[str, Any]) -> str:
-    """What was given instead, and where it belongs."""
+    """What was probably given instead, and how to load it."""
     if set(values) == {"state", "param_groups"}:
-        return f"It looks like the state_dict of an optimizer of torch. {_expected()}"
+        return f"It looks like the state_dict of a torch optimizer. {_expected()}"
     if any(str(name).startswith(tuple(f"{part}/" for part in _PARTS)) for name in values):
-        return "It is the flat form: stepper.load(EngineState.from_tensors(...)) takes it."
+        return "It is the flat form: load it with stepper.load(EngineState.from_tensors(...))."
     if values and all(isinstance(value, Tensor) for value in values.values()):
         return (
             "It looks like the state_dict of a model: load it with model.load_state_dict() before building "
@@ -149,7 +149,7 @@ def counters_of(scale: LossScale) -> dict[str, int]:
 
 
 def refuse_numbers(state: EngineState) -> None:
-    """Raise ValueError for counters that no loss scale has, and for an unknown mode or reference count."""
+    """Raise ValueError for counters no loss scale can have, and for an unknown mode or reference count."""
     refuse_other_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
     for name, value in state.counters.items():
         signed = name in ("exponent", "lives")
@@ -175,7 +175,7 @@ def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
 def refuse_other_model(model: nn.Module, state: EngineState) -> None:
     """Raise ValueError unless `state` has the weights and buffers of `model`: names, shapes and dtypes.
 
-    Weights are fp32, whatever the model computes with, and half values do for an fp32 buffer.
+    Weights must be fp32, whatever dtype the model computes in. An fp32 buffer also accepts half values.
     """
     if not isinstance(state, EngineState):
         given = type(state).__name__
@@ -194,7 +194,7 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
 
 
 def exact(p: Tensor) -> Tensor:
-    """A parameter as a state holds it: widened where it is half, in its own dtype otherwise."""
+    """A parameter as a state holds it: fp32 if it is half, otherwise unchanged."""
     return p.detach().float() if p.dtype in HALF else p.detach()
 
 
@@ -212,9 +212,9 @@ def refuse_misfits(
     given: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """The same for names, and for tensors of another shape: copying might stretch them unseen.
+    """Raise ValueError for other names, or tensors of another shape, which copying might broadcast.
 
-    Also for another dtype, where one is given.
+    Also for a dtype other than `dtype`, if given.
     """
     refuse_other_names(kind, set(expected), set(given))
     for name, shape in expected.items():

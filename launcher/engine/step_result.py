@@ -1,4 +1,4 @@
-"""What a step tells about itself, without making the step wait for the device.
+"""A step's report on the host, without making the step wait for the device.
 
 Owns the copy of a step's numbers to the host and their decoding.
 """
@@ -22,7 +22,7 @@ from launcher.engine.wire.step_counts import FIELDS
 class StepReport:
     """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks.
 
-    The same on all ranks, but for `wire_bytes` and `spans_ms` (milliseconds by part of the step).
+    The same on all ranks, except `wire_bytes` and `spans_ms` (milliseconds by part of the step).
 
     A step that some rank has abandoned has no samples: `loss` and `grad_norm` are NaN, `votes` are 0.
     """
@@ -38,16 +38,16 @@ class StepReport:
     skipped_steps: int  # after this step
     floor_skips: int  # overflows in a row at the smallest scale
     bad_loss_steps: int  # steps in a row with a loss that was not finite
-    wire_bytes: int  # handed to collectives by this rank for gradients
+    wire_bytes: int  # of gradients, passed to collectives by this rank
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
-    votes: tuple[int, ...]  # ranks that voted for each question of the caller's
-    spans_ms: dict[str, float]  # compute, wire (exposed waiting), update; and what the caller has marked
+    votes: tuple[int, ...]  # number of ranks that voted yes, by question
+    spans_ms: dict[str, float]  # compute, wire (not overlapped), update, and parts marked by the caller
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
 
 class StepResult:
-    """A step's numbers on their way to the host. `read()` one step late does not wait for the device."""
+    """A step's numbers being copied to the host. `read()` one step late does not wait for the device."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class StepResult:
         notices: Notices,
     ) -> StepResult:
         """`packed`, fp64: [5 values, tally, automaton state, marks of ranks, sums by parameter]."""
-        # A meta tensor has nothing to copy: there a step is only traced for what it asks the host.
+        # A meta tensor has nothing to copy: a step on meta is only traced for host reads.
         host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
         if packed.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class StepResult:
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.
 
-        Warns, once per Stepper, of a step without samples: it is skipped and its loss is nan; and of
+        Warns once per Stepper about a step without samples, which is skipped and has a loss of nan, and about
         parameters whose gradient was zero in the first applied steps that were read.
         """
         if self._ready is not None:

@@ -1,9 +1,8 @@
-"""One training step, from a loss to updated weights: the engine's front.
+"""One training step, from a loss to updated weights: the engine's public interface.
 
 Owns the order of events within a step: scale, backward, reduce, agree, unscale, clip, update or skip. It
-knows no files, no config and no recipes. Every rank calls backward() as often as it has micro-batches (not
-at all is allowed) and then step() or abandon(); all ranks come out of it with the same verdict and the same
-weights.
+knows nothing of files, configs and recipes. Every rank calls backward() once per micro-batch (possibly
+never), then step() or abandon(); all ranks reach the same verdict and the same weights.
 """
 
 from __future__ import annotations
@@ -49,36 +48,36 @@ class Stepper:
     """Trains `model` with `optimizer` under a precision policy, on one or many ranks.
 
     `group` None means the default process group, or one process where none is initialised. To train alone
-    beside other ranks pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`. The
-    attribute `group` is the group in use, None for one process.
+    while other ranks exist, pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`.
+    The attribute `group` is the group in use, None for one process.
 
     `micro_batches` is the largest number of backward() calls before each step(); the last of them overlaps
-    with the wire. `reference_count` is n0 of the loss boundary: the usual number of samples (or tokens) per
+    communication. `reference_count` is n0 of the loss boundary: the usual number of samples (or tokens) per
     step and rank; None takes it from the counts of the first step, which costs that step one collective.
-    `learning_rates` gives one rate per applied step, the last one for ever after; None means `optimizer.lr`
-    throughout. `compiled` makes one kernel of the update with torch.compile, on all ranks or on none; where
-    that does not work, `compilation.reason` says why.
+    `learning_rates` gives one rate per applied step, and the last one after that; None means `optimizer.lr`
+    throughout. `compiled` fuses the update into one kernel with torch.compile, on all ranks or on none; if
+    compiling fails, `compilation.reason` says why.
 
-    Building a Stepper moves the model's parameters and buffers into flat memory and takes rank 0's values
-    on all ranks: load weights before it, or afterwards with `load`. Raises UnusableError for what cannot be
-    trained, and where ranks hold different parameters.
+    Building a Stepper moves the model's parameters and buffers into flat memory and broadcasts rank 0's
+    values: load weights before that, or afterwards with `load`. Raises UnusableError for a model that cannot
+    be trained, and if ranks hold different parameters.
 
-    Cast, move, freeze, thaw and replace parameters before building it: backward(), step(), state() and
-    load() raise UnusableError where they are no longer those that it was built on. requires_grad may be
-    False in between, as for another network's pass through this one.
+    Cast, move, freeze, unfreeze and replace parameters before building it: backward(), step(), state() and
+    load() raise UnusableError if parameters have changed. Between those calls requires_grad may be False, as
+    for another network's pass through this one.
 
-    A trainable parameter that received no gradient on any rank has a zero one: decay and momentum act on it,
-    as in DDP's, Megatron's and DeepSpeed's flat buffers, and unlike a torch optimizer that finds p.grad None.
-    Parameters that were frozen before building are left alone.
+    A trainable parameter that received no gradient on any rank is updated with a zero gradient: decay and
+    momentum apply, as with the flat buffers of DDP, Megatron and DeepSpeed. A torch optimizer would skip it,
+    because p.grad is None. Parameters frozen before building are not updated.
 
-    Weights may be changed in place between steps, on all ranks alike: `p.clamp_()` or `p.copy_()` under
-    torch.no_grad(), model.load_state_dict(), Embedding(max_norm=...), which is made alike on all ranks.
-    What differs from a master rounded is taken into it, also in a step that is skipped. A change through
-    `p.data` cannot be seen: the next update undoes it, and state() raises UnusableError. With max_norm and
-    a group also named_masters(), state() and replicas() are collectives.
+    Weights may be changed in place between steps, identically on all ranks: `p.clamp_()` or `p.copy_()` under
+    torch.no_grad(), model.load_state_dict(), Embedding(max_norm=...), which the Stepper synchronises. Values
+    that differ from the rounded masters are copied into the masters, even in a skipped step. A change through
+    `p.data` cannot be detected: the next update undoes it, and state() raises UnusableError. With max_norm
+    and a group, named_masters(), state() and replicas() are collectives too.
     """
 
-    _failed: bool  # whether a backward() of this step raised: then only abandoning it is left
+    _failed: bool  # whether a backward() of this step raised: it can then only be abandoned
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Stepper:
         self._built = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Only `lr` can be set: a misspelt name, or a part that others hold too, would change nothing.
+        """Only `lr` can be set: a misspelt name, or a part that other objects hold, would have no effect.
 
         A subclass may set attributes of its own.
         """
@@ -132,10 +131,10 @@ class Stepper:
     def lr(self) -> float:
         """The learning rate of the next applied step. Waits for the device.
 
-        Setting it fixes the rate from the next applied step on, in place of `learning_rates`, for a schedule
-        in the training loop: `stepper.lr = scheduler.get_last_lr()[0]`. That waits for nothing, and a step
-        captured in a CUDA graph follows it. It is not part of state_dict(): set it again after
-        load_state_dict(), as the schedule does.
+        Setting it replaces `learning_rates` from the next applied step on, for a schedule in the training
+        loop: `stepper.lr = scheduler.get_last_lr()[0]`. Setting does not wait for the device, and a step
+        captured in a CUDA graph uses the new rate. The rate is not part of state_dict(): set it again after
+        load_state_dict().
         """
         return float(next_rate(self._rates, self.scale.applied))
 
@@ -149,12 +148,12 @@ class Stepper:
         return self.policy.forward(self.device, self.emulation.used)
 
     def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
-        """Start the loss scale where one dry backward says that it fits, before the first step.
+        """Choose the initial loss scale from one dry backward pass, before the first step.
 
         `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
-        fp32 sum of its losses, with their count where no `reference_count` was given: n0 then comes from this
-        pass. None on a rank without a micro-batch. Returns the exponent of the new scale, None if there was
-        nothing to see or there is no loss scale. A collective. Waits for the device.
+        fp32 sum of its losses, with their count if no `reference_count` was given: n0 then comes from this
+        pass. `loss` is None on a rank without a micro-batch. Returns the exponent of the new scale, or None
+        if there is no loss scale or the gradients give none. A collective. Waits for the device.
         """
         self._refuse_within_step("calibrate()")
         if self.scale.scaling.mode == "none":
@@ -166,17 +165,17 @@ class Stepper:
         if self._reference.count is None:
             if dry.count is None:
                 raise UnusableError(NO_COUNT)
-            self._reference.settle(dry.count)
+            self._reference.agree(dry.count)
             self._reference.restart()
         if dry.octave is None or self._reference.count is None:
             return None
         return self.scale.start_at(safe_exponent(dry.octave, self._reference.count))
 
     def vote(self, question: int) -> None:
-        """Vote for something of the caller's in the coming step, before its first backward().
+        """Vote yes on one of the caller's questions in the coming step, before its first backward().
 
-        It travels with the counts, so it costs no collective: `StepReport.votes[question]` is the number of
-        ranks in favour, the same on all ranks. `question` is 0 to 3.
+        The vote is sent with the counts, so it costs no extra collective: `StepReport.votes[question]` is the
+        number of ranks in favour, the same on all ranks. `question` is 0 to 3.
         """
         limits.question.require("vote question", question)
         self._refuse_within_step("vote()")
@@ -188,20 +187,21 @@ class Stepper:
         `loss_sum`: fp32 scalar, the sum of the losses of `count` samples (or tokens). The step divides by
         the count of all micro-batches of all ranks, so micro-batches and ranks may differ in size.
 
-        Any other backward pass is torch's: its gradients stay in `p.grad`, which no step reads or changes.
+        A plain loss.backward() is not part of a step: its gradients stay in `p.grad`, which no step reads or
+        changes.
 
-        Raises UnusableError for a loss or a count that cannot be trained on: that leaves no trace, and
-        another backward() may follow. After any other error, of the model's or for want of memory, what this
-        rank holds of the step is incomplete: only abandon() or step() may follow, and both abandon the step.
+        Raises UnusableError for a loss or a count that cannot be trained on: the step is unchanged, and
+        another backward() may follow. After any other error, from the model or out of memory, this rank's
+        gradients are incomplete: only abandon() or step() may follow, and both abandon the step.
         """
         self._refuse_detached()
         refuse_loss(loss_sum, count)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
         refuse_backward(self._done, self._failed, self._micro_batches)
-        self._reference.settle(count)
+        self._reference.agree(count)
         self._parts.tally.add(loss_sum, count)
-        self._failed = True  # until the pass is through
+        self._failed = True  # until the pass has finished
         with self._during_backward(), self.reducer.receiving(self._done + 1 == self._micro_batches):
             self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
@@ -212,10 +212,10 @@ class Stepper:
         self._done += 1
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
-        """The gradients of one micro-batch at the loss scale of now, by name, as autograd gives them.
+        """The gradients of one micro-batch at the present loss scale, by name, as autograd computes them.
 
-        It takes no part in a step and leaves no trace. Raises UnusableError before the first step, unless
-        there is a `reference_count` or calibrate() was called.
+        Not part of a step, and changes no state. Raises UnusableError before the first step, unless there is
+        a `reference_count` or calibrate() was called.
         """
         if self._reference.count is None:
             raise UnusableError(NO_REFERENCE)
@@ -225,9 +225,9 @@ class Stepper:
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
 
-        Raises UnusableError where it follows no backward(loss_sum, count) and p.grad holds gradients, of
-        `loss.backward()` for instance; on several ranks, of which some may have no samples, it warns of that
-        once. After a backward() that raised it does what `abandon` does.
+        Raises UnusableError if no backward(loss_sum, count) came before it and p.grad holds gradients, as
+        after `loss.backward()`. On several ranks, some of which may have no samples, it warns once instead.
+        After a backward() that raised, it does what `abandon` does.
         """
         if not self._failed:
             self._refuse_missed_backward()
@@ -238,14 +238,15 @@ class Stepper:
         )
 
     def abandon(self) -> StepResult:
-        """Instead of step(): drop this step on all ranks, as if its backward() calls had never been.
+        """Instead of step(): drop this step on all ranks, as if backward() had not been called.
 
         Gradients, counts and votes are dropped, buffers (BatchNorm statistics) are restored; weights,
-        optimizer, loss scale, counters and learning rate stay. The same collectives as step(): other ranks
-        may call either, and theirs is dropped too. `StepReport.abandoned_ranks` says who abandoned it.
+        optimizer, loss scale, counters and learning rate are kept. The same collectives as step(): other
+        ranks may call either, and their step is dropped too. `StepReport.abandoned_ranks` lists the ranks
+        that abandoned it.
 
-        Where a module has collectives of its own (SyncBatchNorm), a pass that fails on one rank only leaves
-        the others waiting there: end the job then.
+        If a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
+        waiting in them: end the job in that case.
         """
         self._failed = True
         return self.step()
@@ -253,12 +254,12 @@ class Stepper:
     def step_on_device(self) -> tuple[Tensor, int]:
         """`step()` without the report to the host: what a CUDA graph can capture.
 
-        The step's numbers, packed for StepResult, and the bytes that this rank handed to the wire.
+        Returns the step's numbers, packed for StepResult, and the bytes that this rank sent.
         """
         self._refuse_detached()
         if not self._failed:
-            self.buffers.collect()  # may refuse: before anything is sent or written
-        self._reference.settle(0)
+            self.buffers.collect()  # may raise, so it comes before anything is sent or written
+        self._reference.agree(0)
         terms = Terms(
             float(self._parts.divisor * self._reference.divisor), self._clip_norm, self.scale.scaling
         )
@@ -285,9 +286,9 @@ class Stepper:
         return verdict.packed, reduced.bytes
 
     def hold_update(self, read: torch.cuda.Event) -> None:
-        """Let the next update wait, on the device, until `read`: weights and states are being copied.
+        """Make the next update wait on the device for `read`, while weights and states are being copied.
 
-        Not for steps that are captured in a graph.
+        Not for steps captured in a CUDA graph.
         """
         self._read = read
 
@@ -298,7 +299,7 @@ class Stepper:
         return self._parts.replica.masters()
 
     def state(self) -> EngineState:
-        """Everything needed to resume bit for bit, by name. Views where possible: clone() what must last.
+        """Everything needed to resume bit for bit, by name. Views where possible: clone() to keep it.
 
         Between steps only. A collective where the optimizer is sharded. Waits for the device.
         """
@@ -309,10 +310,10 @@ class Stepper:
         return self._parts.replica.state(self._reference.count)
 
     def load(self, state: EngineState) -> ScaleStart:
-        """Continue from `state`, which may come from another number of ranks or another wire.
+        """Resume from `state`, which may come from another number of ranks or another wire.
 
-        The result says whether the loss scale is that of the state: only a dynamic one is, where this run's
-        mode and limits allow it. Applied and skipped steps are taken in any case. Raises ValueError, before
+        The result says whether the loss scale was restored: only a dynamic one is, if this run's mode and
+        limits allow it. The counts of applied and skipped steps always are. Raises ValueError, before
         anything is changed, for the state of another model or optimizer. Between steps only. A collective
         where the optimizer is sharded.
         """
@@ -324,24 +325,24 @@ class Stepper:
         return start
 
     def state_dict(self) -> dict[str, Any]:
-        """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) reads again.
+        """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) can read.
 
-        References, as torch's own: save or copy them before the next step. For safetensors:
+        References, like torch's state dicts: save or copy them before the next step. For safetensors:
         `save_file(stepper.state().tensors(), path)`. A collective where `state()` is one.
         """
         return self.state().as_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> ScaleStart:
-        """Continue from what `state_dict()` gave; from safetensors: `load(EngineState.from_tensors(...))`.
+        """Resume from a `state_dict()`; from safetensors: `load(EngineState.from_tensors(...))`.
 
-        As `load()`; raises UnusableError for another mapping, a model's own state_dict for instance.
+        As `load()`. Raises UnusableError for any other mapping, such as a model's state_dict.
         """
         return self.load(EngineState.from_dict(values))
 
     def replicas(self) -> dict[str, Tensor]:
-        """Flat tensors that must hold the same bits on all ranks, by a name for people.
+        """Flat tensors that must hold the same bits on all ranks, by readable name.
 
-        Where the optimizer is sharded its masters and states have one owner each and are not among them.
+        Excludes the masters and states of a sharded optimizer, each of which has one owner.
         """
         self._parts.in_place.take()
         return self._parts.replica.comparable(self._reference.count)
@@ -362,18 +363,18 @@ class Stepper:
         return float(self.scale.value())
 
     def counters(self) -> dict[str, int]:
-        """Counters of the loss scale by name: steps applied and skipped among them. Waits for the device."""
+        """Counters of the loss scale by name, including applied and skipped steps. Waits for the device."""
         return counters_of(self.scale)
 
     def average_buffers(self) -> None:
         """Replace floating-point buffers (BatchNorm statistics) by their mean over the ranks.
 
-        A collective, for an evaluation. A checkpoint keeps each rank's own.
+        A collective, called before an evaluation. A checkpoint keeps each rank's own buffers.
         """
         self.buffers.average()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
-        """The reduced gradients by parameter name, still times the loss scale, in the dtype of the wire.
+        """The reduced gradients by parameter name, scaled by the loss scale, in the dtype of the wire.
 
         Views, valid from step() to the next backward(). With `Wire(shard=True)` use `own_gradients`.
         """
@@ -389,7 +390,7 @@ class Stepper:
         return self._parts.replica.has_trained
 
     def changed_buffers(self) -> dict[str, bool]:
-        """By name, whether a buffer has other bits than at the start, or after `load`."""
+        """By name, whether a buffer has changed since the start, or since `load`."""
         return self._parts.replica.changed_buffers()
 
     def state_bytes(self) -> int:
@@ -398,14 +399,14 @@ class Stepper:
 
     def _start_of_step(self, abandoned: Tensor | None = None) -> None:
         """`abandoned` (bool, 0-dim) says whether the step before was."""
-        self.buffers.snapshot()  # before any forward pass: that is where BatchNorm statistics move
+        self.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self._done = 0  # backward() calls of this step
         self._failed = False
         self._reference.restart(abandoned)
         self._parts.tally.restart()
 
     def _refuse_detached(self) -> None:
-        """The whole look once per step, at its first call: it costs about 0.3 us per parameter."""
+        """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
         self._parts.attachment.refuse_taken_over()
         if not (self._done or self._failed):
             self._parts.attachment.check()
@@ -426,7 +427,7 @@ class Stepper:
         return self.policy.backward(self.emulation.used)
 
     def _refuse_missed_backward(self) -> None:
-        """Gradients in p.grad and none of this step's: `loss.backward()` was called in place of ours."""
+        """Refuse gradients in p.grad without any of this step: loss.backward() was called instead."""
         if self._done or all(p.grad is None for p in self.layout.parameters.values()):
             return
         if self.layout.world_size == 1:

@@ -1,9 +1,9 @@
 """BatchNorm over the samples of all ranks, on any device.
 
-Owns the module, its backward pass, and the exchange of batch norms in a model. Statistics are fp32 and
+Owns the module, its backward pass, and the replacement of batch norms in a model. Statistics are fp32 and
 exact for ranks of different sizes. Each forward pass of each module is a collective, and each backward pass
-another: all ranks must run equally many. The host never waits for the device, where `torch.nn.SyncBatchNorm`
-does in every forward pass, to leave out ranks without samples; here they add nothing to the sums.
+another: all ranks must run the same number. The host never waits for the device. `torch.nn.SyncBatchNorm`
+does in every forward pass, to leave out ranks without samples, which here add zeros to the sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm that in training normalises by the statistics of all ranks of `group`.
+    """A BatchNorm that in training normalises with the statistics of all ranks of `group`.
 
     Shares parameters and buffers with `original`. Input [n, channels, ...] of fp32 or half; the output has
     the dtype of the input. Running statistics end up equal on all ranks.
@@ -60,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
         return cast(Tensor, normalised.to(input.dtype))
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics; their variance is the unbiased one, as in torch."""
+        """Update the running statistics; their variance is the unbiased one, as in torch."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         with torch.no_grad():
@@ -78,7 +78,7 @@ class SyncBatchNorm(_BatchNorm):
 class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) over all ranks, in fp32; also mean, variance and count.
 
-    Mean first and deviations second, because the difference of two large sums would lose the variance.
+    Two passes, mean then deviations: E[x^2] - E[x]^2 would lose the variance to cancellation.
     """
 
     @staticmethod
@@ -113,11 +113,11 @@ class _Normalise(torch.autograd.Function):
 
 
 def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """The model with its batch norms replaced, the same parameters and buffers within; `model` is changed.
+    """Replace the batch norms of `model`, keeping their parameters and buffers, and return the model.
 
-    `group` may be that of a Stepper built with `Wire(overlap=False)`: all ranks then call its
-    collectives in one order, also where parameters of one rank receive no gradient. Two NCCL communicators
-    on one device need such an order too. Raises UnusableError for a batch norm of a class of somebody's own.
+    `group` may be that of a Stepper built with `Wire(overlap=False)`: all ranks then call its collectives in
+    the same order, even if parameters of one rank receive no gradient. Two NCCL communicators on one device
+    need such an order too. Raises UnusableError for a batch norm of a custom class.
     """
     for name, module in named_modules(model):
         if isinstance(module, _BatchNorm) and type(module) not in _CONVERTED:

@@ -1,7 +1,7 @@
-"""What becomes of a step, from the numbers that all ranks share: the multiplier of the update, or a skip.
+"""Decides whether a step is applied or skipped, and the update's multiplier, from numbers equal on all ranks.
 
-Owns the arithmetic on a step's scalars, as one function without side effects: a compiler fuses what makes up
-it, where each of its 60 operations is a launch by the host otherwise. All ranks call it with the same bits.
+Owns the arithmetic on a step's scalars, as one pure function: a compiler fuses its 60 operations, each of
+which is otherwise a kernel launch. All ranks call it with the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Terms:
 
 
 class Verdict(NamedTuple):
-    """0-dim tensors on the device, but for `state` (the loss scale's next) and `packed` (see `result`)."""
+    """0-dim tensors on the device, except `state` (the loss scale's next) and `packed` (see `result`)."""
 
-    multiplier: Tensor  # fp32: takes the wire gradient to the clipped mean gradient
+    multiplier: Tensor  # fp32: turns the wire gradient into the clipped mean gradient
     lr: Tensor  # fp64
     number: Tensor  # int64: applied steps, this one included
     skip: Tensor  # bool
@@ -43,20 +43,20 @@ class Verdict(NamedTuple):
 def judge(terms: Terms, sums: Tensor, marks: Tensor, tally: Tensor, state: Tensor, rates: Tensor) -> Verdict:
     """`sums` [parameters] of squares and `marks` [ranks] are the reducer's, `tally` is summed over the ranks.
 
-    `state` is the loss scale's before the step, `rates` [steps] has one learning rate per applied step. Where
-    a rank has abandoned the step, no gradient is anyone's fault, and nothing was counted.
+    `state` is the loss scale's before the step, `rates` [steps] has one learning rate per applied step. If a
+    rank has abandoned the step, no rank is marked as a culprit, and all counts are 0.
     """
     given_up = marks == ABANDONED
     abandoned = given_up.any()
     marks = torch.where(abandoned, marks * given_up, marks)
-    looks = torch.cat([tally, sums]).masked_fill(abandoned, 0.0)
-    count, loss_sum, bad_losses = looks[:3].unbind()
-    squares = looks[FIELDS:].sum()
+    totals = torch.cat([tally, sums]).masked_fill(abandoned, 0.0)
+    count, loss_sum, bad_losses = totals[:3].unbind()
+    squares = totals[FIELDS:].sum()
 
     bad_loss = bad_losses > 0
     finite = squares < math.inf  # a sum of squares: else it is inf or nan
     overflow = ~(finite | bad_loss)
-    # Without samples too, where the step is abandoned; a count from a device may be anything.
+    # An abandoned step has a count of 0. A count on a device has not been validated.
     skip = ~(finite & ~bad_loss & (count > 0) & (count < math.inf))
 
     scale = power_of_two(state[0], torch.float64)
@@ -67,7 +67,7 @@ def judge(terms: Terms, sums: Tensor, marks: Tensor, tally: Tensor, state: Tenso
     lr = next_rate(rates, applied)
     after = next_state(terms.scaling, state, skip, bad_loss, overflow, abandoned)
     values = torch.stack([loss_sum / count, grad_norm, scale, lr, skip.double()])
-    packed = torch.cat([values, looks[:FIELDS], after.double(), marks, looks[FIELDS:]])
+    packed = torch.cat([values, totals[:FIELDS], after.double(), marks, totals[FIELDS:]])
     return Verdict(multiplier.float(), lr, applied + 1, skip, abandoned, after, packed)
 
 
@@ -77,9 +77,9 @@ def judge_on(device: torch.device, compiled: bool) -> Callable[..., Verdict]:
 
 
 def next_rate(rates: Tensor, applied: Tensor) -> Tensor:
-    """The learning rate of the next applied step, 0-dim; the last one of the table for ever after."""
-    # A tensor of one dimension: with a 0-dim one `rates[...]` asks the host for its value, and no compiler
-    # has a form of `rates.take(...)`.
+    """The learning rate of the next applied step, 0-dim; after the end of the table its last one."""
+    # A 1-dim index: with a 0-dim one `rates[...]` reads its value on the host, and torch.compile cannot lower
+    # `rates.take(...)`.
     return rates.index_select(0, applied.clamp(max=len(rates) - 1).view(1)).view(())
 
 

@@ -1,10 +1,10 @@
-"""How long the works of collectives live: a Gloo thread never holds the last reference to one.
+"""Keeps the `dist.Work` of collectives alive: a Gloo thread never holds the last reference to one.
 
-The thread that ran a work drops its reference some time after wait() has returned. If that is the last one,
-it frees Python's tensors and needs the interpreter's lock for that; a thread that asks for the lock while the
-interpreter shuts down is ended, and the process with it: "terminate called without an active exception",
-SIGABRT. Plain torch ends so too after an all-reduce of a tensor. DistributedDataParallel does not, because
-Python does not know the tensors of its buckets.
+The thread that ran a collective drops its reference some time after wait() has returned. If that is the last
+reference, the thread frees Python tensors, for which it needs the GIL. A thread that requests the GIL during
+interpreter shutdown is terminated, and the process aborts with SIGABRT ("terminate called without an active
+exception"). Plain torch aborts the same way after an all-reduce of a tensor. DistributedDataParallel does
+not, because its bucket tensors have no Python objects.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections import deque
 import torch.distributed as dist
 from torch import Tensor
 
-# Of the process, as its end is. A group has two threads, and each of them lags behind by one work at most.
+# Per process, as interpreter shutdown is. A group has two threads, each at most one work behind.
 _under_way: set[dist.Work] = set()
 _finished: deque[dist.Work] = deque(maxlen=8)
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """A collective that was called with `async_op=True`: to be given to `wait_for` later."""
+    """Register a collective called with `async_op=True`; pass the result to `wait_for` later."""
     assert work is not None, "this process is not in the group"
     _under_way.add(work)
     return work
@@ -42,9 +42,10 @@ def run(work: dist.Work | None, tensor: Tensor) -> None:
 
 
 def release() -> None:
-    """Drop all works. Gloo closes a group's connections only when nothing holds one of its works.
+    """Drop all works. Gloo closes a group's connections only when none of its works is referenced.
 
-    For a rank that has failed and lives on: the others wait in a collective until its connections close.
+    For a rank that has failed but keeps running: other ranks wait in a collective until its connections
+    close.
     """
     _under_way.clear()
     _finished.clear()
@@ -52,6 +53,6 @@ def release() -> None:
 
 @atexit.register
 def _keep_all() -> None:
-    """Nothing frees them while the interpreter shuts down, whether their threads are done or not."""
+    """Leak a reference to each work, so that nothing frees one during interpreter shutdown."""
     for work in (*_under_way, *_finished):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))

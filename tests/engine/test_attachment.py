@@ -96,18 +96,18 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: model.to(memory_format=torch.channels_last),
         r"3\.weight was given other memory .*0\.weight|0\.weight was given other memory",
     ),
-    "data": (set_data, r"on: 0\.weight was given other memory \(p.data = \.\.\."),
+    "data": (set_data, r"built: 0\.weight was given other memory \(p.data = \.\.\."),
     "cut": (cut, r"0\.weight was given the shape \(4, 3, 3, 3\) in place of \(8, 3, 3, 3\)"),
     "stretched": (stretch, r"8\.weight was given the shape \(4, 8\) in place of \(3, 8\)"),
-    "replaced": (replace, r"on: 0\.weight was replaced by another nn.Parameter\. Its"),
+    "replaced": (replace, r"built: 0\.weight was replaced by another nn.Parameter\. The Stepper trains"),
     "replaced layer": (replace_layer, r"8\.weight was cast from torch.float16"),
     "dropped layer": (drop_layer, r"8\.weight is no longer part of it"),
-    "added layer": (add, r"on: extra\.weight was thawed or added; extra\.bias was"),
-    "filled layer": (fill, r"on: 2\.extra\.weight was thawed or added; 2\.extra\.bias was"),
-    "registered": (register, r"on: 2\.slope was thawed or added"),
+    "added layer": (add, r"built: extra\.weight was unfrozen or added; extra\.bias was"),
+    "filled layer": (fill, r"built: 2\.extra\.weight was unfrozen or added; 2\.extra\.bias was"),
+    "registered": (register, r"built: 2\.slope was unfrozen or added"),
     "assigned": (assign, r"bias was replaced by another nn.Parameter|8\.weight was cast from"),
     "swapped": (swap, r"0\.weight was (replaced by another|cast from)"),
-    "frozen": (freeze, r"on: 0\.weight was frozen\. Its"),
+    "frozen": (freeze, r"built: 0\.weight was frozen\. The Stepper trains"),
     "parametrised": (
         lambda model: parametrizations.weight_norm(model[8]),
         r"8\.weight is (called|no longer)",
@@ -132,7 +132,7 @@ def test_a_thawed_parameter_is_refused(moment) -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     stepper = Stepper(model, SGD(0.1))
     model.requires_grad_(True)
-    with pytest.raises(UnusableError, match=r"0\.weight was thawed or added; 0\.bias was thawed"):
+    with pytest.raises(UnusableError, match=r"0\.weight was unfrozen or added; 0\.bias was unfrozen"):
         {**MOMENTS, "backward": lambda s: s.backward(model[1].bias.sum(), 1)}[moment](stepper)
 
 

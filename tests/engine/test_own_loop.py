@@ -23,7 +23,7 @@ def test_a_step_after_torchs_own_backward_is_refused_with_the_right_call() -> No
     x, classes = features(4, 0)
     before = state_digest(stepper)
     loss_sum(stepper.model(x), classes).backward()
-    with pytest.raises(UnusableError, match=r"call stepper.backward\(loss_sum, count\) in place"):
+    with pytest.raises(UnusableError, match=r"call stepper.backward\(loss_sum, count\) instead"):
         stepper.step()
     assert state_digest(stepper) == before
     assert train(stepper, x, classes).applied_steps == 1  # gradients of a probe do not matter beside ours
@@ -38,9 +38,9 @@ def test_a_step_beside_another_networks_pass_names_both_cases() -> None:
     stepper.model(features(4, 0)[0]).sum().backward()
     with pytest.raises(UnusableError) as caught:
         stepper.step()
-    assert "of this network's loss: call stepper.backward(loss_sum, count)" in str(caught.value)
-    assert "another network's pass, as a generator's" in str(caught.value)
-    assert "call model.zero_grad() before step(), or leave out step() on all ranks" in str(caught.value)
+    assert "from this network's loss, call stepper.backward(loss_sum, count)" in str(caught.value)
+    assert "another network's backward pass (a generator's" in str(caught.value)
+    assert "call model.zero_grad() before step(), or skip step() on all ranks" in str(caught.value)
 
 
 def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:

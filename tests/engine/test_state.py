@@ -105,11 +105,11 @@ WRONG: dict[str, tuple[Callable[[Stepper], Any], str]] = {
     "a model's": (lambda stepper: stepper.model.state_dict(), "state_dict of a model: .*before building"),
     "an optimizer's": (
         lambda stepper: torch.optim.SGD(stepper.model.parameters(), 0.1).state_dict(),
-        "4 keys are missing .*state_dict of an optimizer",
+        "4 keys are missing .*state_dict of a torch optimizer",
     ),
     "flat": (
         lambda stepper: stepper.state().tensors(),
-        r"flat form: stepper\.load\(EngineState\.from_tensors",
+        r"flat form: load it with stepper\.load\(EngineState\.from_tensors",
     ),
     "an EngineState": (lambda stepper: stepper.state(), "given as a EngineState"),
     "nothing": (lambda stepper: {}, r"4 keys are missing \(weights, optimizer, buffers, counters\)"),

@@ -266,7 +266,7 @@ def test_a_compiled_model_trains_as_the_plain_one(build, shape, policy) -> None:
     ("options", "text"),
     [
         ({"clip_norm": -1.0}, "clip_norm=-1.0: it must be a finite number above 0"),
-        ({"learning_rates": []}, "it must hold one rate at least"),
+        ({"learning_rates": []}, "it must hold at least one rate"),
         ({"learning_rates": [0.1, -0.1]}, "of at least 0"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"reference_count": 0}, "reference_count=0: it must be a power of two"),

@@ -40,5 +40,5 @@ def built_with_a_group_of_rank_1(env: WorkerEnv) -> str:
 
 def test_a_group_of_other_ranks_is_refused() -> None:
     outside, member = run_ranks(2, built_with_a_group_of_rank_1)
-    assert outside.startswith("rank 0 is no member of the group")
+    assert outside.startswith("rank 0 is not a member of the group")
     assert member == ""

@@ -1,1 +1,1 @@
-"""What is looked up after a step: non-finite gradients, exponents, time."""
+"""Diagnostics of a step: non-finite values, gradient exponents, timing, mean losses."""

@@ -1,12 +1,12 @@
-"""How a step's gradients lie in the range of fp16: exponents counted, parameter by parameter.
+"""Where a step's gradients lie in the range of fp16: exponents counted by parameter.
 
-Owns the counting, on the device and without waiting for it, and what the counts mean. It looks at wire
-gradients after the reduction, when asked, and never changes them.
+Owns the counting, on the device and without waiting for it, and what the counts mean. Reads reduced wire
+gradients on request, and never changes them.
 
-An element on the wire is S times a sum over samples (S the loss scale; n0 and the pre-divisor are in it
-too). What it would be at scale 1 is itself divided by S, so both questions have their answer in one table
-of exponents: at scale 2^s the elements below 2^-25 are zero in fp16, at scale 1 those below 2^(s - 25).
-Zeros that were rounded to zero cannot be told from those of a dead unit or an unused parameter: both count.
+An element on the wire is S times a sum over samples (S is the loss scale, and includes n0 and the pre-divisor
+here). At scale 1 it would be that divided by S, so one table of exponents serves both scales: at scale 2^s
+the elements below 2^-25 are zero in fp16, at scale 1 those below 2^(s - 25). Zeros that were rounded to zero
+cannot be distinguished from those of a dead unit or an unused parameter: both count.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GradientStatistics:
 class ExponentCounter:
     """Counts the exponents of gradients. Holds the tables that it needs on the device.
 
-    With a `group`, what its ranks count is added, so each gives its own elements: a collective.
+    With a `group`, counts are summed over its ranks, each of which passes its own elements: a collective.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -65,7 +65,7 @@ class ExponentCounter:
         }
 
     def count(self, gradients: Mapping[str, Tensor]) -> ExponentCounts:
-        """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for it."""
+        """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for results."""
         rows = [self._row(gradient) for gradient in gradients.values()]
         counts, ready = torch.stack(rows), None
         if self._group is not None:
@@ -79,7 +79,7 @@ class ExponentCounter:
     def _row(self, gradient: Tensor) -> Tensor:
         """int64 [_COLUMNS]: from bit patterns, because one pass over 16 bits beats a logarithm."""
         patterns = _patterns(gradient.detach().reshape(-1))
-        if patterns.device.type != "cpu":  # where bincount would ask the device for its result's size
+        if patterns.device.type != "cpu":  # where bincount would wait for its result's size
             seen = count_by_adding(patterns)
         else:
             seen = torch.bincount(patterns, minlength=_PATTERNS)
@@ -88,7 +88,7 @@ class ExponentCounter:
 
 
 class ExponentCounts:
-    """Counts on their way to the host. Reading them late costs no wait."""
+    """Counts being copied to the host. Reading them a step late does not wait."""
 
     def __init__(self, names: list[str], counts: Tensor, ready: torch.cuda.Event | None) -> None:
         self._names = names
@@ -96,7 +96,7 @@ class ExponentCounts:
         self._ready = ready
 
     def read(self, scale: float) -> GradientStatistics:
-        """What they say, for gradients that carry this loss scale (a power of two)."""
+        """The statistics, for gradients scaled by this loss scale (a power of two)."""
         if self._ready is not None:
             self._ready.synchronize()
         total = self._counts.sum(dim=0)
@@ -128,8 +128,8 @@ def _below(row: list[int], exponent: int) -> int:
 def count_by_adding(patterns: Tensor) -> Tensor:
     """`bincount` of the patterns, int64 [_PATTERNS], that does not wait for a GPU.
 
-    Additions to one address come one after the other there, and zeros are the most frequent by far: each
-    goes to one of many addresses behind the patterns, by its position.
+    A GPU serialises additions to one address, and zeros are the most frequent by far: they are spread over
+    many addresses after the patterns, by position.
     """
     places = spread_zeros(patterns)
     ones = torch.ones(1, dtype=torch.int64, device=patterns.device).expand(len(patterns))

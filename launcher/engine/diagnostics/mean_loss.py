@@ -1,7 +1,6 @@
-"""Whether a loss is a mean although its sum is asked for: the step would divide it by the count once more.
+"""Detects a mean loss where a sum is required: the step would divide it by the count again.
 
-Reads the last operations of the autograd graph, a few nodes, and nothing of the device. What it does not
-know it takes for a sum.
+Reads the last few nodes of the autograd graph, and nothing from the device. Unknown operations count as sums.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 MEAN = 1  # as torch's loss functions save their reduction
-LOOKED_AT = 1024  # nodes, about 2 us each; a sum of more parts than that is taken for a sum
+MAX_NODES = 1024  # about 2 us each; a loss of more parts counts as a sum
 WARNING = (
     "the loss is a mean, or has a mean among its parts, but stepper.backward(loss_sum, count) divides by the "
-    "count itself: this one is divided twice. Give the sum (reduction='sum'), or multiply the mean by the "
-    "count."
+    "count itself, so this loss is divided twice. Give the sum (reduction='sum'), or multiply the mean by "
+    "the count."
 )
 _TRANSPARENT = {
     f"{name}Backward0"
@@ -40,9 +39,9 @@ _TRANSPARENT = {
 def is_mean(loss: Tensor, count: int | Tensor) -> bool:
     """Whether `loss`, or a part that is added to it, is a mean over its elements. False for a count of 1.
 
-    Beside parts that are sums only the mean of a loss function, or a sum over the count, is reported: a plain
-    `.mean()` there is a regularizer. As many means of a kind as samples are the means of one sample each.
-    A mean times anything above 1 is taken for a sum: it may be the count.
+    If other parts are sums, only the mean of a loss function, or a sum divided by the count, is reported: a
+    plain `.mean()` is then a regularizer. As many means of one kind as samples are per-sample means. A mean
+    times a factor above 1 counts as a sum: the factor may be the count.
     """
     number = _on_host(count)
     if number is not None and number <= 1:
@@ -51,7 +50,7 @@ def is_mean(loss: Tensor, count: int | Tensor) -> bool:
     if parts is None:
         return False
     plain = [name for name in parts.means if name.startswith("MeanBackward")]
-    means = parts.means if not parts.sums else parts.means - Counter(dict.fromkeys(plain, LOOKED_AT))
+    means = parts.means if not parts.sums else parts.means - Counter(dict.fromkeys(plain, MAX_NODES))
     return any(number is None or amount % number for amount in means.values())
 
 
@@ -64,10 +63,10 @@ class _Parts:
 
 
 def _parts(root: Any, number: float | None) -> _Parts | None:
-    """The parts of the sum that ends in `root`; None where there are too many of them."""
+    """The parts of the sum that ends in `root`; None if there are too many of them."""
     parts = _Parts()
     nodes: list[Any] = [root]
-    for _ in range(LOOKED_AT):
+    for _ in range(MAX_NODES):
         if not nodes:
             return parts
         node = nodes.pop()

@@ -1,7 +1,7 @@
-"""What became not finite first: one forward or backward pass, watched module by module.
+"""Finds what became non-finite first: one forward or backward pass, observed module by module.
 
-Owns the hooks of that one pass and takes them off again whatever happens. It looks only when asked, after
-something has gone wrong, and changes neither weights nor buffers.
+Owns the hooks of that one pass, and always removes them. Runs only on request, after a failure, and changes
+neither weights nor buffers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from launcher.engine.flat.names import named_buffers, named_modules, named_parameters
 
 Kind = Literal["nan", "inf"]
-MAX_ROWS = 64  # rows of an output that are named; more would say nothing
+MAX_ROWS = 64  # rows of an output that are listed; more would not help
 
 
 @dataclass(frozen=True)
 class ModuleFinding:
     """A module whose output was not finite.
 
-    `input_range` is the smallest and largest finite value that went in, None where nothing finite did.
-    `rows` are the first positions along the output's first dimension that hold such a value, out of
-    `num_rows`: the samples, where the model keeps them apart.
+    `input_range` is the smallest and largest finite input, None if there was none. `rows` are the first
+    positions along the output's first dimension that hold such a value, out of `num_rows`: the samples, if
+    that is the batch dimension.
     """
 
     name: str  # without torch.compile's prefixes; "" is the model itself
@@ -43,11 +43,11 @@ class ModuleFinding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one forward pass showed.
+    """Result of one observed forward pass.
 
-    `origin` is the first module that made a value that is not finite from values that were; `first` the
-    first whose output was not finite, whatever it was given. `largest` names the module with the largest
-    finite output, as a measure of how near the rest was to overflow.
+    `origin` is the first module with a non-finite output from finite inputs; `first` the first with a
+    non-finite output, whatever its inputs. `largest` names the module with the largest finite output, as a
+    measure of how close the rest was to overflow.
     """
 
     origin: ModuleFinding | None
@@ -63,10 +63,10 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class BackwardDiagnosis:
-    """What one backward pass showed. A module stands for the gradient of its output.
+    """Result of one observed backward pass. A module stands for the gradient of its output.
 
-    `module` is the first on the way back whose gradient was not finite, with its type and kind, None where
-    all were; `largest` the one with the largest gradient among those that were finite before it.
+    `module` is the first in backward order whose gradient was not finite, with its type and kind, None if all
+    were; `largest` the one with the largest gradient among those that were finite before it.
     """
 
     module: tuple[str, str, Kind] | None
@@ -77,14 +77,14 @@ class BackwardDiagnosis:
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
     """The first module of `model` whose output is not finite although its inputs were.
 
-    `run` does the forward pass, in whatever context it needs; None where no module is to blame. A module
-    counts when its call ends, so of a module and its parent the inner one is named.
+    `run` does the forward pass, in whatever context it needs. None if there is no such module. Modules are
+    ordered by the end of their calls, so an inner module is named before its parent.
     """
     return diagnose(model, run).origin
 
 
 def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
-    """Watch one forward pass. Buffers that it moves (BatchNorm statistics) are put back."""
+    """Observe one forward pass. Buffers that it updates (BatchNorm statistics) are restored."""
     observer = _Observer()
     with torch.no_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
@@ -104,9 +104,9 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
 
 
 def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]]) -> BackwardDiagnosis:
-    """Watch one backward pass: `run` does a forward pass, then gives the gradients by parameter name.
+    """Observe one backward pass: `run` does a forward pass, then returns the gradients by parameter name.
 
-    Buffers that it moves are put back.
+    Buffers that it updates are restored.
     """
     observer = _BackwardObserver()
     with torch.enable_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
@@ -124,7 +124,7 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers hold the values that they held before."""
+    """Restore the values of the model's buffers on exit."""
     before = {name: buffer.detach().clone() for name, buffer in named_buffers(model).items()}
     try:
         yield
@@ -135,7 +135,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled modules run as written: a compiler would trace the hooks, or leave them out."""
+    """Run compiled modules eagerly: a compiler would trace the hooks, or skip them."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
@@ -149,7 +149,7 @@ class _Inputs:
 
 @dataclass
 class _Observer:
-    """Sees every call of a module begin and end. Inputs are read first: the module may overwrite them."""
+    """Observes the start and end of every module call. Inputs are read first: a module may overwrite them."""
 
     origin: ModuleFinding | None = None
     first: ModuleFinding | None = None
@@ -200,7 +200,7 @@ class _Observer:
 
 @dataclass
 class _BackwardObserver:
-    """Hangs a hook on every module's output; autograd calls them in the order of the way back."""
+    """Registers a hook on every module's output; autograd calls them in backward order."""
 
     module: tuple[str, str, Kind] | None = None
     largest: tuple[str, float] | None = None
@@ -209,11 +209,11 @@ class _BackwardObserver:
         def watch(module: nn.Module, inputs: Any, output: Any) -> None:
             for tensor in _floats(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._see, name, module))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(partial(self._record, name, module))  # type: ignore[no-untyped-call]
 
         return watch
 
-    def _see(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+    def _record(self, name: str, module: nn.Module, gradient: Tensor) -> None:
         if self.module is not None:
             return
         if not _finite(gradient):
@@ -227,7 +227,7 @@ def _kind(tensor: Tensor) -> Kind:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors within, however nested, that have elements."""
+    """The non-empty floating-point tensors within a nested value."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: marks on the device's own clock, read after the step.
+"""Timing of the parts of a step: marks on the device's clock, read after the step.
 
 Owns the events on a CUDA stream (host clocks would measure only the queueing) and the host clock elsewhere.
 Marking never waits for the device.
@@ -21,12 +21,12 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._tell: Callable[[str], None] | None = None
+        self._callback: Callable[[str], None] | None = None
         self.restart()
 
-    def on_mark(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with the name of each part as the host reaches its end; "" at the start of a step."""
-        self._tell = tell
+    def on_mark(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with each part's name when the host reaches its end; "" at the start of a step."""
+        self._callback = callback
 
     def restart(self) -> None:
         """Begin a step's first part now."""
@@ -34,11 +34,11 @@ class StepClock:
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """End the part of this name now. A step that is being captured into a graph is not timed."""
+        """End the part of this name now. A step that is captured into a CUDA graph is not timed."""
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return
-        if self._tell is not None:
-            self._tell(part)
+        if self._callback is not None:
+            self._callback(part)
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()

@@ -1,1 +1,1 @@
-"""Flat memory: layout, allocation, buffers, and their copies from rank 0."""
+"""Flat memory: layout, allocation, buffers, and the broadcast from rank 0."""

@@ -1,6 +1,6 @@
-"""All ranks begin alike: the same tensors, with the values of rank 0.
+"""Checks that all ranks hold the same tensors, and broadcasts the values of rank 0.
 
-Owns the comparison of the ranks' models and the broadcasts before the first step. Collectives.
+Every function is a collective, called before the first step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from launcher.engine.flat.names import named_buffers, named_parameters
 def refuse_different_models(
     model: nn.Module, reference_count: int | None, group: dist.ProcessGroup | None
 ) -> None:
-    """All ranks must hold the same tensors in the same order, and be given the same reference count.
+    """Require the same tensors in the same order, and the same reference count, on all ranks.
 
-    Raises UnusableError on all ranks alike.
+    Raises UnusableError on all ranks or on none.
     """
     if group is None:
         return
@@ -37,8 +37,8 @@ def refuse_different_models(
     if both[0] != -both[1]:
         raise UnusableError(
             "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
-            "or order), or were given different reference counts. Build the same model on all of them; "
-            f"rank {dist.get_rank(group)} has {len(tensors)} of them, the first is "
+            "or order), or were given different reference counts. Build the same model on all ranks. "
+            f"Rank {dist.get_rank(group)} has {len(tensors)} tensors, the first is "
             f"{lines[0] if tensors else 'none'}. Its reference count is {reference_count}."
         )
 
@@ -46,7 +46,7 @@ def refuse_different_models(
 def take_values_of_rank_0(
     layout: Layout, model: nn.Module, buffers: Buffers, group: dist.ProcessGroup | None
 ) -> None:
-    """Parameters, frozen ones too, and buffers, bit for bit."""
+    """Broadcast parameters, including frozen ones, and buffers, bit for bit."""
     if group is None:
         return
     for segment in layout.segments:

@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 class Buffers:
     """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy.
 
-    Those in half precision become fp32: statistics of many steps need its digits, under every policy.
+    Half-precision buffers become fp32 under every policy: statistics over many steps need it.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -47,7 +47,7 @@ class Buffers:
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
 
-        Called before a step's first forward pass, and by whoever changes buffers between steps.
+        Called before a step's first forward pass, and after any change of buffers between steps.
         """
         for before, flat in zip(self._before, self._flat, strict=True):
             before.copy_(flat)
@@ -60,7 +60,7 @@ class Buffers:
             flat.copy_(torch.where(skipped, before, flat))
 
     def restore(self) -> None:
-        """Return to the snapshot, whatever a forward pass has put in a buffer's place."""
+        """Return to the snapshot, even if a forward pass has replaced a buffer."""
         for _, module, key, buffer, place in self._homes:
             buffer.data = place
             module._buffers[key] = buffer
@@ -70,8 +70,8 @@ class Buffers:
     def average(self) -> None:
         """Replace floating-point buffers by their mean over the ranks. A collective: all ranks call it.
 
-        Called before an evaluation, so that BatchNorm statistics are those of all samples. Not before a
-        checkpoint: that keeps each rank's own, or saving would change the course of the run.
+        Called before an evaluation, so that BatchNorm statistics are those of all samples. Not called before
+        a checkpoint, which keeps each rank's own: saving must not change the run.
         """
         if self._group is None:
             return
@@ -90,9 +90,9 @@ class Buffers:
                 works.run(dist.broadcast(values, group=self._group, group_src=0, async_op=True), values)
 
     def collect(self) -> None:
-        """Take in what a forward pass has put in a buffer's place: `self.mean = ...` makes a new tensor.
+        """Copy buffers that a forward pass has replaced back into flat memory: `self.mean = ...` does so.
 
-        Also what `buffer.data = ...` put there, and another Stepper that shares the buffer. Raises
+        Also those replaced by `buffer.data = ...`, or by another Stepper that shares the buffer. Raises
         UnusableError for another shape or dtype.
         """
         for name, module, key, buffer, place in self._homes:
@@ -102,8 +102,8 @@ class Buffers:
             if new is None or not _fits(new, place):
                 raise UnusableError(
                     f"buffer {name} ({place.dtype}, {tuple(place.shape)}) was replaced by "
-                    f"{None if new is None else (new.dtype, tuple(new.shape))}. A buffer may change its "
-                    "values only: register it with its final shape and dtype."
+                    f"{None if new is None else (new.dtype, tuple(new.shape))}. Only a buffer's values "
+                    "may change: register it with its final shape and dtype."
                 )
             place.copy_(new.detach())
             buffer.data = place
@@ -111,7 +111,7 @@ class Buffers:
 
 
 def _fits(new: Tensor, place: Tensor) -> bool:
-    """Whether `place` can hold these values: a forward pass in half precision gives half ones."""
+    """Whether `place` can hold these values: a half-precision forward pass produces half ones."""
     widened = new.dtype in HALF and place.dtype == torch.float32
     return new.shape == place.shape and (new.dtype == place.dtype or widened)
 

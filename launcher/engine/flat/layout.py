@@ -2,8 +2,8 @@
 
 Owns where each trainable parameter lies in the flat buffers and makes the model's parameters views of
 them. Matrices (two or more dimensions) and vectors form two segments, because half policies keep vectors
-in fp32. Offsets follow the reverse order of registration, about the order in which autograd finishes; runs
-of parameters that travel together are cut here too, so that each divides evenly among the ranks.
+in fp32. Offsets follow the reverse order of registration, roughly that in which autograd produces gradients.
+Parameters are also grouped here into runs that are sent together and divide evenly among the ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from launcher.engine.precision.policy import Policy
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
-MAX_ALIGNED_RANKS = 64  # beyond, padding would be more than pieces of that size are worth
-FIRST_RUN_BYTES = 1 << 20  # small, so that the wire starts early
+MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
+FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
 MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
 
 
@@ -43,13 +43,13 @@ class Slot:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def flat(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer as it lies in memory, [numel]."""
+        """This parameter's part of a flat buffer in memory order, [numel]."""
         return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Parameters that lie side by side and travel together: elements [start, end) of a segment.
+    """Adjacent parameters that are sent together: elements [start, end) of a segment.
 
     The length is a multiple of the number of ranks, so that each rank can own an equal piece; up to
     MAX_ALIGNED_RANKS each piece begins at a multiple of ALIGNMENT elements.
@@ -60,7 +60,7 @@ class Run:
     end: int
 
     def gaps(self) -> list[slice]:
-        """The elements that belong to no parameter: padding behind each."""
+        """The elements that belong to no parameter: the padding after each."""
         ends = [slot.offset + slot.numel for slot in self.slots]
         nexts = [*(slot.offset for slot in self.slots[1:]), self.end]
         return [slice(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
@@ -120,10 +120,10 @@ class Piece:
 
 
 class Layout:
-    """The flat form of a model's trainable parameters. Building it moves the parameters into it.
+    """The flat form of a model's trainable parameters. Building it moves the parameters there.
 
-    Raises UnusableError for what cannot be trained here: no trainable parameter, parameters on two devices,
-    a dtype other than fp32, fp16, bf16.
+    Raises UnusableError if no parameter is trainable, if parameters are on two devices, or for a dtype other
+    than fp32, fp16, bf16.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class Layout:
     def _cut(self, members: Sequence[str], run_numel: int) -> list[Run]:
         """Give the named parameters offsets, and group them into runs of about `run_numel` elements.
 
-        The first run of the first segment is small, so that the wire starts while backward has far to go.
+        The first run of the first segment is small, so that communication starts early in backward.
         """
         index = sum(len(segment.slots) for segment in self.segments)
-        # Compiled kernels clone whatever does not begin at a multiple of 16 bytes: so pieces do.
+        # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
         world_size = self.world_size
         aligned = world_size <= MAX_ALIGNED_RANKS
         stride = ALIGNMENT * world_size if aligned else math.lcm(ALIGNMENT, world_size)
@@ -198,7 +198,7 @@ class Layout:
             weights = flat_zeros(len(exact), weight, self.device).copy_(exact)
         for slot in slots:
             p = self.parameters[slot.name]
-            existing, p.grad = p.grad, None  # torch refuses one of another dtype than the parameter's
+            existing, p.grad = p.grad, None  # torch refuses a grad of another dtype than its parameter
             p.data = slot.view(weights)
             p.grad = None if existing is None else existing.to(weight)
         grads = flat_zeros(len(exact), grad, self.device)
@@ -229,7 +229,7 @@ class Layout:
 
 
 def default_run_bytes(total_bytes: int) -> int:
-    """An eighth of the model, within limits: runs of 25 MB never overlap on a model of 16 MB."""
+    """An eighth of the model, within limits: one run of 25 MB would leave a model of 16 MB no overlap."""
     return min(max(total_bytes // 8, MIN_RUN_BYTES), MAX_RUN_BYTES)
 
 
@@ -261,7 +261,7 @@ def _dense_stride(p: Tensor) -> tuple[int, ...]:
 def half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
     """The parameters that are half where a policy has half weights: matrices, and all of an RNN's.
 
-    cuDNN wants the parameters of one RNN in one dtype, and autocast refuses to mix them.
+    cuDNN requires the parameters of one RNN in one dtype, and autocast refuses to mix them.
     """
     halves = {p for p in model.parameters() if p.ndim >= 2}
     if policy.weights != torch.float32:

@@ -1,7 +1,7 @@
 """The names of a model's parameters, buffers and modules, as the engine reports and saves them.
 
-Those of torch, without the `_orig_mod` that `torch.compile` puts before the names of what it wraps: a state
-fits the compiled and the plain model alike. Prefixes of other wrappers are part of the name.
+torch's names without the `_orig_mod` prefix that `torch.compile` adds, so that a state fits both the compiled
+and the plain model. Prefixes of other wrappers are part of the name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Turns a name within `model`, a key of its state_dict too, into the name that the plain model has."""
+    """A function from names within `model`, or keys of its state_dict, to those of the plain model."""
     wrappers = [name for name, m in model.named_modules(remove_duplicate=False) if _is_compiled(m)]
-    # Inner ones first: to cut an outer one would change the names that begin with it.
+    # Inner ones first: removing an outer prefix would change the names that begin with it.
     wrapped = [f"{name}.{_WRAPPED}".lstrip(".") for name in reversed(wrappers)]
 
     def plain(name: str) -> str:
@@ -49,6 +49,6 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made it. Asks without loading the compiler."""
+    """Whether torch.compile made `module`. Does not import the compiler."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)

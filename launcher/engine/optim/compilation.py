@@ -1,9 +1,9 @@
-"""Whether torch.compile works here: tried on 32 elements before a run relies on it.
+"""Tests on 32 elements whether torch.compile works here, before a run relies on it.
 
-That a compiler is installed says little: C compiler, Python's headers, the GPU's generation, all of it may be
-wrong, and would end the run in its first step. The trial compiles what the steps will run, for any length, so
-it costs no second compilation. All ranks take the same form of the update: values differ between the two
-within rounding, and replicas must not.
+An installed compiler may still fail, because of the C compiler, Python's headers or the GPU's generation, and
+would end the run in its first step. The trial compiles what the steps will run, for any length, so it costs
+no second compilation. All ranks use the same form of the update: the two forms differ within rounding, and
+replicas must not.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ SHOWN = 300  # characters of a compiler's message
 
 @dataclass(frozen=True)
 class Compilation:
-    """Whether passes over memory are compiled; `reason`, for people, why not although it was asked for."""
+    """Whether the update is compiled; if it was requested and is not, `reason` says why."""
 
     used: bool
     reason: str = ""
 
 
 class _Wrong(Exception):
-    """The compiled pass gives other values than the plain one."""
+    """The compiled pass computes other values than the plain one."""
 
 
 def choose_compilation(
     wanted: bool, optimizer: Optimizer | TorchOptimizer, layout: Layout, group: dist.ProcessGroup | None
 ) -> Compilation:
-    """Try it where it is `wanted`. A collective, also where it is not: ranks may be told differently."""
+    """Try it if `wanted`. Always a collective, because ranks may be configured differently."""
     objection = "" if wanted else "compiled=False on this rank"
     if wanted:
         try:
             _try(optimizer, layout)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler may fail in any way, and a plain update needs none of it
+        except Exception as error:  # a compiler may raise anything; the plain update works without it
             objection = _first_words(error)
-    others = _objecting(bool(objection), layout.device, group)
+    others = _failing_ranks(bool(objection), layout.device, group)
     if not (objection or others):
         return Compilation(True)
     if not wanted:
@@ -65,8 +65,8 @@ def choose_compilation(
     return Compilation(False, f"compiling failed on {_named(others)}{objection or 'this one could compile'}")
 
 
-def _objecting(objects: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks on which it does not work. A collective."""
+def _failing_ranks(objects: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks that cannot or may not compile. A collective."""
     if group is None:
         return []
     found = torch.zeros(dist.get_world_size(group), device=device)
@@ -83,7 +83,7 @@ def _first_words(error: BaseException) -> str:
     """What went wrong and the first line of a compiler's output, without what torch adds to any error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = [line for line in lines if not line.startswith(("backend=", "Set TORCHDYNAMO_VERBOSE"))]
-    output = own.index("Output:") + 1 if "Output:" in own else 1  # behind the command, which is long
+    output = own.index("Output:") + 1 if "Output:" in own else 1  # after the command, which is long
     text = ": ".join([*own[:1], *own[output : output + 1]])[:SHOWN]
     return text if isinstance(error, _Wrong) else f"{type(error).__name__}: {text}"
 
@@ -94,7 +94,7 @@ def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout) -> None:
         raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
     if layout.device.type == "cpu":
         _compare_sums(layout.segments[0].grad.dtype)
-    else:  # on a CPU the judgement of a step is not compiled
+    else:  # on a CPU the verdict of a step is not compiled
         _compare_judgements(layout)
     if not isinstance(optimizer, TorchOptimizer):
         _compare_updates(optimizer, layout)
@@ -108,7 +108,7 @@ def _compare_sums(dtype: torch.dtype) -> None:
 
 
 def _compare_judgements(layout: Layout) -> None:
-    """Of a clean step, and of one with an overflow."""
+    """Compare those of a clean step, and of one with an overflow."""
     compiled, terms = torch.compile(judge), Terms(1.0, 1.0, Scaling())
     state = LossScale(Scaling(), layout.device).state
     ones = partial(torch.ones, dtype=torch.float64, device=layout.device)
@@ -119,11 +119,11 @@ def _compare_judgements(layout: Layout) -> None:
         found, expected = (run(terms, sums, marks, tally, state, rates) for run in (compiled, judge))
         for field, one, other in zip(Verdict._fields, found, expected, strict=True):
             if not torch.allclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True):
-                raise _Wrong(f"a compiled judgement of a step has another {field} than the plain one")
+                raise _Wrong(f"the compiled verdict of a step has another {field} than the plain one")
 
 
 def _compare_updates(optimizer: Optimizer, layout: Layout) -> None:
-    """Some updates and a skipped one of a piece of each kind, compiled and plain."""
+    """Compare some updates and a skipped one, compiled and plain, for a piece of each kind."""
     compiled, plain = (Updater(_pieces(layout), optimizer, compiled=form) for form in (True, False))
     for number in range(STEPS + 1):
         before = [tensor.clone() for tensor in _written(compiled)]
@@ -142,7 +142,7 @@ def _compare_updates(optimizer: Optimizer, layout: Layout) -> None:
 
 
 def _pieces(layout: Layout) -> list[Piece]:
-    """One of each kind that the layout has, with values that need no generator."""
+    """One piece of each kind in the layout, with values that need no generator."""
     exact = torch.linspace(-2, 2, NUMEL, device=layout.device)
     pieces = []
     for segment in layout.segments:

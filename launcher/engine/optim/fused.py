@@ -1,8 +1,9 @@
 """Optimizers: one pass over flat memory that scales, updates the masters and rounds the weights.
 
-Owns SGD and AdamW, each as tensor expressions that a compiler makes one kernel of, and as a call of torch's
-fused kernel, chunk by chunk, so that the widened gradient takes a fixed amount of memory. Both give the same
-values within rounding. A skipped step changes nothing; on a GPU the kernels read that, not the host.
+Owns SGD and AdamW, each in two forms: tensor expressions that torch.compile fuses into one kernel, and calls
+of torch's fused kernel, chunk by chunk, so that the widened gradient takes a fixed amount of memory. Both
+compute the same values within rounding. A skipped step changes nothing; on a GPU the kernels read the skip
+flag, not the host.
 
 SGD with (Nesterov) momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD` without dampening.
 AdamW: Loshchilov and Hutter 2019, in the form of `torch.optim.AdamW`.
@@ -32,9 +33,9 @@ DEVICE_CHUNK = 1 << 24  # elements on a GPU: 64 MB, less than the activations th
 class Scalars:
     """What one update needs besides the buffers: 0-dim tensors on the device.
 
-    `multiplier` takes the wire gradient to the clipped mean gradient; `number` is the count of applied
-    steps, this one included; `skip` forbids writing. `factors` are those of the optimizer, fp32.
-    `found_inf` is `skip` as a fused kernel reads it, fp32; None where the step is known to be applied.
+    `multiplier` turns the wire gradient into the clipped mean gradient; `number` is the count of applied
+    steps, this one included; `skip` forbids writing. `factors` are those of the optimizer, fp32. `found_inf`
+    is `skip` as a fused kernel reads it, fp32; None where the step is known to be applied.
     """
 
     multiplier: Tensor  # fp32
@@ -57,7 +58,7 @@ class Optimizer(Protocol):
         ...
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
-        """What `update` takes from the rate and the step's number: once a step, not once an element."""
+        """Scalars that `update` needs, computed once per step from the rate and the step's number."""
         ...
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
@@ -67,7 +68,7 @@ class Optimizer(Protocol):
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
-        """The same by torch's fused kernel, for several tensors at once; `states` by state, then by tensor.
+        """The same with torch's fused kernel, for several tensors; `states` by state, then by tensor.
 
         On CUDA the kernel takes the rate in fp32 and reads it, the number and the verdict on the device.
         """
@@ -79,7 +80,7 @@ class SGD:
     """Stochastic gradient descent with momentum, as torch.optim.SGD; weight decay is added to the gradient.
 
     `lr` is per applied step; a Stepper's `learning_rates` and `lr` replace it. Raises UnusableError.
-    A parameter without a gradient has a zero one (see Stepper): decay and momentum move it.
+    A parameter without a gradient is updated with a zero gradient (see Stepper).
     """
 
     lr: float
@@ -132,7 +133,7 @@ class SGD:
             dampening=0.0,
             nesterov=self.nesterov,
             maximize=False,
-            is_first_step=False,  # the momentum is there, and zero
+            is_first_step=False,  # the momentum buffers exist, as zeros
             found_inf=scalars.found_inf,
         )
 
@@ -142,7 +143,7 @@ class AdamW:
     """Adam with decoupled weight decay, as torch.optim.AdamW; bias correction follows the applied steps.
 
     `lr` is per applied step; a Stepper's `learning_rates` and `lr` replace it. Raises UnusableError.
-    A parameter without a gradient has a zero one (see Stepper): decay and moments move it.
+    A parameter without a gradient is updated with a zero gradient (see Stepper).
     """
 
     lr: float
@@ -162,7 +163,7 @@ class AdamW:
         return ("exp_avg", "exp_avg_sq")
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
-        """What is left of a weight after its decay, the corrected rate, and the root's correction."""
+        """Decay factor of the weights, bias-corrected rate, and bias correction of the square root."""
         beta1, beta2 = self.betas
         correction1 = 1 - beta1 ** scalars.number.double()
         correction2 = 1 - beta2 ** scalars.number.double()
@@ -209,7 +210,7 @@ class AdamW:
 class _Batch:
     """Parts of pieces that one call of a fused kernel updates; `states` by state, then by part.
 
-    `scratch` takes the widened gradients on a CPU, where memory that is mapped anew costs more than the pass.
+    `scratch` takes the widened gradients on a CPU, where mapping new memory costs more than the pass.
     """
 
     parts: list[Piece]
@@ -243,8 +244,8 @@ class Updater:
             self._compiled = torch.compile(_whole if self._on_host else _predicated)
 
     def step(self, scalars: Scalars) -> None:
-        """Apply one update to all pieces, or write nothing where `scalars.skip` is true."""
-        if self._on_host and scalars.skip:  # only there a look at the verdict waits for nothing
+        """Apply one update to all pieces, or write nothing if `scalars.skip` is true."""
+        if self._on_host and scalars.skip:  # reading the flag does not wait on a CPU
             return
         with torch.no_grad():
             if self._compiled is None:
@@ -308,7 +309,7 @@ def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int
 
 
 def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
-    """One batch by torch's fused kernel. Where that skips, half weights get the value they have."""
+    """One batch by torch's fused kernel. In a skipped step half weights are rewritten unchanged."""
     grads = _widened(batch, scalars.multiplier)
     masters = [part.weight.float() if part.master is None else part.master for part in batch.parts]
     optimizer.fused(masters, grads, batch.states, scalars)
@@ -318,9 +319,9 @@ def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
 
 
 def _widened(batch: _Batch, multiplier: Tensor) -> list[Tensor]:
-    """The clipped mean gradient, fp32, in memory of its own."""
+    """The clipped mean gradient, fp32, in separate memory."""
     if not batch.scratch:
-        # Of one dimension: times a 0-dim fp32 factor an fp16 tensor is multiplied, and overflows, in fp16.
+        # A 1-dim factor: with a 0-dim fp32 one the product would be computed in fp16, and overflow.
         factor = multiplier.view(1)
         return [torch.mul(part.grad, factor) for part in batch.parts]
     for scratch, part in zip(batch.scratch, batch.parts, strict=True):
@@ -330,7 +331,7 @@ def _widened(batch: _Batch, multiplier: Tensor) -> list[Tensor]:
 
 
 def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
-    """The pass as expressions for a compiler. The step is known to be applied."""
+    """The update as expressions for torch.compile. The step is known to be applied."""
     grad = piece.grad.float() * scalars.multiplier  # widened first: a product in fp16 would overflow
     master = piece.weight.float() if piece.master is None else piece.master
     optimizer.update(master, grad, states, scalars)
@@ -339,9 +340,9 @@ def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Sc
 
 
 def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
-    """The same without a look by the host: where the step is skipped, old values are written back.
+    """The same without reading the skip flag on the host: a skipped step writes the old values back.
 
-    For a compiler, which keeps none of these copies in memory.
+    For torch.compile, which keeps none of these copies in memory.
     """
     grad = piece.grad.float() * scalars.multiplier
     old = piece.weight.float() if piece.master is None else piece.master

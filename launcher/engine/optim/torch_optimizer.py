@@ -1,7 +1,7 @@
 """Any other `torch.optim` optimizer, on fp32 masters, with skip and clip as for our own.
 
 Owns the translation between the flat layout and the parameter lists that torch's optimizers take. It is
-correct, not fast: the gradient is widened into memory of its own, and the host looks at the verdict.
+correct, not fast: the gradient is widened into separate memory, and the host waits for the skip flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launcher.engine.wire.shards import Shards
 
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, and a step here is one reduced gradient",
-    "SparseAdam": "it takes sparse gradients, and gradients travel in dense buckets",
+    "SparseAdam": "it takes sparse gradients, and gradients are reduced in dense buckets",
 }
 
 
@@ -35,9 +35,9 @@ _REFUSED = {
 class TorchOptimizer:
     """A class from `torch.optim` with its options: `TorchOptimizer(torch.optim.Adam, 1e-3, eps=1e-6)`.
 
-    Options are given as keywords, as a mapping, or both. Raises UnusableError for what is no such class,
-    options that the class does not have or refuses, and optimizers that cannot work on reduced gradients
-    (LBFGS, SparseAdam).
+    Options are given as keywords, as a mapping, or both. Raises UnusableError for anything but such a class,
+    for options that it does not accept, and for optimizers that cannot work on reduced gradients (LBFGS,
+    SparseAdam).
     """
 
     kind: type[torch.optim.Optimizer]
@@ -93,14 +93,14 @@ def _refuse_options(kind: type[torch.optim.Optimizer], lr: float, options: Mappi
         if isinstance(value, float) and math.isnan(value):
             raise UnusableError(f"{kind.__name__} {name}=nan: it must be a number.")
     errors = [_objection(kind, lr, options, [torch.zeros(shape)]) for shape in ((1, 1), (1,))]
-    if all(errors):  # one of the shapes alone may be at fault: Muon takes matrices only
+    if all(errors):  # an optimizer may refuse one shape: Muon takes matrices only
         raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {errors[0]}")
 
 
 def _objection(
     kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any], tensors: Iterable[Tensor]
 ) -> str:
-    """The error of `kind` for parameters like `tensors`; empty if it takes them."""
+    """The error of `kind` for parameters like `tensors`; empty if it accepts them."""
     try:
         kind([nn.Parameter(tensor) for tensor in tensors], lr=lr, **options)  # type: ignore[call-arg]
     except (TypeError, ValueError, RuntimeError) as error:
@@ -109,7 +109,7 @@ def _objection(
 
 
 def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, sharded: bool) -> None:
-    """Raise UnusableError for a TorchOptimizer that cannot train `model`, which is left as it is."""
+    """Raise UnusableError for a TorchOptimizer that cannot train `model`. Does not change `model`."""
     trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if not isinstance(optimizer, TorchOptimizer) or not trainable:
         return
@@ -137,22 +137,22 @@ def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, shar
 def updater_of(
     optimizer: Optimizer | TorchOptimizer, layout: Layout, pieces: Sequence[Piece], compiled: bool
 ) -> Updater | AdaptedUpdater:
-    """What applies `optimizer` to the pieces of `layout`; `compiled` is for optimizers of our own."""
+    """The updater that applies `optimizer` to the pieces of `layout`; torch's are never `compiled`."""
     if isinstance(optimizer, TorchOptimizer):
         return AdaptedUpdater(layout, pieces, optimizer)
     return Updater(pieces, optimizer, compiled)
 
 
 class AdaptedUpdater:
-    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`.
+    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `fused.Updater`.
 
-    For what `refuse_unadaptable` has let through.
+    Only for what `refuse_unadaptable` accepts.
     """
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], optimizer: TorchOptimizer) -> None:
         self._layout = layout
         self._pieces = list(pieces)
-        self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's own are per parameter, not flat
+        self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's are per parameter, not flat
         masters = layout.named([piece.master for piece in pieces if piece.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
         self._optimizer = optimizer.kind(
@@ -162,7 +162,7 @@ class AdaptedUpdater:
         )
 
     def step(self, scalars: Scalars) -> None:
-        """Apply one update, or touch nothing where `scalars.skip` is true. Waits for the device."""
+        """Apply one update, or change nothing if `scalars.skip` is true. Waits for the device."""
         if bool(scalars.skip):
             return
         gradients = [piece.grad.float().mul_(scalars.multiplier) for piece in self._pieces]

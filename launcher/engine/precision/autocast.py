@@ -1,14 +1,14 @@
-"""Native half arithmetic: `torch.autocast`, and the operators that its lists leave out.
+"""Native half arithmetic: `torch.autocast`, plus the operators missing from its lists.
 
-Autocast's lists differ by device and have gaps: on CUDA no decomposition of torch.linalg is in them, so that
-these are refused in half, and `matrix_exp` multiplies in half even what is fp32; on CPUs the exponentials and
-sums are missing; RNNs compute in fp16 whatever the dtype asked for. Here kernels for what is missing are
-registered on the Autocast dispatch keys, by the classes of `emulation`: an operator in a list costs nothing
-more, and the compiler traces these kernels as it does torch's own.
+Autocast's lists differ by device and have gaps. On CUDA they contain no decomposition of torch.linalg, so
+these fail in half, and `matrix_exp` multiplies in half even for fp32 inputs. On CPUs exponentials and sums
+are missing. RNNs compute in fp16 whatever dtype was requested. This module registers kernels for the missing
+operators on the Autocast dispatch keys, by the classes of `emulation`. Listed operators cost nothing more,
+and torch.compile traces these kernels as it does torch's own.
 
-The registration is the process's and made once. Outside of the contexts of this module its kernels pass each
-call on as if they were not there. What torch composes in Python (svd_lowrank, pca_lowrank, lobpcg) has the
-classes of its parts.
+The registration is per process, and done once. Outside the contexts of this module its kernels only
+redispatch. Functions that torch composes in Python (svd_lowrank, pca_lowrank, lobpcg) have the classes of
+their parts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SUMMED_IN_FP32 = {"cuda": ("embedding", "embedding_bag"), "cpu": ()}
 
 
 class HalfArithmetic(torch.autocast):
-    """`torch.autocast` to `dtype` on `device_type`, with the operators that its lists leave out."""
+    """`torch.autocast` to `dtype` on `device_type`, plus the operators missing from its lists."""
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         super().__init__(device_type, dtype=dtype)
@@ -62,7 +62,7 @@ class HalfArithmetic(torch.autocast):
 
 @contextmanager
 def repeating_forward() -> Iterator[None]:
-    """The context of a backward pass: what activation checkpointing repeats there enters autocast itself."""
+    """Context of a backward pass: forward passes that checkpointing recomputes enter autocast themselves."""
     outer = torch.is_autocast_enabled(MARK)
     torch.set_autocast_enabled(MARK, True)
     try:
@@ -104,12 +104,12 @@ def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
 
 
 def _names(functions: Iterable[Callable[..., Any]]) -> set[str]:
-    """What torch calls the operators of these functions: it names them alike."""
+    """The operator names of these functions, which are the functions' own."""
     return {function.__name__ for function in functions}
 
 
 def _overloads(name: str) -> Iterator[OpOverload]:
-    """The overloads of an aten operator that give new tensors of a dtype that the caller leaves open."""
+    """The overloads of an aten operator that return new tensors and take no dtype from the caller."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         operator = getattr(packet, overload)
@@ -154,7 +154,7 @@ def _in_half(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -
 
 
 def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """All tensors in one dtype, which cuDNN demands of weights.
+    """All tensors in one dtype, which cuDNN requires of weights.
 
     bf16 is rounded and then computed in fp32: autocast would cast it to fp16 for cuDNN.
     """

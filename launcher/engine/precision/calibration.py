@@ -1,7 +1,7 @@
-"""A start for the loss scale, from one dry backward instead of a run of skipped steps.
+"""The initial loss scale, from one dry backward pass instead of a series of skipped steps.
 
-Owns the choice of the exponent. The dry pass runs in fp32 with the weights widened, so nothing overflows,
-and leaves no trace: weights, gradients, buffers and random state are as before.
+Owns the choice of the exponent. The dry pass runs in fp32 with the weights widened, so nothing overflows.
+Weights, gradients, buffers and random state are restored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Loss = Callable[[], Tensor | tuple[Tensor, int | Tensor]]
 
 @dataclass(frozen=True)
 class DryPass:
-    """What one dry backward has shown. `octave`: no gradient of any rank is above 2^octave.
+    """Result of one dry backward pass. `octave`: no gradient of any rank is above 2^octave.
 
-    It is None where no rank saw a gradient other than zero, or any saw one that is not finite. `count` is
-    that of this rank's own loss, None where that came without one.
+    It is None if all gradients of all ranks are zero, or any is not finite. `count` is that of this rank's
+    loss, None if `loss` returned none.
     """
 
     octave: int | None
@@ -45,10 +45,10 @@ def dry_pass(
     growth: float,
     group: dist.ProcessGroup | None,
 ) -> DryPass:
-    """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` what it gives.
+    """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` its result.
 
-    `loss` is None where the rank has no micro-batch. `growth` is how many times larger a parameter's
-    gradient may be on the wire. A collective.
+    `loss` is None if the rank has no micro-batch. `growth` is how many times larger a parameter's gradient
+    may be on the wire. A collective.
     """
     largest: float | None = None
     count: int | Tensor | None = 0
@@ -80,7 +80,7 @@ def _largest_gradient(
     gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
     growth: float,
 ) -> tuple[float, int | Tensor | None]:
-    """Of the outputs of modules, and of parameters times `growth`: what fp16 must hold; with the count."""
+    """The largest gradient of module outputs, and of parameters times `growth`; and the count."""
     seen: list[Tensor] = []
     with _widened(model), _watched_outputs(model, seen):
         given = loss()
@@ -94,7 +94,7 @@ def _largest_gradient(
 
 @contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
-    """Half parameters as fp32 while the context lasts; the random state is put back."""
+    """Hold half parameters as fp32 within the context, and restore the random state after it."""
     halves = [(p, p.data) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
     devices = [torch.cuda.current_device()] if any(p.is_cuda for p in model.parameters()) else []
     with torch.random.fork_rng(devices):
@@ -109,7 +109,7 @@ def _widened(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched_outputs(model: nn.Module, seen: list[Tensor]) -> Iterator[None]:
-    """Put the largest gradient of each module's output into `seen`."""
+    """Append the largest gradient of each module's output to `seen`."""
 
     def watch(module: nn.Module, inputs: object, output: object) -> None:
         # A scalar is a loss, and losses are fp32.

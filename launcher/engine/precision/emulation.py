@@ -2,10 +2,10 @@
 
 Operations keep the classes of `torch.autocast`: matrix products take half inputs, accumulate in fp32 and
 give half outputs; reductions, exponentials, norms and losses compute in fp32. Here the inputs are widened,
-the operation runs in fp32 and the result is rounded once, so the roundings are those of the real thing at
-the speed of fp32. Autograd sees the casts, so gradients are rounded at the same places.
+the operation runs in fp32 and the result is rounded once, so the rounding is that of native half arithmetic,
+at the speed of fp32. Autograd sees the casts, so gradients are rounded at the same places.
 
-`torch.compile` traces the casts too, and takes fp32 -> fp16 -> fp32 for nothing to do unless its option
+`torch.compile` traces the casts too, and removes fp32 -> fp16 -> fp32 as a no-op unless its option
 `emulate_precision_casts` is set.
 """
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALF, torch.float32)
-MARK = "xpu"  # a type of device that is absent here: its autocast says that this engine's arithmetic is on
+MARK = "xpu"  # an unused device type, whose autocast flag marks that this engine's arithmetic is on
 
 
 def _functions(names: str, *homes: Any) -> Iterable[Callable[..., Any]]:
@@ -38,7 +38,7 @@ def _all_but(home: Any, names: str) -> Iterable[Callable[..., Any]]:
     return (getattr(home, name) for name in public if callable(getattr(home, name)))
 
 
-# Functions of torch.special, each a curve without a sum of terms in it, which kernels give in half.
+# Elementwise functions of torch.special, whose kernels return half.
 CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e logit multigammaln ndtr"
 CURVES += " polygamma psi sinc"
 
@@ -49,7 +49,7 @@ PRODUCTS = frozenset(
         *_functions("convolution linear matmul mm bmm mv addmm addmv addbmm addr baddbmm"),
         *_functions("__matmul__ __rmatmul__ einsum chain_matmul prelu scaled_dot_product_attention"),
         *_functions("vecdot multi_dot matmul", torch.linalg),
-        # Hidden states stay fp32 from one time step to the next, which real kernels may round.
+        # Hidden states stay fp32 from one time step to the next, which native kernels may round.
         *_functions("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
     ]
 )
@@ -66,8 +66,8 @@ WIDE = frozenset(
         *_functions("binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss"),
         *_functions("cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
         *_functions("triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
-        # Not in autocast's lists: decompositions, which no processor has in half, and what is made of many
-        # roundings there.
+        # Not in autocast's lists: decompositions, which have no half kernels, and functions that would
+        # accumulate rounding errors in half.
         *_all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
         *_all_but(torch.special, f"{CURVES} round"),
         *_all_but(torch.fft, "fftfreq rfftfreq fftshift ifftshift"),
@@ -91,7 +91,7 @@ PROMOTING = frozenset(
     [
         *_functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
         *_functions("grid_sample grid_sampler index_put scatter_add"),
-        # In half, a processor's backward pass adds the gradients of equal tokens in half, too.
+        # A half backward pass on a CPU adds the gradients of equal tokens in half.
         *_functions("cross", torch.linalg),
         *_functions("embedding embedding_bag", torch),
         *_functions("index_select gather take take_along_dim index_add"),
@@ -112,7 +112,7 @@ COMPOSITES = frozenset(
 
 
 class RoundedArithmetic(TorchFunctionMode):
-    """Context in which torch functions round to `dtype` as processors with such arithmetic do."""
+    """Context in which torch functions round to `dtype` as hardware with such arithmetic does."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -120,9 +120,9 @@ class RoundedArithmetic(TorchFunctionMode):
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
-        # nn.RNN and its kin refuse inputs of another dtype than their weights unless some autocast is on,
-        # and compiled code turns off around itself what was on when it was made: so it is known below. That
-        # of a device type whose tensors do not occur here has no other effect.
+        # nn.RNN and similar modules refuse inputs of another dtype than their weights unless some autocast is
+        # on. Compiled code turns off the autocast that was on when it was traced, by which it is recognised
+        # below. Autocast of an unused device type has no other effect.
         self._outer.append(torch.is_autocast_enabled(MARK))
         torch.set_autocast_enabled(MARK, True)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -143,8 +143,8 @@ class RoundedArithmetic(TorchFunctionMode):
         if kwargs.get("out") is not None:  # as in autocast
             return func(*args, **kwargs)
         if not torch.is_autocast_enabled(MARK):
-            # Compiled code, which has the roundings in it. It calls torch.convolution on fp32 buffers and
-            # reads as many bytes of the result: a half one would end before.
+            # Compiled code already contains the rounding. It calls torch.convolution on fp32 buffers and
+            # reads as many bytes of the result, which a half result does not have.
             return func(*args, **kwargs)
         if func in PRODUCTS:
             args, kwargs = map_tensors(self._round, args), map_tensors(self._round, kwargs)
@@ -156,7 +156,7 @@ class RoundedArithmetic(TorchFunctionMode):
             return self._inside_fp32(func, args, kwargs, given.dtype in _HALF)
         if func in PROMOTING:
             return self._inside_fp32(func, args, kwargs, not any_fp32((args, kwargs)))
-        if func is checkpoint:  # only the compiler asks, and would trace what is within without this mode
+        if func is checkpoint:  # only the compiler gets here; it would trace the body without this mode
             torch._dynamo.graph_break("emulated half arithmetic leaves activation checkpointing uncompiled")
         if func is torch.Tensor.__getitem__ and picks_rows(*args):
             return self._inside_fp32(func, args, kwargs, True)
@@ -173,7 +173,7 @@ class RoundedArithmetic(TorchFunctionMode):
         return map_tensors(self._narrow, out) if half and kwargs.get("dtype") is None else out
 
     def _round(self, value: Any) -> Any:
-        """A float tensor as the processor would see it: rounded to half, held in fp32."""
+        """A float tensor as half hardware would read it: rounded to half, held in fp32."""
         if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
             return value.to(self.dtype).float()
         return value
@@ -187,7 +187,7 @@ class RoundedArithmetic(TorchFunctionMode):
 def picks_rows(table: torch.Tensor, index: object) -> bool:
     """Whether `table[index]` may take an element of a half table twice: its gradients are then summed.
 
-    A slice stays a view, into which can be written.
+    A slice stays a view, which can be written to.
     """
     if table.dtype not in _HALF or not table.requires_grad:
         return False
@@ -225,15 +225,15 @@ def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _opened(composite: Any) -> FunctionType:
-    """The same function without its own question whether a mode is active.
+    """A copy of the function without its check for an active mode.
 
-    Torch's Python functions begin with that question and hand themselves over whole; what they call in
-    turn then runs with the mode switched off. This copy answers no, so that the mode sees the parts.
+    Torch's Python functions begin with that check and pass themselves to the mode; what they call then runs
+    with the mode disabled. In this copy the check returns False, so the mode sees the calls within.
     """
     names = dict(composite.__globals__)
-    for question in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        if question in names:
-            names[question] = _no_mode
+    for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        if check in names:
+            names[check] = _no_mode
     opened = FunctionType(composite.__code__, names, composite.__name__, composite.__defaults__)
     opened.__kwdefaults__ = composite.__kwdefaults__
     return opened

@@ -1,6 +1,6 @@
-"""The loss-scale automaton, on the device, in integers.
+"""The loss-scale state machine, on the device, in integers.
 
-Owns how the scale S = 2^s moves and the counters that must survive a crash. Integers make S and 1/S exact:
+Owns how the scale S = 2^s changes and the counters that must survive a crash. Integers make S and 1/S exact:
 neither can become 0 or inf. Nothing here waits for the device.
 """
 
@@ -21,11 +21,11 @@ from launcher.engine.precision.policy import Policy, ScaleMode
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the loss scale starts and moves; all scales are powers of two.
+    """How the loss scale starts and changes; all scales are powers of two.
 
     dynamic: an overflow takes one of `hysteresis` lives, and halves the scale when none is left; a clean
-    step restores all lives; `growth_interval` clean steps in a row double the scale. static: `init` for
-    ever. none: 1. Scales are ints up to 2**127. Raises UnusableError for other values.
+    step restores all lives; `growth_interval` clean steps in a row double the scale. static: always `init`.
+    none: 1. Scales are ints up to 2**127. Raises UnusableError for other values.
     """
 
     mode: ScaleMode = "dynamic"
@@ -37,7 +37,7 @@ class Scaling:
 
     @classmethod
     def of(cls, policy: Policy) -> Scaling:
-        """What a policy uses unless told otherwise; a static scale is 1024, which rarely overflows."""
+        """The default of a policy; a static scale is 1024, which rarely overflows."""
         return cls(policy.scale_mode, init=1024 if policy.scale_mode == "static" else 65536)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Scaling:
 class ScaleStart:
     """The loss scale after a state was loaded: 2**exponent.
 
-    `restored`: whether that is the scale of the state. Else `reason` says, for people, why it is not.
+    `restored`: whether that is the scale of the state. If not, `reason` says why.
     """
 
     exponent: int
@@ -68,7 +68,7 @@ class ScaleStart:
 
 
 class LossScale:
-    """The automaton's state: one int64 tensor on the device, a field a row.
+    """The state machine's state: one int64 tensor on the device, one element per field.
 
     exponent s; clean steps in a row `t`; lives `h`; applied and skipped steps; overflows in a row at the
     smallest scale; non-finite losses in a row.
@@ -98,11 +98,11 @@ class LossScale:
         return exponent
 
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
-        """Take the counters of a run whose scale moved by `mode`; None: unknown, taken for that of this run.
+        """Restore the counters of a run with this scaling `mode`; None: unknown, taken for this run's.
 
-        Applied and skipped steps, and losses in a row that were not finite, are always taken. The scale, with
-        what belongs to it, is taken only from a dynamic one into a dynamic one that allows it; a scale that
-        does not move is this run's own in any case.
+        Applied and skipped steps, and losses in a row that were not finite, are always restored. The scale
+        and its counters are restored only from dynamic to dynamic scaling, within this run's limits; a static
+        scale is always this run's.
         """
         scaling = self.scaling
         own = 0 if scaling.mode == "none" else _exponent(scaling.init)
@@ -120,7 +120,7 @@ class LossScale:
         return ScaleStart(fields["exponent"], not reason, reason)
 
     def _objection(self, exponent: int, mode: ScaleMode) -> str:
-        """Why a run does not take a scale of 2^exponent that moved by `mode`; empty where it does."""
+        """Why this run does not restore a scale of 2^exponent of that `mode`; empty if it does."""
         scaling, saved = self.scaling, f"{mode} loss scale of 2^{exponent}"
         if mode == "none":
             saved = "run without a loss scale"
@@ -136,11 +136,11 @@ class LossScale:
         return f"{scaling.mode}, {own} throughout: the state is of a {saved}"
 
     def value(self) -> Tensor:
-        """S as fp32, 0-dim: built from its bits, so it is exact."""
+        """S as fp32, 0-dim: built from its bits, so exact."""
         return power_of_two(self.exponent)
 
     def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor) -> None:
-        """Move by one step. All flags are bool, 0-dim, equal on all ranks.
+        """Update the state after one step. All flags are bool, 0-dim, equal on all ranks.
 
         `overflow` is a step whose gradient is not finite although every loss was; only that lowers the
         scale. A non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes
@@ -152,7 +152,7 @@ class LossScale:
 def next_state(
     scaling: Scaling, state: Tensor, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor
 ) -> Tensor:
-    """The automaton's state after a step with these flags (see `LossScale.advance`), int64 [FIELDS]."""
+    """The state after a step with these flags (see `LossScale.advance`), int64 [FIELDS]."""
     s, t, h, applied, skips, floor, bad = state.unbind()
     clean, at_floor = ~skipped, overflow
     if scaling.mode == "dynamic":

@@ -25,9 +25,9 @@ class Policy:
 
     `weights`: tensors of two or more dimensions in the model; vectors and buffers are always fp32.
     `arithmetic`: inputs and outputs of matrix products and convolutions.
-    `wire`: gradients of the matrices as they travel between ranks; those of vectors travel in fp32.
-    `masters`: whether half weights have an fp32 copy that the optimizer updates.
-    `scale_mode`: how the loss scale moves unless the caller says otherwise.
+    `wire`: gradients of the matrices as they are sent between ranks; those of vectors are sent in fp32.
+    `masters`: whether half weights have an fp32 copy that the optimizer updates. `scale_mode`: how the loss
+    scale changes by default.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Policy:
 
     @classmethod
     def pure_fp16(cls) -> Policy:
-        """fp16 weights without masters; known as O3. Only to show what masters are for."""
+        """fp16 weights without masters; known as O3. Only for comparison with policies that have masters."""
         return cls("pure_fp16", torch.float16, torch.float16, torch.float16, False, "static")
 
     @classmethod
@@ -69,7 +69,7 @@ class Policy:
 
     @classmethod
     def named(cls, name: str) -> Policy:
-        """The policy of that name; ValueError lists the names there are."""
+        """The policy of that name; the ValueError for another one lists them."""
         of_fp16, of_bf16 = (cls.amp_fp16(), cls.fp16(), cls.pure_fp16()), (cls.bf16(), cls.amp_bf16())
         policies = {policy.name: policy for policy in (cls.fp32(), *of_fp16, *of_bf16)}
         if name not in policies:
@@ -77,7 +77,7 @@ class Policy:
         return policies[name]
 
     def forward(self, device: torch.device, emulate: bool) -> AbstractContextManager[object]:
-        """The context in which the model's forward pass keeps this policy on `device`."""
+        """The context of the model's forward pass under this policy on `device`."""
         if self.arithmetic == torch.float32:
             return nullcontext()
         if emulate:
@@ -93,24 +93,24 @@ class Policy:
 
 @dataclass(frozen=True)
 class Emulation:
-    """Whether half arithmetic is emulated, and why: the reason is for people to read."""
+    """Whether half arithmetic is emulated, and why, as readable text."""
 
     used: bool
     reason: str
 
 
 def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = None) -> Emulation:
-    """Decide between native and emulated half arithmetic; `wish` (not None) overrules the measurement.
+    """Decide between native and emulated half arithmetic; `wish` (not None) overrides the default.
 
-    CPU kernels for fp16 products are 50 to 100 times slower than fp32 unless the processor has fp16
-    arithmetic of its own (AMX-FP16 here; oneDNN uses it), so there the emulation is chosen. So it is for bf16
+    CPU kernels for fp16 products are 50 to 100 times slower than fp32 unless the CPU has native fp16
+    arithmetic (AMX-FP16, through oneDNN), so emulation is the default there. It is also the default for bf16
     on GPUs before Ampere.
     """
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.arithmetic)
     if kind is None:
         return Emulation(False, "fp32 arithmetic needs none")
     if wish is not None:
-        return Emulation(wish, "as asked for")
+        return Emulation(wish, "as requested")
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         return _on_gpu(kind, torch.cuda.get_device_capability(device))
     if device.type != "cpu":
@@ -121,7 +121,7 @@ def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = N
 
 
 def _on_gpu(kind: str, capability: tuple[int, int]) -> Emulation:
-    """By compute capability: `torch.cuda.is_bf16_supported` counts what torch emulates, tensor by tensor.
+    """By compute capability: `torch.cuda.is_bf16_supported` also counts bf16 that torch emulates.
 
     fp16 is native in any case: without matrix units its products still accumulate in fp32.
     """

@@ -1,7 +1,7 @@
-"""What a step's gradients are cut into, and what is read of each part: built once, before the first step.
+"""The division of a step's gradients into buckets, built once before the first step.
 
-Owns the buckets in their order of launching, the memory that they write into, and the sums of squares over
-them. How they are filled and sent is the Reducer's.
+Owns the buckets in launch order, their memory, and the functions that sum their squares. The Reducer fills
+and sends them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.engine.flat.layout import Layout, Segment
-from launcher.engine.wire.grad_norm import Look, SumOfSquares
+from launcher.engine.wire.grad_norm import ReadSums, SumOfSquares
 from launcher.engine.wire.inbox import Inbox
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
 
@@ -22,13 +22,13 @@ from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
 class Bucketing:
     """The buckets, and by bucket or segment what receives gradients and what sums their squares."""
 
-    buckets: list[Bucket]  # in the order of launching, the same on all ranks
+    buckets: list[Bucket]  # in launch order, the same on all ranks
     home: dict[int, Bucket]  # by Slot.index, the bucket that takes the parameter's gradient
     inboxes: list[Inbox]  # by bucket
-    accumulated: list[Tensor]  # fp32, flat, by segment; none for one micro-batch per step
-    own_looks: list[Look]  # by bucket, at this rank's gradient before the wire; none without a group
-    reduced_looks: list[Look]  # by segment, at the reduced gradient as this rank holds it
-    replicated: Tensor  # [parameters] bool: those whose reduced gradient every rank holds whole
+    accumulated: list[Tensor]  # fp32, flat, by segment; empty for one micro-batch per step
+    own_sums: list[ReadSums]  # by bucket, of this rank's gradient before it is sent; none without a group
+    reduced_sums: list[ReadSums]  # by segment, of the reduced gradient as this rank holds it
+    replicated: Tensor  # [parameters] bool: those whose reduced gradient is not sharded
 
     @classmethod
     def of(
@@ -61,9 +61,9 @@ class Bucketing:
 
 
 def _buckets(layout: Layout, transports: Mapping[str, Transport]) -> list[Bucket]:
-    """One bucket per run. The last segment's gradients are re-made with an element per rank behind them.
+    """One bucket per run. Reallocates the last segment's gradients with one more element per rank.
 
-    Those travel with the last bucket, but where that is sharded: no rank would receive them all.
+    Those elements are sent with the last bucket, unless it is sharded: no rank would receive them all.
     """
     last = layout.segments[-1]
     whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
@@ -94,7 +94,7 @@ def _parts(segment: Segment, buckets: Sequence[Bucket], transports: Mapping[str,
 
 
 def _replicated(layout: Layout, buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> Tensor:
-    """[parameters] bool: those of segments that every rank holds whole."""
+    """[parameters] bool: those of segments that are not sharded."""
     whole = [
         not isinstance(transports[bucket.segment.name], ShardedSum)
         for bucket in buckets

@@ -1,7 +1,7 @@
-"""Sums of squares of gradients: the one read that decides overflow, norm and clip factor.
+"""Sums of squares of gradients: one read decides overflow, norm and clip factor.
 
-Owns the exact-enough accumulation: fp32 for fp16 inputs (65504^2 times 1e28 elements still fits), fp64 for
-bf16 and fp32 inputs, so that a sum is not finite if and only if an element is not.
+Owns the precision of the accumulation: fp32 for fp16 inputs (65504^2 times 1e28 elements still fits), fp64
+for bf16 and fp32 inputs, so that a sum is not finite if and only if an element is not.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 17  # elements of one dot product in fp32: more, and equal elements lose digits of the sum
+CHUNK = 1 << 17  # elements of one dot product in fp32: with more, sums of equal elements lose precision
 BLOCKS = (1 << 11, 1 << 9)  # elements that a compiled kernel sums in fp32: long is faster, short fits more
 SMALL = 1 << 12  # elements below which parameters are summed together: most vectors
 FEW = 1 << 16  # elements below which a copy in fp64 costs less than calls for chunks
-IN_CHUNKS, AS_COPY = 0, 1  # beside blocks of so many elements, the ways to sum
+IN_CHUNKS, AS_COPY = 0, 1  # how to sum, where it is not by blocks of so many elements
 
-Look = Callable[[], Tensor]  # [parameters] fp64 sums; inf or nan where an element is
+ReadSums = Callable[[], Tensor]  # [parameters] fp64 sums; inf or nan where an element is
 
 
 class SumOfSquares:
     """Per-parameter sums of squares of flat gradient buffers, with its scratch memory.
 
-    `compiled` reads large parameters on a CPU in one pass instead of two, side by side where they lie so.
+    `compiled` reads large parameters on a CPU in one pass instead of two, and adjacent ones together.
     """
 
     def __init__(self, device: torch.device, compiled: bool = False) -> None:
@@ -32,39 +32,39 @@ class SumOfSquares:
         self._kernel = torch.compile(_block_sums) if compiled else None
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def over(self, parts: Sequence[Tensor]) -> Look:
-        """What looks at these flat tensors of one dtype as often as they are filled, in the same memory.
+    def over(self, parts: Sequence[Tensor]) -> ReadSums:
+        """A function that sums these flat tensors of one dtype, called whenever they are filled in place.
 
-        All that is the same in each step is done here. A bucket of 5 MB takes 0.1 ms to read, and a dozen
-        calls take as long where a whole model has gone through the caches since they were last made.
+        Everything that is the same in each step is done here: a bucket of 5 MB takes 0.1 ms to read, and a
+        dozen calls take as long when a whole model has passed through the caches in between.
         """
         wide = torch.float32 if parts[0].dtype == torch.float16 else torch.float64
         if self._device.type != "cpu":
             held = list(parts)
             return lambda: torch.stack(torch._foreach_norm(held, 2, dtype=wide)).double().square()
-        looks = [self._over_group(group, wide) for group in self._groups(parts)]
+        readers = [self._over_group(group, wide) for group in self._groups(parts)]
 
         def all_groups() -> Tensor:
             with torch.no_grad():
-                return looks[0]() if len(looks) == 1 else torch.cat([look() for look in looks])
+                return readers[0]() if len(readers) == 1 else torch.cat([read() for read in readers])
 
         return all_groups
 
-    def _over_group(self, group: list[Tensor], wide: torch.dtype) -> Look:
-        whole, manner = _stretch(group), self._manner(group[0])
-        if manner == IN_CHUNKS:
+    def _over_group(self, group: list[Tensor], wide: torch.dtype) -> ReadSums:
+        whole, method = _stretch(group), self._method(group[0])
+        if method == IN_CHUNKS:
             return lambda: self._chunked(whole, wide)[None]
-        if manner == AS_COPY and len(group) == 1:
+        if method == AS_COPY and len(group) == 1:
             return lambda: whole.double().square_().sum()[None]
-        if manner == AS_COPY:
+        if method == AS_COPY:
             pairs = [(part.numel(), gap) for part, gap in zip(group, [*_gaps(group), 0], strict=True)]
             lengths = torch.tensor(pairs).flatten()
             return lambda: _sums_of(whole.double().square_(), lengths)[::2]  # [1::2]: what the gaps hold
-        kernel, blocks = self._kernel, whole.view(-1, manner)
+        kernel, blocks = self._kernel, whole.view(-1, method)
         assert kernel is not None
         torch._dynamo.maybe_mark_dynamic(blocks, 0)  # one kernel for all lengths
         torch._dynamo.mark_static(blocks, 1)
-        lengths = torch.tensor([part.numel() // manner for part in group])
+        lengths = torch.tensor([part.numel() // method for part in group])
         return lambda: _sums_of(kernel(blocks, wide).double(), lengths)
 
     def _chunked(self, part: Tensor, wide: torch.dtype) -> Tensor:
@@ -80,7 +80,7 @@ class SumOfSquares:
             self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
         return self._scratch[dtype]
 
-    def _manner(self, part: Tensor) -> int:
+    def _method(self, part: Tensor) -> int:
         """IN_CHUNKS, AS_COPY, or the length of the blocks that a kernel sums."""
         if self._kernel is not None and part.numel() >= SMALL:
             for block in BLOCKS:
@@ -89,13 +89,13 @@ class SumOfSquares:
         return AS_COPY if part.numel() < FEW else IN_CHUNKS
 
     def _groups(self, parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """Neighbours that one call sums: blocks that lie without a gap, and small ones."""
+        """Neighbours that one call sums: blocks without a gap between them, and small ones."""
         group = [parts[0]]
         for before, part in itertools.pairwise(parts):
             (gap,) = _gaps([before, part])
-            manner = self._manner(part)
+            method = self._method(part)
             small = max(before.numel(), part.numel()) < SMALL and 0 <= gap < SMALL
-            if small or (manner in BLOCKS and manner == self._manner(before) and gap == 0):
+            if small or (method in BLOCKS and method == self._method(before) and gap == 0):
                 group.append(part)
             else:
                 yield group
@@ -109,7 +109,7 @@ def _block_sums(blocks: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _sums_of(values: Tensor, lengths: Tensor) -> Tensor:
-    """[len(lengths)] sums over consecutive stretches of `values`, which are known to be as long as these."""
+    """[len(lengths)] sums over consecutive parts of `values` with these lengths, which are not checked."""
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 

@@ -1,8 +1,8 @@
-"""Gradients of one bucket between autograd and the wire: held until all are there, then copied in one call.
+"""Collects the gradients of one bucket from autograd, and copies them to the wire in one call.
 
 Owns what a bucket's slots hold within a step: sums of micro-batches in fp32, zeros where nothing arrived. A
-copy per parameter costs a small network more of the host's time on a GPU than the wire does. In exchange the
-gradients of a bucket stay alive until it is whole.
+copy per parameter would cost a small network on a GPU more host time than communication does. In exchange the
+gradients of a bucket stay alive until it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Inbox:
         self._held[slot.index] = _laid_out(gradient, slot)
 
     def drain(self) -> None:
-        """Put all gradients that are held into their places, and let go of them."""
+        """Copy all held gradients to their places, and release them."""
         held, self._held = self._held, {}
         first = [index for index in held if index not in self._filled]
         again = [index for index in held if index in self._filled]
@@ -48,11 +48,11 @@ class Inbox:
             torch._foreach_add_(places, _exact(gradients, places[0].dtype), alpha=factor)
 
     def drop(self) -> None:
-        """Let go of what is held: the backward pass has failed."""
+        """Release held gradients, after a backward pass that failed."""
         self._held = {}
 
     def complete(self) -> None:
-        """Make the message whole: sums of micro-batches rounded once, zeros where nothing arrived."""
+        """Complete the message: sums of micro-batches rounded once, zeros where nothing arrived."""
         self.drain()
         missing = [place for index, place in self._places.items() if index not in self._filled]
         self._filled = set()
@@ -63,7 +63,7 @@ class Inbox:
 
 
 def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None:
-    """Into the wire or the totals, computed in fp32 and rounded once."""
+    """Write to the message or the totals, computed in fp32 and rounded once."""
     kept, given = places[0].dtype, gradients[0].dtype
     if factor == 1.0:
         torch._foreach_copy_(places, gradients)
@@ -75,14 +75,14 @@ def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None
 
 
 def _exact(gradients: list[Tensor], kept: torch.dtype) -> list[Tensor]:
-    """What may be multiplied for `kept`: a product of halves is a half before it is widened."""
+    """In fp32, unless `kept` is their dtype: a product of halves would be rounded to half first."""
     return gradients if gradients[0].dtype == kept else [gradient.float() for gradient in gradients]
 
 
 def _laid_out(gradient: Tensor, slot: Slot) -> Tensor:
-    """With the slot's own strides: torch may give other ones to a dimension of one element.
+    """With the slot's strides: torch may use other ones for a dimension of one element.
 
-    One kernel copies many gradients on a GPU where all strides are equal; else each takes its own.
+    On a GPU one kernel copies many gradients if all strides are equal; else each needs its own kernel.
     """
     strides = zip(gradient.shape, gradient.stride(), slot.stride, strict=True)
     if gradient.stride() == slot.stride or any(size != 1 and own != other for size, own, other in strides):

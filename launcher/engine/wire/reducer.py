@@ -1,8 +1,8 @@
-"""Gradients from autograd onto the wire: buckets, accumulation, overlap with backward.
+"""Sends gradients from autograd to the wire: buckets, accumulation, overlap with backward.
 
 Owns the hooks on the parameters and the order of the buckets. They are launched in one fixed order on every
 rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
-without a gradient send zeros. How a bucket travels is the business of `transports`.
+without a gradient send zeros. `transports` decides how a bucket is sent.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Reduced:
 
     sums: Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index
     marks: Tensor  # [world_size] fp64 CULPRIT where a rank's own gradient was not finite, ABANDONED, or 0
-    bytes: int  # handed to collectives by this rank
+    bytes: int  # passed to collectives by this rank
 
 
 @dataclass
 class _Backward:
-    """State of the micro-batch under way."""
+    """State of the current micro-batch."""
 
     last: bool = False
     arrived: set[int] = field(default_factory=set)
@@ -48,19 +48,19 @@ class _Backward:
 
 @dataclass
 class _Sending:
-    """How far a step's buckets have come, in their order."""
+    """Progress of a step's buckets, in launch order."""
 
-    next: int = 0  # of the buckets, the first that was not launched
-    followed: int = 0  # and the first whose second stage was not started
-    bytes: int = 0  # handed to collectives
+    next: int = 0  # first bucket that was not launched
+    followed: int = 0  # first bucket whose second stage was not started
+    bytes: int = 0  # passed to collectives
     abandoned: bool = False
 
 
 class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
 
-    `transports` says by the name of the segment how its buckets travel; `compiled` is for the sums that
-    decide on overflow. `before_first` is called before the first bucket of a step is sent.
+    `transports` has one transport per segment name; `compiled` compiles the sums that detect overflow.
+    `before_first` is called before the first bucket of a step is sent.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Reducer:
         self._transports = transports
         self._sharded = is_sharded(transports)
         self._overlap = overlap
-        # A CPU would wait in the midst of backward for ranks that wait there for this one, in a module's own
-        # collective. A GPU's host waits for nothing.
+        # On a CPU this would wait during backward for ranks that wait there for this one, in a module's own
+        # collective. On a GPU the host does not wait.
         self._follows_at_once = layout.device.type != "cpu"
         self._before_first = before_first
         sums = SumOfSquares(layout.device, compiled)
@@ -95,9 +95,9 @@ class Reducer:
 
     @contextlib.contextmanager
     def receiving(self, last: bool) -> Iterator[None]:
-        """While this lasts, gradients are a micro-batch's; `last` when it is this rank's last in a step.
+        """Receive the gradients of one micro-batch; `last` if it is this rank's last in a step.
 
-        At any other time a backward pass is torch's: its gradients stay in `p.grad`, and are not received.
+        Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
         if not last and not self._parts.accumulated:
             raise RuntimeError("a reducer for one micro-batch per step was given more than one")
@@ -117,9 +117,9 @@ class Reducer:
 
     @contextlib.contextmanager
     def grad_put_aside(self) -> Iterator[None]:
-        """While this lasts, `p.grad` is None at first; afterwards it is what it was before.
+        """Set `p.grad` to None on entry, and restore it on exit.
 
-        A pass that raises leaves nothing there either; one that does not must have taken its gradients away.
+        Gradients of a pass that raises are dropped; one that does not raise must remove its own.
         """
         parameters = self._layout.parameters.values()
         held = [(p, grad) for p in parameters if (grad := p.grad) is not None]
@@ -136,9 +136,9 @@ class Reducer:
                 p.grad = grad
 
     def gradients_aside(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradients by name from a backward pass of `loss` that is no part of a step.
+        """Gradients by name from a backward pass of `loss` that is not part of a step.
 
-        Not from `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
+        Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
         """
         refuse_loss(loss)
         parameters = self._layout.parameters
@@ -167,24 +167,24 @@ class Reducer:
         if not again:
             bucket.pending -= 1
             if bucket.pending == 0:
-                self._whole(bucket)
+                self._bucket_ready(bucket)
 
     @property
     def has_received(self) -> bool:
-        """Whether any parameter has a gradient of the backward pass under way."""
+        """Whether any parameter has a gradient of the current backward pass."""
         return bool(self._backward.arrived)
 
     def receive(self, slot: Slot, parameter: nn.Parameter) -> None:
-        """Take over what autograd has just put into `parameter.grad`."""
+        """Take the gradient that autograd has just put into `parameter.grad`."""
         if self._listens and parameter.grad is not None:
             self.take(slot, parameter.grad)
             parameter.grad = None
 
     def flush(self, abandoned: bool = False) -> None:
-        """Send all that is left: the last bucket, and those of parameters without a gradient, with zeros.
+        """Send the remaining buckets: the last, and those of parameters without a gradient, with zeros.
 
         Every rank calls this once per step, so all ranks launch all buckets, in the same order. `abandoned`
-        where this rank takes its gradients back: that is known until now, so the last bucket waits for it.
+        if this rank drops its gradients: the last bucket carries that, so it is never sent earlier.
         """
         self._sending.abandoned = abandoned
         for bucket in self.buckets[self._sending.next :]:
@@ -192,19 +192,19 @@ class Reducer:
         self._sending.next = len(self.buckets)
 
     def finish(self) -> Reduced:
-        """Wait for the buckets in order, then look at all of them in one read per segment.
+        """Wait for the buckets in order, then sum their squares in one read per segment.
 
-        A look at each bucket as it comes would find it in cache, and yet a dozen looks cost more than that
-        saves: on ResNet-50, AdamW, 2 threads about 1 ms of 20 (medians of 24 in each of three processes).
+        Reading each bucket as it arrives would find it in cache, but a dozen reads cost more than that saves:
+        on ResNet-50, AdamW, 2 threads about 1 ms of 20 (medians of 24 in each of three processes).
         """
         self._follow(len(self.buckets))
         for bucket in self.buckets:
-            self._transports[bucket.segment.name].settle(bucket)
+            self._transports[bucket.segment.name].wait(bucket)
         for transport in self._transports.values():
             transport.join()
-        sums = torch.cat([look() for look in self._parts.reduced_looks])
+        sums = torch.cat([read() for read in self._parts.reduced_sums])
         if self._sharded:
-            sums, marks = self._share_looks(sums)
+            sums, marks = self._share_sums(sums)
         elif self._group is None:
             marks = self._mark(_not_finite(sums))[None]
         else:
@@ -216,9 +216,9 @@ class Reducer:
         return reduced
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """By parameter name, the elements of the reduced gradient that this rank answers for, flat.
+        """By parameter name, the elements of the reduced gradient that this rank owns, flat.
 
-        Each element has one such rank. Scaled; valid from step() to the next backward.
+        Each element has one owner. Scaled; valid from step() to the next backward.
         """
         return {
             slot.name: part[:0] if self._rank and not isinstance(transport, ShardedSum) else part
@@ -228,52 +228,52 @@ class Reducer:
         }
 
     def tensors(self) -> list[Tensor]:
-        """What is held here beside the wire gradients themselves: accumulators and the tail."""
+        """What is held here besides the wire gradients: accumulators and the tail."""
         return [self.buckets[-1].tail, *self._parts.accumulated]
 
     def close(self) -> None:
-        """Take the hooks off the parameters: another one receives their gradients from now on."""
+        """Remove the hooks: a newer reducer receives the gradients from now on."""
         self.closed = True
         for hook in self._hooks:
             hook.remove()
 
-    def _share_looks(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Each rank has seen its piece only: add the sums. A SUM, because a MAX may drop a NaN."""
+    def _share_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the sums of the ranks' pieces. A SUM, because a MAX may drop a NaN."""
         world_size = self._layout.world_size
         own = torch.zeros(world_size, dtype=torch.float64, device=self._layout.device)
         own[self._rank] = self._mark(self._own_gradient_is_bad())
         if self._rank:
-            sums = sums.masked_fill(self._parts.replicated, 0.0)  # those that all hold are counted by rank 0
-        looks = torch.cat([sums, own])
-        works.run(dist.all_reduce(looks, group=self._group, async_op=True), looks)
-        return looks[:-world_size], looks[-world_size:]
+            sums = sums.masked_fill(self._parts.replicated, 0.0)  # rank 0 counts those that all ranks hold
+        shared = torch.cat([sums, own])
+        works.run(dist.all_reduce(shared, group=self._group, async_op=True), shared)
+        return shared[:-world_size], shared[-world_size:]
 
     def _own_gradient_is_bad(self) -> Tensor:
-        looks = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
-        return _not_finite(torch.cat(looks))
+        sums = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
+        return _not_finite(torch.cat(sums))
 
     def _mark(self, bad: Tensor) -> Tensor:
         """This rank's slot, fp64, 0-dim."""
         abandoned = self._sending.abandoned
         return torch.full_like(bad, ABANDONED, dtype=torch.float64) if abandoned else bad.double()
 
-    def _whole(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are there. Send what can be sent in the fixed order."""
+    def _bucket_ready(self, bucket: Bucket) -> None:
+        """A bucket has all its gradients. Send all buckets that are next in the fixed order."""
         self._parts.inboxes[bucket.index].drain()
         if not (self._backward.last and self._overlap):
             return
-        # The last one is whole at the end of the pass only, and waits for flush(): it carries the marks.
+        # The last bucket waits for flush(), because it carries the marks.
         while self._sending.next < len(self.buckets) - 1 and self.buckets[self._sending.next].pending == 0:
             self._launch(self.buckets[self._sending.next])
             self._sending.next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        """Look at this rank's own gradient, then send it. The looks of all buckets ride in the last one."""
+        """Sum this rank's squares, then send the bucket. The last bucket carries the result of all sums."""
         self._parts.inboxes[bucket.index].complete()
         if bucket.index == 0:
             self._before_first()
         if self._group is not None:
-            bucket.local_sums = self._parts.own_looks[bucket.index]()
+            bucket.local_sums = self._parts.own_sums[bucket.index]()
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
@@ -284,7 +284,7 @@ class Reducer:
     def _follow(self, end: int) -> None:
         """Start the second stage of the buckets before `end`, in order: the same on all ranks.
 
-        It comes after the launch of the next bucket: that is on the wire while this one is summed.
+        It comes after the launch of the next bucket: that one is sent while this one is summed.
         """
         for bucket in self.buckets[self._sending.followed : end]:
             self._transports[bucket.segment.name].follow(bucket)
@@ -297,7 +297,7 @@ def _not_finite(sums: Tensor) -> Tensor:
 
 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
-    """The hook for one parameter. It holds the reducer weakly: the model does not keep it alive."""
+    """The hook for one parameter. A weak reference: the model does not keep the reducer alive."""
     held = weakref.ref(reducer)
 
     def receive(parameter: nn.Parameter) -> None:
@@ -311,18 +311,18 @@ def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
 
 
 def refuse_sparse(name: str, gradient: Tensor) -> None:
-    """Raise UnusableError for a gradient of the parameter `name` that no bucket has room for."""
+    """Raise UnusableError if the gradient of the parameter `name` is sparse."""
     if gradient.layout != torch.strided:
         raise UnusableError(
-            f"the gradient of {name} is sparse; only dense ones can travel. Build the embedding with "
-            "sparse=False."
+            f"the gradient of {name} is sparse; only dense gradients can be reduced. Build the embedding "
+            "with sparse=False."
         )
 
 
 def _take_over(reducer: Reducer, layout: Layout) -> list[RemovableHandle]:
-    """Hook the parameters of a layout, and close the reducer that they had.
+    """Register hooks on the parameters of a layout, and close older reducers of these parameters.
 
-    Of two that share a model the newer one trains it: a cell of a notebook that is run again.
+    There is an older one when a notebook cell is run again, for instance.
     """
     for parameter in layout.parameters.values():
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):

@@ -1,6 +1,6 @@
-"""Who updates what: whole segments on every rank, or a piece of each run on its owner.
+"""Which rank updates what: whole segments on every rank, or a piece of each run on its owner.
 
-Owns the pieces that the optimizer works on, and the way back from pieces to parameters by name. Sharding
+Owns the pieces that the optimizer updates, and their conversion to parameters by name and back. Sharding
 divides the memory of masters and optimizer states by the number of ranks; vectors are small and stay whole.
 """
 
@@ -19,7 +19,7 @@ from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, i
 class Shards:
     """The pieces of a layout, in the order in which an updater holds its states.
 
-    Building it drops the full masters of sharded segments: from then on each rank has its pieces alone.
+    Building it drops the full masters of sharded segments: from then on each rank has only its pieces.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Shards:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the parameters by name, in the order of the layout."""
+        """Shapes of the parameters by name, in the order of the layout."""
         return {slot.name: slot.shape for slot in self._layout.slots}
 
     def collect(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """fp32 values by parameter name from one flat tensor per piece.
 
-        Views where every rank holds all; gathered copies where it does not. A collective in that case.
+        Views if every rank holds all; otherwise gathered copies, which is a collective.
         """
         return self._layout.named([self._whole(segment, tensors) for segment in self._layout.segments])
 
@@ -52,7 +52,7 @@ class Shards:
         return [p.weight.float() if p.master is None else p.master for p in self.pieces]
 
     def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
-        """The way back: copy values by parameter name into one flat tensor per piece."""
+        """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
         for segment in self._layout.segments:
             whole = torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
             for slot in segment.slots:
@@ -89,7 +89,7 @@ class Shards:
             master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
     def differs(self, segment: Segment, slot: Slot) -> Tensor:
-        """Bool, 0-dim, on the device: whether an own master does not round to its weight. NaNs are alike."""
+        """Bool, 0-dim, on the device: whether an owned master does not round to its weight. NaNs match."""
         found = torch.zeros((), dtype=torch.bool, device=self._layout.device)
         for master, weight in self._masters_and_weights(segment, slot):
             found |= ((master.to(weight.dtype) != weight) & ~(master.isnan() & weight.isnan())).any()

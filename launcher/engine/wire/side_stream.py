@@ -1,8 +1,8 @@
-"""A second stream of a GPU, on which what follows a collective runs beside the backward pass.
+"""A second CUDA stream, for the work after a collective, concurrent with the backward pass.
 
-Owns the events that order it with the stream of the training step; the host waits for nothing. Memory that is
-taken within one of its contexts belongs to the side stream and is used there alone, so that it can be reused
-as soon as it is let go. On other devices all calls run where they stand.
+Owns the events that order it with the stream of the training step; the host never waits. Memory allocated
+within its contexts belongs to the side stream and is used only there, so it can be reused as soon as it is
+freed. On other devices all calls run inline.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # First in line: what follows is short, and the wire waits for it.
+        # High priority: its work is short, and the next collective waits for it.
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def after_current(self) -> AbstractContextManager[object]:
-        """What follows runs on the side, behind all that the current stream has been given until now."""
+        """Run on the side stream, after all work queued on the current stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self.alone()
 
     def alone(self) -> AbstractContextManager[object]:
-        """What follows runs on the side, behind what was given to the side before."""
+        """Run on the side stream, after the work queued there before."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """What the current stream is given from now on runs behind all that the side was given."""
+        """Make the current stream wait for all work queued on the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)

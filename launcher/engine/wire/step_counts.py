@@ -1,8 +1,8 @@
-"""What travels with each step beside the gradients: samples, the sum of their losses, bad losses, votes.
+"""What each step reduces besides gradients: samples, the sum of their losses, bad losses, votes.
 
-Owns the one small collective of a step. It is launched right before the first bucket, on every rank, so the
-order of collectives is the same everywhere, and what was added until then can be taken back. Also the
-agreement on n0, from the counts of the first step.
+Owns the one small collective of a step. Every rank launches it right before the first bucket, so the order of
+collectives is the same everywhere. Until then the last addition can be taken back. Also agrees on n0, from
+the counts of the first step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Tally:
 
     def take_back(self) -> None:
         """Forget the micro-batch that was added last."""
-        assert not self._sent, "the counts of this step are on their way"
+        assert not self._sent, "the counts of this step have been sent"
         self._newest = None
 
     def vote(self, question: int) -> None:
-        """Count this rank among those in favour."""
-        assert not self._sent, "the votes of this step are on their way"
+        """Record this rank's vote for `question`."""
+        assert not self._sent, "the votes of this step have been sent"
         self._sums[3 + question] = 1
 
     def send(self) -> None:
@@ -74,7 +74,7 @@ class Tally:
 class Reference:
     """n0 of the loss boundary: the usual number of samples (or tokens) per step and rank.
 
-    `count` is None until the ranks have agreed on it, and 0 within a first step without samples.
+    `count` is None until the ranks have agreed on it, and 0 during a first step without samples.
     """
 
     def __init__(
@@ -84,28 +84,27 @@ class Reference:
         self._micro_batches = micro_batches
         self._device = device
         self._group = group
-        self._is_new = False  # whether it was agreed on in this step
+        self._is_new = False  # whether the ranks agreed on it in this step
 
     @property
     def divisor(self) -> int:
-        """What the loss is divided by before the backward pass."""
+        """The divisor of the loss before the backward pass."""
         assert self.count is not None
         return max(1, self.count)
 
-    def settle(self, count: int | Tensor) -> None:
-        """Agree on n0 where that is still to be done: a collective then, and it waits for the device.
+    def agree(self, count: int | Tensor) -> None:
+        """Agree on n0, unless that is done: then a collective, which waits for the device.
 
-        `count` is that of this rank's first micro-batch, which stands for all of them.
+        `count` is that of this rank's first micro-batch; the others are assumed to be as large.
         """
         if self.count is None:
             counted = count * self._micro_batches
             self.count, self._is_new = agree_on_reference(counted, self._device, self._group), True
 
     def restart(self, abandoned: Tensor | None = None) -> None:
-        """Begin the next step. What an `abandoned` one (bool, 0-dim) has agreed on does not last."""
-        if (
-            self._is_new and abandoned is not None and bool(abandoned)
-        ):  # settle() has waited for the device too
+        """Begin the next step. An n0 from an `abandoned` step (bool, 0-dim) is dropped."""
+        # Reading the flag waits for the device, as agree() already did in this step.
+        if self._is_new and abandoned is not None and bool(abandoned):
             self.count = None
         self._is_new = False
         self.count = self.count or None
@@ -114,7 +113,7 @@ class Reference:
 def agree_on_reference(count: int | Tensor, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """n0 from the counts of the first step: the power of two nearest to their mean. A collective.
 
-    0 where no rank had a sample: then the next step has another say. Waits for the device.
+    0 if no rank had a sample: the next step then agrees again. Waits for the device.
     """
     total = torch.zeros((), dtype=torch.float64, device=device) + count
     if group is not None:

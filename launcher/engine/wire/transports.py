@@ -1,7 +1,7 @@
-"""How one bucket of gradients travels between the ranks: three wires with the same bytes.
+"""How one bucket of gradients is reduced over the ranks: three transports that send the same bytes.
 
-Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each wire sums over the
-ranks; none divides in half precision. They differ in where the sum is rounded:
+Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each transport sums over
+the ranks; none divides in half precision. They differ in where the sum is rounded:
 
 native   all-reduce in the dtype of the wire; the library rounds at each hop
 fp32     all-to-all, sum in fp32, one rounding, all-gather
@@ -31,7 +31,7 @@ Sum = Literal["native", "fp32"]
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients travel. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
+    """How gradients are sent. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
 
     `sum`: `native`, all-reduced in the dtype of the wire, or `fp32`, exchanged in half and summed in fp32.
     `shard`: masters and optimizer states are divided among the ranks; sums are then fp32 in any case.
@@ -65,8 +65,8 @@ class Wire:
 class Bucket:
     """One run of a segment's gradients and its message on the wire.
 
-    `tail` is behind the run's elements and belongs to no parameter: the last bucket carries one slot per
-    rank there, in which a rank says that its own gradient was not finite, or that it abandons the step.
+    `tail` follows the run's elements and belongs to no parameter. In the last bucket it has one slot per
+    rank, in which a rank marks that its own gradient was not finite, or that it abandons the step.
     """
 
     index: int  # position in the order of launching
@@ -102,15 +102,15 @@ class Transport(Protocol):
         ...
 
     def follow(self, bucket: Bucket) -> None:
-        """Start what comes after the first exchange. On CUDA beside the current stream; else it waits."""
+        """Start the stage after the first exchange: on CUDA on the side stream, else blocking."""
         ...
 
-    def settle(self, bucket: Bucket) -> None:
-        """Wait for what `follow` has started. On CUDA `join` is to come."""
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for what `follow` has started. On CUDA `join` must follow."""
         ...
 
     def join(self) -> None:
-        """On CUDA: make the current stream wait for the results of all buckets that are settled."""
+        """On CUDA: make the current stream wait for the results of all buckets."""
         ...
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
@@ -136,13 +136,13 @@ class NativeSum:
     def follow(self, bucket: Bucket) -> None:
         pass
 
-    def settle(self, bucket: Bucket) -> None:
+    def wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
             works.wait_for(bucket.work, bucket.message)
             bucket.work = None
 
     def join(self) -> None:
-        pass  # settle() has
+        pass  # wait() has done so
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
@@ -171,9 +171,9 @@ class WideSum:
         with self._side.alone():
             mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
             bucket.work = start_gather(bucket.message, mean, self._group)
-            bucket.received = mean  # until it is gathered
+            bucket.received = mean  # keep it alive until it is gathered
 
-    def settle(self, bucket: Bucket) -> None:
+    def wait(self, bucket: Bucket) -> None:
         assert bucket.work is not None
         with self._side.alone():
             works.wait_for(bucket.work, bucket.message)
@@ -189,7 +189,7 @@ class WideSum:
 class ShardedSum:
     """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
 
-    The sum lies in the memory of the gradients that were sent: half the elements' size, W times fewer.
+    The sum is stored in the memory of the gradients that were sent: twice their size, W times fewer.
     """
 
     before = after = 1.0
@@ -201,7 +201,7 @@ class ShardedSum:
 
     def launch(self, bucket: Bucket) -> int:
         for gap in bucket.run.gaps():
-            bucket.segment.grad[gap].zero_()  # the sum of the step before may lie there
+            bucket.segment.grad[gap].zero_()  # may hold the previous step's sum
         with self._side.after_current():
             exchange(bucket, self._group)
         return bucket.size_bytes  # the gather of the weights is the other half
@@ -210,8 +210,8 @@ class ShardedSum:
         with self._side.alone():
             self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
 
-    def settle(self, bucket: Bucket) -> None:
-        pass  # follow() starts nothing that could be waited for
+    def wait(self, bucket: Bucket) -> None:
+        pass  # follow() starts no work that has to be waited for
 
     def join(self) -> None:
         self._side.join()
@@ -243,7 +243,7 @@ class ShardedSum:
 def choose_transports(
     wire: Wire, layout: Layout, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Transport], int]:
-    """How each segment travels, and the power of two by which the result is smaller than the sum.
+    """The transport of each segment, and the power of two by which the sum is divided.
 
     Vectors are fp32 and small: they are summed on all ranks whatever the wire.
     """
@@ -288,7 +288,7 @@ def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
 
 
 def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
-    """fp32 [message / W]: the sum over the ranks, in rank order, of what `exchange` brought."""
+    """fp32 [message / W]: the sum over the ranks, in rank order, of what `exchange` received."""
     assert bucket.work is not None
     assert bucket.received is not None
     works.wait_for(bucket.work, bucket.message)
@@ -308,7 +308,7 @@ def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """`all_gather`, to be waited for. Until then both tensors must be kept."""
+    """Start `all_gather`. Keep both tensors until the work has been waited for."""
     # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return works.started(gather(whole, own, group=group, async_op=True))

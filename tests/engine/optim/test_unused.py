@@ -83,5 +83,5 @@ def test_parameters_without_any_gradient_are_named_once(policy, build, silent) -
             stepper.step().read()
     assert [warning.filename for warning in caught] == ([__file__] if silent else [])
     for warning in caught:
-        text = f"2 of 4 parameters had no gradient other than zero in the first 10 applied steps: {silent}. "
+        text = f"2 of 4 parameters had only zero gradients in the first 10 applied steps: {silent}. "
         assert str(warning.message).startswith(text)
