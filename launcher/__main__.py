@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     streams.make_unfailing()
     lifetime.end_with_torchrun(os.environ)
-    guardian.start(lifetime.Leash().hangup)
+    guardian.start(lifetime.ParentDeathSignal().hangup)
     try:
         from launcher import cli
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""Texts, bytes and numbers of all ranks: the collectives that are not of gradients.
+"""Collectives on texts, bytes and numbers; those on gradients are the engine's.
 
 All ranks call each function at the same point; `group` None is one process. Nothing is unpickled here.
-Works are kept as the engine keeps its own: one that is dropped can abort the process at its end.
+Works are kept as in the engine: dropping one can abort the process at shutdown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launcher.distributed.process_group import WorkerEnv
 
 
 def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
-    """What each rank says, by rank. A collective; bytes only, nothing is unpickled."""
+    """The `text` of each rank, by rank. A collective; bytes only, nothing is unpickled."""
     if env.group is None:
         return [text]
     data = text.encode()

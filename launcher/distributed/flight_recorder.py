@@ -1,8 +1,8 @@
-"""What each rank called last, and whether the ranks called the same.
+"""The latest collectives of each rank, and whether the ranks called the same.
 
 Owns the use of torch's flight recorder after a rank was lost. Gloo aborts a rank that receives more than it
-expects, which is seldom the one that called the wrong collective; the others' records say more. Costs nothing
-before a failure.
+expects, which is rarely the one that called the wrong collective; the records of other ranks tell them apart.
+Costs nothing before a failure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 DUMP = "_dump_fr_trace_json"
 COMPARED = 16  # of a rank's latest collectives: more than a step keeps in flight
-ANSWER_S = 2.0  # for the others, where more than one is missing: who waits for another rank notices later
-# Those whose input has the same shape on all ranks. Of the others only the names are compared.
+ANSWER_S = 2.0  # for the others if several are missing: ranks that wait for another one notice later
+# Collectives whose input has the same shape on all ranks. For others only names are compared.
 ALIKE = frozenset({"all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter"})
 SIZES = "Received data size doesn't match expected size"  # in Gloo's words
 RULE = (
@@ -45,7 +45,7 @@ Calls = Mapping[str, Call]  # by process group and number within it, oldest firs
 
 
 def latest_calls() -> dict[str, Call]:
-    """This rank's latest collectives over Gloo; empty where torch keeps no record of them."""
+    """This rank's latest collectives over Gloo; empty if torch has no record of them."""
     from torch import _C
 
     try:
@@ -53,7 +53,7 @@ def latest_calls() -> dict[str, Call]:
         entries = [entry for entry in json.loads(recorded)["entries"] if not entry["is_p2p"]]
         return dict(_call(entry) for entry in entries[-COMPARED:])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return {}  # a private function: another version of torch may lack it or write another form
+        return {}  # a private function: other versions of torch may lack it or change its format
 
 
 def _call(entry: Mapping[str, Any]) -> tuple[str, Call]:
@@ -74,18 +74,18 @@ def _item_bytes(dtype: str) -> int:
 
 
 def last_call(calls: Calls) -> str:
-    """The text of the latest call; empty where none is known."""
+    """The text of the latest call; empty if none is known."""
     return list(calls.values())[-1].text if calls else ""
 
 
 def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, Calls]:
-    """The latest calls by rank. To be called by all that have lost a rank.
+    """The latest calls by rank. Called by all ranks that have lost another one.
 
-    Returns as soon as a single rank is missing, which is the lost one.
+    Returns as soon as only one rank is missing, which is the lost one.
     """
     from torch.distributed import DistError
 
-    said: dict[int, Calls] = {}
+    found: dict[int, Calls] = {}
     unknown = deque(range(launch.world_size))
     with suppress(DistError):
         own = {key: asdict(call) for key, call in latest_calls().items()}
@@ -94,12 +94,12 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
         while len(unknown) > 1 and time.monotonic() < deadline:
             rank = unknown.popleft()
             if store.check([_key(job, rank)]):
-                found = json.loads(store.get(_key(job, rank)))
-                said[rank] = {key: Call(**call) for key, call in found.items()}
+                calls = json.loads(store.get(_key(job, rank)))
+                found[rank] = {key: Call(**call) for key, call in calls.items()}
             else:
                 unknown.append(rank)
                 time.sleep(0.005)
-    return said
+    return found
 
 
 def is_loss(error: BaseException) -> bool:
@@ -109,11 +109,11 @@ def is_loss(error: BaseException) -> bool:
 
 
 def disagreement(said: Mapping[int, Calls], world_size: int) -> str:
-    """The first collective about which the ranks in `said` disagree, as an error; empty where they agree.
+    """The first collective on which the ranks in `said` disagree, as an error; empty if they agree.
 
-    Names the ranks that most others contradict. A rank that is missing was aborted by Gloo, which sent it
-    more than it expected: a single one is counted among those with the smaller size. Without a majority, as
-    with two ranks, nobody is blamed.
+    Names the ranks that differ from the majority. A missing rank was aborted by Gloo because it received more
+    than it expected: a single one counts among those with the smaller size. Without a majority, as with two
+    ranks, none is named.
     """
     keys = dict.fromkeys(key for rank in sorted(said) for key in said[rank])
     for key in keys:
@@ -138,7 +138,7 @@ def _difference(calls: Mapping[int, Call], world_size: int) -> str:
 
 
 def loss(said: Mapping[int, Calls], world_size: int) -> str:
-    """Who was lost, as far as those in `said` know, who do not disagree; empty where they know nothing."""
+    """Which rank was lost, from the calls in `said`, which agree; empty if they do not show it."""
     lost = sorted(set(range(world_size)) - said.keys())
     last = {rank: text for rank, calls in said.items() if (text := last_call(calls))}
     if not lost or not last:
@@ -163,7 +163,7 @@ def called(last: Mapping[int, str]) -> str:
 
 
 def of_sizes(lost: int, last: Mapping[int, str], world_size: int) -> str:
-    """What Gloo's message means: it aborts whoever receives more than it expects, right or wrong."""
+    """What Gloo's message means: it aborts the rank that receives more than it expects, right or wrong."""
     agree = max(Counter(last.values()).values(), default=0)
     if 2 * agree > world_size:
         blame = f"rank {lost} called a collective of a smaller size than the others."

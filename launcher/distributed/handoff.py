@@ -1,8 +1,8 @@
 """How the ranks of one launch agree on what to run.
 
 Owns the hand-over of each job from rank 0, which alone reads argv and runs Hydra, to the other ranks; the
-confirmation that all have left a job before the next begins; and the way in which the end of rank 0
-reaches the others. Never composes a config, and imports torch only when it opens the store.
+confirmation that all have left a job before the next begins; and how the other ranks learn that rank 0 has
+ended. Never composes a config, and imports torch only when it opens the store.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long one side waits for the other before it gives up."""
+    """Timeouts of each side's waits for the other."""
 
     first_job_s: float = 300.0  # followers: until rank 0 has composed the config
-    next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw pictures and upload
+    next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload
     leave_s: float = 60.0  # all ranks, once one has left a job
-    abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once, unless it was lost
+    abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once if it is alive
     goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end
 
 
@@ -59,9 +59,9 @@ class Departure:
     time_s: float
     error: str = ""
     exit_code: int = 0
-    shared: bool = False  # the error concerns other ranks, which its text names
+    shared: bool = False  # the error is about other ranks, which its text names
     last_call: str = ""  # the collective in which it lost another rank
-    gone: bool = False  # ended by its watchdog: it takes part in no further job
+    gone: bool = False  # ended by its watchdog: it will not join further jobs
 
     @property
     def explained(self) -> bool:
@@ -71,9 +71,9 @@ class Departure:
 
 
 def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
-    """The error of `blamed` with its rank, or without one where other ranks left with the same message.
+    """The error of `blamed` with its rank, or without it if other ranks left with the same message.
 
-    `departures` are those of all ranks that said something, of `blamed` among them.
+    `departures` are those of all ranks that recorded one, including `blamed`.
     """
     error, of_rank = blamed.error, f"rank {blamed.rank} "
     if blamed.shared:
@@ -85,12 +85,12 @@ def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
 
 
 def _without_ranks(error: str) -> str:
-    """What two ranks have in common that fail alike: all but their own numbers and logs."""
+    """The error without rank numbers, to compare errors of different ranks."""
     return OWN_RANK.sub("rank", error)
 
 
 class JobFailed(LauncherError):
-    """The job failed on some rank, whose departure says why."""
+    """The job failed on some rank, whose departure gives the reason."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -98,7 +98,7 @@ class JobFailed(LauncherError):
 
 
 class Leader:
-    """Rank 0, or the only process: hands out jobs, runs its own part, and says when it is over.
+    """Rank 0, or the only process: hands out jobs, runs its own part, and announces the end.
 
     The store is opened with the first message, so that a config is composed before torch is imported.
     """
@@ -115,7 +115,7 @@ class Leader:
     def run(self, config: Config) -> None:
         """Run one job on all ranks; raises what failed first, on whichever rank.
 
-        Raises StalledError if a rank is still in the job long after another left it: there can be no next.
+        Raises StalledError if a rank is still in the job long after another left it: no job can follow.
         """
         job, self._jobs = str(self._jobs), self._jobs + 1
         store = self._send({"job": job, "config": to_dict(config)})
@@ -123,7 +123,7 @@ class Leader:
         try:
             self._run_job(config, self.launch, store, job)
         except (StalledError, CollectiveError):
-            # The rank that hangs or was aborted will never hear it.
+            # The rank that hangs or was aborted will never confirm the end.
             self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
             raise
         except Exception as error:
@@ -145,7 +145,7 @@ class Leader:
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.
 
-        Without `run.dir` a restart would otherwise begin anew in a directory of its own.
+        Otherwise a restart without `run.dir` would start over in a new directory.
         """
         if config.run.dir or not self.launch.restart_count:
             return config
@@ -155,20 +155,20 @@ class Leader:
         return replace(config, run=replace(config.run, dir=store.get(key).decode()))
 
     def remember(self, config: Config) -> None:
-        """Write down which directory the job has."""
+        """Record the directory of the job for restarts."""
         store = memory(self._opened(), self.launch)
         if store is not None:
             store.set(self._directory_key(), config.run.dir)
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
-        """Send the others this exit code to leave with, and wait until they have confirmed it."""
+        """Send the other ranks the exit code to leave with, and wait for their confirmation."""
         from torch.distributed import DistError
 
-        with contextlib.suppress(DistError):  # where the store is gone nobody can be reached
+        with contextlib.suppress(DistError):  # if the store is gone, no rank can be reached
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:
-                heard = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
-                arrived(store, heard, self._goodbye_s)  # who has not confirmed has died: nothing to add
+                confirmed = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
+                arrived(store, confirmed, self._goodbye_s)  # a rank that has not confirmed has died
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
         store = self._opened()
@@ -184,7 +184,7 @@ class Leader:
         return f"directory/{self._jobs}"
 
     def _departures(self, store: dist.Store | None, job: str, own: Departure) -> list[Departure]:
-        """How each rank left the job, in rank order; StalledError where one does not leave."""
+        """How each rank left the job, in rank order; StalledError if one does not leave."""
         if store is None:
             return [own]
         others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
@@ -202,7 +202,7 @@ class Leader:
         """The earliest failed departure of all ranks, our own departure if none failed."""
         failed = [departure for departure in departures if departure.error]
         first = None if store is None else first_failure(store, job)
-        # Who fails because another did may still leave before it: the claim decides, then the time.
+        # A rank that fails because of another may leave before it: the claim decides, then the time.
         return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
 
 
@@ -214,8 +214,8 @@ def follow(
 ) -> tuple[int, str]:
     """Run the jobs that rank 0 hands out, until it ends; returns its exit code and reason.
 
-    `on_end` is called before rank 0 is let go: torchrun ends the ranks that are left once one has failed.
-    Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 says nothing.
+    `on_end` is called before the end is confirmed to rank 0: torchrun ends the remaining ranks once one has
+    failed. Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 is silent.
     """
     patience = patience or Patience()
     store = reach_leader(launch, patience.first_job_s)
@@ -230,7 +230,7 @@ def follow(
         failure = run_as_follower(store, message, launch, run_job)
         wait_s = patience.leave_s if failure else patience.next_job_s
         if isinstance(failure, CollectiveError):
-            wait_s = min(wait_s, patience.abandoned_s)  # rank 0 knows it too, or was aborted
+            wait_s = min(wait_s, patience.abandoned_s)  # rank 0 has the same error, or was aborted
     return message["exit_code"], message["reason"]
 
 
@@ -283,7 +283,7 @@ def receive(
 
 
 def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
-    """Whether all keys are there within the time. A store that is gone counts as not arrived."""
+    """Whether all keys are set within the time. False if the store is gone."""
     from torch.distributed import DistError
 
     try:
@@ -294,7 +294,7 @@ def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:
-    """A failure that explains itself travels as its text, an unexpected one with its traceback."""
+    """How this rank left: a LauncherError as its text, an unexpected error with its traceback."""
     if error is None:
         return Departure(rank, time.time())
     error = shortage_of(error, f"rank {rank}") or error

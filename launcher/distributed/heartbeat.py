@@ -1,7 +1,7 @@
-"""Signs of life: where each rank's training thread is, in memory that the processes of a run share.
+"""Heartbeats: where each rank's training thread is, in memory shared by the processes of a run.
 
 Owns the names of the phases and the table. A rank writes its own row at each change of phase, in about a
-microsecond and without a lock; whoever started the ranks reads them all. Imports no torch.
+microsecond and without a lock; the process that started the ranks reads all rows. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, which cannot be had without torch
+STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, whose module imports torch
 PHASES = (
     "starting",
     "meeting the other ranks",
@@ -36,7 +36,7 @@ _ROW = struct.Struct("=qqd")  # phase, step, seconds of the machine's monotonic 
 
 @dataclass(frozen=True)
 class Beat:
-    """The latest sign of life of a rank. `step` counts from 1; 0 before the first."""
+    """The latest heartbeat of a rank. `step` counts from 1; 0 before the first."""
 
     phase: str
     step: int
@@ -49,12 +49,12 @@ class Beat:
 
 
 def limit_s(phase: str, stall_s: float) -> float:
-    """How long a rank may stay in a phase. Pictures, uploads and a digest wait for no other rank."""
+    """How long a rank may stay in a phase. When finishing (plots, uploads) it waits for no other rank."""
     return max(stall_s, FINISHING_S) if phase in FINISHING else stall_s
 
 
 def where(beat: Beat) -> str:
-    """The place of a sign of life in the run, as a part of a sentence."""
+    """Where in the run a heartbeat is, as part of a sentence."""
     if beat.phase in (*STEP_PARTS, "report"):
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
@@ -63,12 +63,12 @@ def where(beat: Beat) -> str:
 
 
 def steps_done(phase: str, step: int) -> int:
-    """Steps behind a rank that is in `phase` of `step`."""
+    """Steps completed by a rank that is in `phase` of `step`."""
     return max(0, step - (phase in IN_A_STEP))
 
 
 class Heartbeat:
-    """One rank's own row. Without a table nobody is listening, and beating costs next to nothing."""
+    """One rank's row. Without a table no other process reads it."""
 
     def __init__(self, table: mmap.mmap | None = None, rank: int = 0) -> None:
         self._table = table
@@ -79,33 +79,33 @@ class Heartbeat:
 
     @property
     def latest(self) -> Beat:
-        """Where this rank is, and for how long. Another thread may ask."""
+        """Where this rank is, and for how long. May be called from any thread."""
         return Beat(self._phase, self._step, time.monotonic() - self._since_s)
 
     @property
     def steps_done(self) -> int:
-        """Steps behind this rank; a step that it is in does not count."""
+        """Steps completed by this rank; the current one does not count."""
         return steps_done(self._phase, self._step)
 
     @property
     def watched(self) -> bool:
-        """Whether somebody else looks for a rank that hangs, and names it."""
+        """Whether another process monitors the heartbeats and detects hangs."""
         return self._table is not None
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """This rank enters `phase`, one of PHASES, of `step` (the same as before where it is None)."""
+        """Record that this rank enters `phase`, one of PHASES, of `step` (None: unchanged)."""
         if step is not None:
             self._step = step
         self._phase = phase
         self._since_s = time.monotonic()
         if self._table is not None:
-            # Not pack_into: it clears the row first, and a reader would see a rank that never started.
+            # Not pack_into: it clears the row first, and a reader could see a rank that never started.
             row = _ROW.pack(_NUMBERS[phase], self._step, self._since_s)
             self._table[self._offset : self._offset + _ROW.size] = row
 
 
 class Heartbeats:
-    """The table of all ranks of a machine. Made before the ranks are forked, which inherit its memory."""
+    """The table of all ranks of a machine. Created before the ranks are forked, which inherit its memory."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -113,7 +113,7 @@ class Heartbeats:
         self.restart()
 
     def restart(self) -> None:
-        """All ranks are starting, as of now."""
+        """Reset all ranks to starting, as of now."""
         for rank in range(self._num_ranks):
             self.of(rank).beat("starting", 0)
 
@@ -121,11 +121,11 @@ class Heartbeats:
         return Heartbeat(self._memory, rank)
 
     def read(self) -> list[Beat]:
-        """The latest of each rank, by rank."""
+        """The latest heartbeat of each rank, by rank."""
         now = time.monotonic()
         rows = (_ROW.unpack_from(self._memory, rank * _ROW.size) for rank in range(self._num_ranks))
         return [Beat(PHASES[phase], step, now - seconds) for phase, step, seconds in rows]
 
     def steps_done(self) -> int:
-        """Steps behind the rank that is ahead of the others."""
+        """Steps completed by the rank that is furthest ahead."""
         return max(steps_done(beat.phase, beat.step) for beat in self.read())

@@ -1,6 +1,6 @@
-"""The ranks of a job meet: what each runs on, and whether all were started alike.
+"""Checks before a job starts: what each rank runs on, and whether all were started the same way.
 
-Owns the facts that have to be the same everywhere and that nothing else would notice.
+Owns the facts that must be equal on all ranks and that nothing else would check.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[str]:
-    """What each rank runs on, in rank order. All ranks call it; the store waits for those that are late.
+    """The device of each rank, in rank order. All ranks call it; the store waits for late ones.
 
-    Raises PreflightError, on all ranks alike, where they were not started alike.
+    Raises PreflightError, on all ranks, unless all were started the same way.
     """
     device = (
         torch.cuda.get_device_name(env.device)
@@ -40,7 +40,7 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
 
 
 def facts(config: Config) -> dict[str, str]:
-    """What has to be the same on all ranks: versions, and digests of the config and of a recipe file."""
+    """What must be equal on all ranks: versions, and digests of the config and of a recipe file."""
     recipe = Path(config.recipes.path).read_bytes() if config.recipes.path else b""
     return {
         "torch": torch.__version__,
@@ -52,7 +52,7 @@ def facts(config: Config) -> dict[str, str]:
 
 
 def refuse_differences(by_rank: list[dict[str, str]]) -> None:
-    """Raise PreflightError unless all ranks say the same as rank 0."""
+    """Raise PreflightError unless all ranks have the facts of rank 0."""
     first = by_rank[0]
     lines = [
         f"rank {rank}: {key} is {value}, and {first[key]} on rank 0"

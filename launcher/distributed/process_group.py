@@ -1,7 +1,7 @@
-"""What started this process, and its place among the others: rank, world, device, process group.
+"""How this process was started, and its place in the job: rank, world, device, process group.
 
-Owns every read of RANK and its kin, the choice of device, the threads, and the life of the process group.
-Importing it imports no torch, so that a bad config is refused before torch is loaded.
+Owns every read of RANK and related variables, the choice of device, the threads, and the lifetime of the
+process group. Importing it imports no torch, so that a bad config is refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from launcher.distributed.torch_build import refuse_missing_kernels, refuse_old_
 from launcher.errors import LauncherError, PreemptedError, PreflightError, StalledError
 
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
-# How a rank fails because another one did: in Gloo, NCCL or the store. Matched in the error's own words only.
+# Errors of a rank that failed because another one did: of Gloo, NCCL or the store. Matched against the
+# error's message only.
 OF_ANOTHER = re.compile(
     r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
     r"Application timeout|Connection (closed|reset)",
     re.IGNORECASE,
 )
-# Torch's watchdog only logs a timeout, and its monitor ends no process: `watchdog` does, by name.
-# torchrun sets the first one to 1 for its workers, so what is found there is nobody's wish.
+# Torch's watchdog then only logs timeouts, and its monitor ends no process: `watchdog` does, and names the
+# rank. torchrun sets the first variable to 1, so its value is not the user's choice.
 NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-ASSEMBLE_S = 2.0  # between the first rank that gives a collective up and the last
+ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
 PRINT_S = 0.3
-LEAVE_S = 4.0  # for an answer of the store, once this rank has failed
+LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """What torchrun (or a scheduler that sets the same variables) says about this process."""
+    """This process according to torchrun, or a scheduler that sets the same variables."""
 
     rank: int = 0
     world_size: int = 1
@@ -50,7 +51,7 @@ class LaunchEnv:
     local_world_size: int = 1
     restart_count: int = 0
     run_id: str = "none"
-    launched: bool = False  # by something that sets RANK, rather than by hand
+    launched: bool = False  # by a launcher that sets RANK
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
@@ -103,15 +104,15 @@ class WorkerEnv:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank writes the files and speaks to people. Never a reason to skip a collective."""
+        """Whether this rank writes files and console output. Never a reason to skip a collective."""
         return self.rank == 0
 
 
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
-    """The key-value store in which the ranks of this launch meet; None for one process.
+    """The key-value store that the ranks of this launch share; None for one process.
 
     Under torchrun it is the agent's; under a plain scheduler rank 0 hosts it on MASTER_ADDR:MASTER_PORT.
-    Keys are private to this attempt of this launch, so a restart never reads what a dead one wrote.
+    Keys are private to this attempt of this launch, so a restart never reads keys of an earlier attempt.
     """
     if launch.world_size == 1:
         return None
@@ -127,7 +128,7 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
 
 
 def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
-    """What outlives an attempt: keys of the launch as a whole, which a restart finds again.
+    """A store that outlives an attempt, for keys that a restart must find again.
 
     Only under torchrun, whose agent keeps its store between attempts, also for a single process.
     """
@@ -141,7 +142,7 @@ def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
 
 
 def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
-    """Say that this rank failed, before the others can notice it: of all claims the first one counts.
+    """Record that this rank failed, before others can notice. The first claim counts.
 
     Clocks of different machines cannot tell who was first; the store can.
     """
@@ -150,15 +151,15 @@ def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
     from torch.distributed import DistError
 
     limit_silence(LEAVE_S)
-    with suppress(DistError):  # a store that is gone makes no difference: the others find out by themselves
+    with suppress(DistError):  # if the store is gone, the other ranks notice by themselves
         store.compare_set(f"job/{job}/first_failure", "", str(rank))
 
 
 def limit_silence(seconds: float) -> None:
-    """From here on the machine of the store may stay silent for so long before a call of the store fails.
+    """Limit how long the store's machine may stay silent before a store call fails.
 
-    The timeouts of a TCPStore are those of waiting for a key. The answer to a request is waited for as long
-    as the kernel sends it again to a machine that is gone, which takes a quarter of an hour.
+    The timeouts of a TCPStore apply to waiting for a key. For the answer to a request it waits as long as the
+    kernel retransmits the request to a machine that is gone: a quarter of an hour.
     """
     port = os.environ.get("MASTER_PORT", "")
     for descriptor in map(int, os.listdir("/proc/self/fd") if port else ()):
@@ -168,7 +169,7 @@ def limit_silence(seconds: float) -> None:
 
 
 def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
-    """Only where the socket is connected to that port. Closes the descriptor."""
+    """Only if the socket is connected to that port. Closes the descriptor."""
     with socket.socket(fileno=descriptor) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -178,15 +179,15 @@ def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
 
 
 def first_failure(store: dist.Store, job: str) -> int | None:
-    """The rank that failed before all others, if any said so."""
+    """The rank that failed first, if any has recorded a failure."""
     key = f"job/{job}/first_failure"
     return int(store.get(key)) if store.check([key]) else None
 
 
 def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError | None:
-    """The failure that ended the others, with its rank and exit code, where another rank than `rank` had it.
+    """The failure that ended the job, with its rank and exit code, if another rank than `rank` had it.
 
-    Waits a moment for the departure of the rank that was the first to fail. None where none was written.
+    Waits briefly for the departure of the rank that failed first. None if there is none.
     """
     from torch.distributed import DistError
 
@@ -205,7 +206,7 @@ def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError 
 
 
 def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:
-    """Say why this rank fails to those whose main thread cannot find out: see `reason_of`."""
+    """Record why this rank fails, for ranks whose main thread cannot find out: see `reason_of`."""
     if store is None:
         return
     from torch.distributed import DistError
@@ -226,16 +227,16 @@ def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
 
 
 def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
-    """Say that this rank leaves for good, in place of its main thread, and that nobody need wait for it.
+    """Record, in place of the main thread, that this rank leaves for good and is not to be waited for.
 
-    Returns when all ranks but 0 have said so, or after a moment: torchrun ends whoever is left once the first
-    has gone, rank 0 too, which would not have printed why it failed.
+    Returns when all ranks but 0 have done so, or after ASSEMBLE_S. torchrun ends the remaining ranks once the
+    first has ended, including rank 0, which might not yet have printed why it failed.
     """
     from torch.distributed import DistError
 
     limit_silence(LEAVE_S)
     said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code}
-    said |= {"shared": True, "gone": True}  # the text names the rank that it is about
+    said |= {"shared": True, "gone": True}  # the text names the rank at fault
     with suppress(DistError):
         store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
         store.set(f"heard/{launch.rank}", "")
@@ -247,9 +248,10 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
 def stall_of(
     error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
 ) -> StalledError | None:
-    """Which ranks a collective has waited for in vain, if that is what `error` says; None for all else.
+    """The ranks that did not join a collective, if `error` is a timeout; None for other errors.
 
-    Those that waited say so in the store; who has not said it a moment later is the one that hangs.
+    Ranks that waited record it in the store; those that have not done so shortly after are the ones that
+    hang.
     """
     if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(str(error))):
         return None
@@ -277,9 +279,9 @@ def stall_of(
 
 @contextmanager
 def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float) -> Iterator[WorkerEnv]:
-    """Be one rank of a job: device bound, threads divided, process group open; always left again.
+    """Join a job as one rank: bind the device, divide threads, open the process group; always close it.
 
-    `timeout_s` holds until `tighten` shortens it: meeting and compiling may take minutes, a step may not.
+    `timeout_s` holds until `tighten` shortens it: start-up and compiling may take minutes, a step may not.
     """
     import torch
     import torch.distributed as dist
@@ -310,7 +312,8 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         )
     except BaseException:
         if device.type == "cuda":
-            # The others may sit in a collective that this rank will never join: waiting would hang.
+            # Other ranks may wait in a collective that this rank will never join: a clean shutdown would
+            # hang.
             torch.distributed.distributed_c10d._abort_process_group()
         raise
     finally:
@@ -319,7 +322,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
 
 
 def tighten(env: WorkerEnv, timeout_s: float) -> None:
-    """From here on a collective that takes longer than `timeout_s` is an error."""
+    """Set the timeout of collectives from now on."""
     if env.group is not None:
         from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -327,7 +330,7 @@ def tighten(env: WorkerEnv, timeout_s: float) -> None:
 
 
 def _device(launch: LaunchEnv) -> torch.device:
-    """Number `local_rank` of the visible GPUs; the only one where a scheduler shows each task its own."""
+    """GPU number `local_rank` of the visible ones, or the only one if a scheduler shows each task its own."""
     import torch
 
     if not torch.cuda.is_available():
@@ -344,9 +347,9 @@ def _device(launch: LaunchEnv) -> torch.device:
 
 
 def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, device: torch.device) -> None:
-    """Raise PreflightError where another rank uses this rank's GPU: NCCL cannot connect the two.
+    """Raise PreflightError if another rank uses this rank's GPU: NCCL cannot connect the two.
 
-    Ranks that see one GPU each may see the same one or one of their own; only its UUID tells them apart.
+    Ranks that see one GPU each may see the same or different ones; only the UUID distinguishes these cases.
     """
     if store is None or device.type != "cuda":
         return
@@ -367,13 +370,13 @@ def _divide_threads(launch: LaunchEnv) -> None:
     """Share the cores among the ranks of this machine, unless the user has set OMP_NUM_THREADS > 1."""
     import torch
 
-    # torchrun itself sets OMP_NUM_THREADS=1 where nobody did, so 1 says nothing about the user's wish.
+    # torchrun sets OMP_NUM_THREADS=1 if it is unset, so 1 may not be the user's choice.
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
 
 
 def _prefer_loopback(launch: LaunchEnv) -> None:
-    """Keep single-machine Gloo traffic on the loopback device, off every other interface."""
+    """Keep single-machine Gloo traffic on the loopback device."""
     if launch.local_world_size < launch.world_size or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     if "lo" in (name for _, name in socket.if_nameindex()):

@@ -1,7 +1,7 @@
-"""Where the ranks of a job are, asked through the store once one of them waits too long.
+"""Collects through the store where each rank of a job is, once one of them has waited too long.
 
-Owns the keys of the question and its answers, and the conclusion. A rank that does not answer hangs with the
-interpreter's lock, was stopped, or is gone. Imports no torch.
+Owns the keys of request and answers, and the conclusion. A rank that does not answer hangs while holding the
+GIL, was stopped, or is gone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 ANSWER_S = 4.0  # for all ranks, whose watchdogs look for a question every second
-LOOK_AGAIN_S = 0.1
-# Long work in which no rank waits for another, before the first step is done.
+POLL_EVERY_S = 0.1
+# Phases before the end of the first step that may be long and in which no rank waits for another.
 LOCAL = frozenset({"starting", "loading data", "building the model", "restoring", "data", "compute"})
 LIMITS = "launch.stall_s (before the end of the first step launch.init_timeout_s) says how long ranks wait."
 
 
 class RollCall:
-    """One rank's part in the roll calls of a job. Every method raises DistError where the store is gone."""
+    """One rank's part in the roll calls of a job. Every method raises DistError if the store is gone."""
 
     def __init__(self, store: dist.Store, job: str, rank: int, world_size: int) -> None:
         self._store = store
@@ -34,25 +34,25 @@ class RollCall:
         self._answered = 0
 
     def answer(self, beat: Beat) -> None:
-        """Say where this rank is, where another has asked since the last call."""
+        """Record where this rank is, if another has asked since the last call."""
         number = self._latest()
         if number > self._answered:
             self._answered = number
-            self._store.set(self._place(number, self._rank), json.dumps(asdict(beat)))
+            self._store.set(self._key(number, self._rank), json.dumps(asdict(beat)))
 
     def ask(self, beat: Beat) -> dict[int, Beat | None]:
-        """Where each rank is, by rank: None for one that has left the job. Who does not answer is missing."""
+        """Where each rank is, by rank: None if it has left the job. Ranks that do not answer are missing."""
         self._store.add(f"{self._prefix}/number", 1)
         self.answer(beat)
         deadline, found = time.monotonic() + ANSWER_S, self._found()
         while len(found) < self._world_size and time.monotonic() < deadline:
-            time.sleep(LOOK_AGAIN_S)
-            self.answer(beat)  # of two that ask at the same time both take the later question
+            time.sleep(POLL_EVERY_S)
+            self.answer(beat)  # two ranks that ask at the same time both use the later roll call
             found = self._found()
         return found
 
     def leave(self) -> None:
-        """This rank has done its part of the job, and answers no more."""
+        """Record that this rank has left the job and will not answer."""
         self._store.set(f"{self._prefix}/left/{self._rank}", "")
 
     def _latest(self) -> int:
@@ -62,14 +62,14 @@ class RollCall:
     def _found(self) -> dict[int, Beat | None]:
         found: dict[int, Beat | None] = {}
         for rank in range(self._world_size):
-            key = self._place(self._answered, rank)
+            key = self._key(self._answered, rank)
             if self._store.check([key]):
                 found[rank] = Beat(**json.loads(self._store.get(key)))
             elif self._store.check([f"{self._prefix}/left/{rank}"]):
                 found[rank] = None
         return found
 
-    def _place(self, number: int, rank: int) -> str:
+    def _key(self, number: int, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"
 
 
@@ -79,9 +79,9 @@ def missing(places: Mapping[int, Beat | None], world_size: int) -> list[int]:
 
 
 def who_stalls(places: Mapping[int, Beat | None], world_size: int, under_way: bool) -> str:
-    """Whom the others wait for, as an error; empty where no rank waits for another.
+    """Which ranks the others wait for, as an error; empty if no rank waits for another.
 
-    `under_way` where the first step is done: before, ranks that all load or build for long wait for nobody.
+    `under_way` after the first step. Before it, ranks that all load or build do not wait for each other.
     """
     if silent := missing(places, world_size):
         others = "; ".join(f"rank {rank} is {where(beat)}" for rank, beat in places.items() if beat)
@@ -101,7 +101,7 @@ def who_stalls(places: Mapping[int, Beat | None], world_size: int, under_way: bo
 
 
 def last_ranks(places: Mapping[int, Beat | None]) -> dict[int, Beat]:
-    """Those that answered and are behind all others, or all of them where they are at one place."""
+    """The ranks that answered and are behind all others, or all if they are at the same place."""
     beats = {rank: beat for rank, beat in places.items() if beat is not None}
     last = min(beat.order for beat in beats.values())
     return {rank: beat for rank, beat in beats.items() if beat.order == last}

@@ -1,13 +1,13 @@
-"""Ends torchrun on a host that has lost the machine of torchrun's store.
+"""Ends torchrun on a host that has lost the connection to the machine of torchrun's store.
 
-With `--rdzv-backend c10d` torchrun asks its store for news ten times a second, and waits for the answer for
-as long as the kernel repeats the request to a machine that is gone: a quarter of an hour, by
-net.ipv4.tcp_retries2, whatever timeouts it was given. Meanwhile it neither notices that its workers have
-ended nor obeys SIGTERM, whose handler is Python code; and no other process can shorten the wait. So a worker
-that has failed leaves a small process behind, which sends SIGKILL to torchrun where the kernel says that it
-waits in this way. torchrun with restarts left is not ended: it restarts once the link is up again.
+With `--rdzv-backend c10d` torchrun polls its store ten times a second. If that machine is gone, it waits for
+as long as the kernel retransmits the request: a quarter of an hour, by net.ipv4.tcp_retries2, whatever
+timeouts were set. Meanwhile it neither notices that its workers have ended nor handles SIGTERM, whose handler
+is Python code, and no other process can shorten the wait. So a worker that has failed leaves a small process
+behind, which sends SIGKILL to torchrun if the kernel shows that it waits in this way. torchrun with restarts
+left is not ended: it restarts once the link is up again.
 
-Run as a file, by path: it must start in an instant, so it imports nothing of this package and no torch.
+Run as a file, by path, so that it starts quickly: it imports neither this package nor torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-REPEATED = 4  # requests without an answer, at intervals that double: at least 3 s of silence
-GRACE_S = (
-    2.0  # in which torchrun may end by itself, and other workers of this machine write down why they end
-)
+REPEATED = 4  # retransmissions, at intervals that double: at least 3 s of silence
+GRACE_S = 2.0  # for torchrun to end by itself, and for other workers of this machine to record why they end
 WATCH_S = 10.0
 ESTABLISHED = "01"  # in /proc/net/tcp
 
@@ -32,8 +30,8 @@ ESTABLISHED = "01"  # in /proc/net/tcp
 def watch(environ: Mapping[str, str]) -> None:
     """Leave a process behind that ends this worker's torchrun if it waits for a machine that is gone.
 
-    To be called by a worker that has failed, last of all. Does nothing unless torchrun started this process
-    as one of several machines, with no restart left.
+    Called last by a worker that has failed. Does nothing unless torchrun started this process on several
+    machines and has no restart left.
     """
     several = int(environ.get("WORLD_SIZE", 1)) > int(environ.get("LOCAL_WORLD_SIZE", 1))
     used, allowed = (environ.get(f"TORCHELASTIC_{key}") for key in ("RESTART_COUNT", "MAX_RESTARTS"))
@@ -42,10 +40,10 @@ def watch(environ: Mapping[str, str]) -> None:
         return
     from launcher.process.guardian import VARIABLE
 
-    handle = os.pidfd_open(agent)  # while it cannot be another process: ours is its child
+    handle = os.pidfd_open(agent)  # its pid cannot be reused while this child exists
     subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(agent), str(handle)],
-        # Without the mark by which this process's guardian would find it.
+        # Without the variable by which this process's guardian would find it.
         env={key: value for key, value in environ.items() if key != VARIABLE},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -55,7 +53,7 @@ def watch(environ: Mapping[str, str]) -> None:
 
 
 def _is_agent(pid: int) -> bool:
-    """Whether this parent is torchrun, rather than a shell in between, which inherited its variables."""
+    """Whether this parent is torchrun, and not a shell in between that inherited its variables."""
     try:
         return b"TORCHELASTIC_RUN_ID=" not in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -63,7 +61,7 @@ def _is_agent(pid: int) -> bool:
 
 
 def end_if_stranded(agent: int, handle: int) -> None:
-    """Wait for the end of torchrun; SIGKILL where it waits for an answer of another machine."""
+    """Wait for torchrun to end; send SIGKILL if it waits for an answer of another machine."""
     ended = select.poll()
     ended.register(handle, select.POLLIN)
     began = time.monotonic()
@@ -78,7 +76,7 @@ def end_if_stranded(agent: int, handle: int) -> None:
 
 
 def is_stranded(pid: int) -> bool:
-    """Whether another machine does not acknowledge what a connection of the process has sent."""
+    """Whether another machine does not acknowledge data sent on a connection of the process."""
     process = Path(f"/proc/{pid}")
     try:
         inodes = {os.readlink(end)[8:-1] for end in (process / "fd").iterdir()}  # of socket:[number]
@@ -90,7 +88,7 @@ def is_stranded(pid: int) -> bool:
 
 
 def _is_unanswered(row: list[str]) -> bool:
-    """By the kernel's count of repetitions; where the own link is down and nothing leaves, of probes."""
+    """By the kernel's count of retransmissions, or of probes if this host's link is down."""
     is_waiting = int(row[4].partition(":")[0], 16) > 0
     return is_waiting and max(int(row[6], 16), int(row[8])) >= REPEATED
 

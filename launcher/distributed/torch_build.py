@@ -1,6 +1,6 @@
-"""Which build of torch runs on which GPU: the choice at set-up, and the check before the first step.
+"""Which build of torch runs on which GPU: the choice at set-up, and a check before the first step.
 
-Owns the table of builds. Importing it imports only the standard library: set-up asks before torch is there.
+Owns the table of builds. Imports only the standard library, because set-up runs before torch is installed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 @dataclass(frozen=True)
 class Build:
-    """One series of wheels of torch 2.11 to 2.14. `backend` is uv's name of it, None what the index has."""
+    """One series of wheels of torch 2.11 to 2.14. `backend` is uv's name for it, None the index's default."""
 
     backend: str | None
     cuda: str
-    driver: int  # the oldest major version that runs it
+    driver: int  # the oldest major version that supports it
     lowest: Capability  # of the GPUs that it has kernels for
     highest: Capability
 
@@ -37,7 +37,7 @@ class Build:
         return f"{self.backend or 'default'} (CUDA {self.cuda})"
 
     def misses(self, driver: str | None, capabilities: Sequence[Capability]) -> str | None:
-        """Why this build cannot run on such a machine; None where it can. A driver of None is new enough."""
+        """Why this build cannot run on such a machine; None if it can. A driver of None is new enough."""
         if driver is not None and int(driver.split(".")[0]) < self.driver:
             return f"driver {driver} is older than {self.driver}, which {self.name} needs"
         for capability in capabilities:
@@ -55,7 +55,7 @@ FIRST_WITHOUT_CU126 = (2, 15)
 
 @dataclass(frozen=True)
 class Choice:
-    """What to install, and why. `fits` is False where no build runs on all GPUs of the machine."""
+    """What to install, and why. `fits` is False if no build runs on all GPUs of the machine."""
 
     build: Build
     reason: str
@@ -63,10 +63,10 @@ class Choice:
 
 
 def choose(driver: str | None, capabilities: Sequence[Capability]) -> Choice:
-    """The first build that runs on all GPUs of a machine, the default one where none does.
+    """The first build that runs on all GPUs of a machine, the default one if none does.
 
     Args:
-        driver: the version that nvidia-smi reports, such as "550.54.15"; None where it is new enough.
+        driver: the version that nvidia-smi reports, such as "550.54.15"; None if it is new enough.
         capabilities: the compute capability of each GPU.
     """
     if not capabilities:

@@ -1,1 +1,1 @@
-"""What belongs to one process: standard streams, signals, lifetime, terminal, lack of memory or room."""
+"""One process: standard streams, signals, lifetime, terminal, shortage of memory or disk space."""

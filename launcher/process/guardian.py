@@ -1,9 +1,9 @@
-"""The process that ends what this one has executed, when this one has ended, however it ended.
+"""A guardian process that ends all programs started from this process once it has ended.
 
-A program that is executed loses every tie to the process that started it, but inherits its environment. A
-guardian, forked while this process is small, waits for its end and signals every process whose environment
-has a value that is drawn here. It holds no file, no terminal and no memory of its own. What it does not
-find: a program that was given an environment without that value. Needs /proc; imports no torch.
+An executed program loses every tie to the process that started it, but inherits its environment. A guardian,
+forked while this process is small, waits for this process to end, then signals every process whose
+environment contains a random value set here. It keeps no file, terminal or extra memory open. It cannot find
+a program that was started with an environment without that value. Needs /proc; imports no torch.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-VARIABLE = "LAUNCHER_ENDS_WITH"  # one value of each launcher that this process was started by
-GRACE_S = 0.5  # from SIGTERM to SIGKILL: multiprocessing's resource tracker frees what others leave behind
-GIVE_UP_S = 10.0  # a process that waits for a device cannot be killed
-LOOK_EVERY_S = 0.02
+VARIABLE = "LAUNCHER_ENDS_WITH"  # one value per launcher above this process
+GRACE_S = 0.5  # from SIGTERM to SIGKILL: multiprocessing's resource tracker cleans up in between
+GIVE_UP_S = 10.0  # a process in uninterruptible sleep cannot be killed
+POLL_EVERY_S = 0.02
 
 
 def start(hangup: int) -> None:
     """Start the guardian of this process. `hangup` is a pipe that hangs up when this process ends.
 
-    It is nobody's child, so that a `wait()` for all children does not wait for it.
+    It is reparented, so that a `wait()` for all children does not wait for it.
     """
     if not os.path.isdir("/proc/self"):
         return
     value = os.urandom(16).hex()
-    with contextlib.suppress(OSError):  # no process left to have, or SIGCHLD ignored: the run matters more
+    with contextlib.suppress(OSError):  # fork failed, or SIGCHLD is ignored: run without it
         child = os.fork()
         if child == 0:
             try:
-                os.setsid()  # a Ctrl-C is not meant for it
+                os.setsid()  # a Ctrl-C must not reach it
                 if os.fork() == 0:
                     _guard(hangup, value.encode())
             finally:
@@ -57,21 +57,21 @@ def _guard(hangup: int, value: bytes) -> None:
 
 
 def _end_all(value: bytes) -> None:
-    """End all processes that have `value` in their environment, and what they start meanwhile."""
+    """End all processes that have `value` in their environment, and those that they start meanwhile."""
     began, number = time.monotonic(), int(signal.SIGTERM)
     while _signal_all(value, number) and time.monotonic() - began < GIVE_UP_S:
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
         number = signal.SIGKILL if time.monotonic() - began > GRACE_S else 0
 
 
 def _signal_all(value: bytes, number: int) -> bool:
-    """Signal all that have the value; whether there are any."""
+    """Signal all processes that have the value; returns whether there are any."""
     return sum(_signal(pid, value, number) for pid in _others()) > 0
 
 
 def _signal(pid: int, value: bytes, number: int) -> bool:
-    """Signal a process if it has the value; whether it has."""
-    process = _handle(pid)  # first: the number may become another process's at any time
+    """Signal a process if it has the value; returns whether it has."""
+    process = _handle(pid)  # first: the pid may be reused at any time
     try:
         if not _is_marked(pid, value):
             return False
@@ -88,7 +88,7 @@ def _signal(pid: int, value: bytes, number: int) -> bool:
 
 
 def _handle(pid: int) -> int | None:
-    """A descriptor of the process; None where kernel or Python have none."""
+    """A pidfd of the process; None if kernel or Python do not support it."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -101,7 +101,7 @@ def _others() -> Iterator[int]:
 
 
 def _is_marked(pid: int, value: bytes) -> bool:
-    """Whether a process was started from here and not moved to a job or unit of its own since."""
+    """Whether a process was started from here and not moved to another cgroup since."""
     here, there = Path("/proc/self"), Path(f"/proc/{pid}")
     return value in (there / "environ").read_bytes() and (
         (there / "cgroup").read_bytes() == (here / "cgroup").read_bytes()

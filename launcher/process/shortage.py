@@ -1,7 +1,7 @@
-"""What a machine had too little of: memory, or room on a disk, from the error that says so.
+"""Recognises shortage of memory or disk space from an error.
 
-Owns the translation of Python's, torch's and the system's own errors into those with an exit code. Imports no
-torch: its class of error is looked up only where it has been loaded.
+Owns the translation of errors of Python, torch and the system into those with an exit code. Imports no torch:
+its error class is looked up only if torch is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 from launcher.errors import LauncherError, OutOfMemoryError, StorageError
 
-# From a tensor on the CPU that does not fit, and from a container of C++ that does not.
+# From torch's CPU allocator, and from C++.
 OF_ALLOCATORS = ("DefaultCPUAllocator: ", "std::bad_alloc")
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 TO_LOWER = "Lower data.micro_batch (the update stays that of data.batch_size), or choose a smaller model."
@@ -20,9 +20,9 @@ TO_LOWER = "Lower data.micro_batch (the update stays that of data.batch_size), o
 def shortage_of(
     error: BaseException, who: str, place: str = "", advice: str = TO_LOWER
 ) -> LauncherError | None:
-    """The error that a user can act on, if `error` is a lack of memory or of room; `who` begins its text.
+    """The error for users, if `error` is a shortage of memory or disk space. `who` begins its text.
 
-    `place` (" at file:line") and `advice` are those of a lack of memory.
+    `place` (" at file:line") and `advice` are for a shortage of memory.
     """
     if isinstance(error, LauncherError):
         return None
@@ -39,7 +39,7 @@ def shortage_of(
 
 
 def _memory(error: BaseException) -> str:
-    """Which memory there was too little of; "" if it was something else."""
+    """Which memory ran out; "" for any other error."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
         return "GPU memory"

@@ -1,7 +1,7 @@
-"""Standard streams that cannot change how a run ends: closed, full, or without a reader.
+"""Standard streams that cannot fail a run, even if they are closed, full or without a reader.
 
-Owns descriptors 0 to 2 of this process. A closed one is opened on the null device, before any other file can
-take its number; what an output stream cannot take is dropped. Imports no torch.
+Owns descriptors 0 to 2 of this process. A closed one is opened on /dev/null, before another file can take its
+number; output that cannot be written is dropped. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PATIENCE_S = 1.0  # for a slow reader of a stream that does not block
 
 
 class Unfailing(io.FileIO):
-    """Raw output that raises nothing: a broken pipe or a full device loses the output, not the run."""
+    """Raw output that never raises: a broken pipe or a full device loses the output, not the run."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -30,7 +30,7 @@ class Unfailing(io.FileIO):
 
 
 def make_unfailing() -> None:
-    """Open what is closed, and replace sys.stdout and sys.stderr. To be called before other imports."""
+    """Open closed descriptors, and replace sys.stdout and sys.stderr. Call it before other imports."""
     for descriptor in range(3):
         _ensure_open(descriptor)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -42,13 +42,13 @@ def _ensure_open(descriptor: int) -> None:
     try:
         os.fstat(descriptor)
     except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one, as those below are open
+        opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
         assert opened == descriptor
         os.set_inheritable(opened, True)
 
 
 def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:
-    """A stream like `before`, which is None where Python found the descriptor closed."""
+    """A stream like `before`, which is None if Python found the descriptor closed."""
     raw = Unfailing(descriptor, "w", closefd=False)
     buffered = io.BufferedWriter(raw)
     if not isinstance(before, io.TextIOWrapper):

@@ -1,7 +1,6 @@
-"""How wide a text may be where people read it, and how it is wrapped there.
+"""The width of a terminal, and wrapping of text for it.
 
-Owns the width of a stream and the wrapping at words. A pipe or a file has no width: what is written there
-stays as it is, one line per fact, for other programs.
+A pipe or a file has no width: text written there is not wrapped, one line per fact, for other programs.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import os
 import textwrap
 from typing import TextIO
 
-USUAL_COLUMNS = 80  # of a terminal that does not say
+USUAL_COLUMNS = 80  # of a terminal that does not report its width
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """The columns of the terminal behind the stream at this moment, None where there is no terminal."""
+    """The present columns of the stream's terminal, None if it is not a terminal."""
     try:
         if not stream.isatty():
             return None

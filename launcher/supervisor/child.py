@@ -27,7 +27,7 @@ from launcher.config.schema import Config
 from launcher.distributed.handoff import Departure, departure_of
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.process_group import LaunchEnv
-from launcher.process.lifetime import Leash, end_with
+from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import HEEDED
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
@@ -59,7 +59,7 @@ def be_a_rank(work: Work) -> NoReturn:
     So a worker that has finished cannot be held up by what else runs in its process.
     """
     end_with(work.parent)
-    Leash()
+    ParentDeathSignal()
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     with _stacks_on_request(work.stacks_of(launch.rank)):

@@ -59,7 +59,7 @@ def note(pid):
 
 if __name__ == "__main__":
     FIRST
-    guardian.start(lifetime.Leash().hangup)
+    guardian.start(lifetime.ParentDeathSignal().hangup)
     STARTED
     while not list(Path().glob("child-*")):
         time.sleep(0.01)
@@ -192,7 +192,7 @@ def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
         inner = os.path.join(os.getcwd(), "inner.py")
         Path(inner).write_text("import subprocess, sys, time;"
             "from launcher.process import guardian, lifetime;"
-            "guardian.start(lifetime.Leash().hangup);"
+            "guardian.start(lifetime.ParentDeathSignal().hangup);"
             "open('child-' + str(subprocess.Popen({SLEEP}).pid), 'w'); time.sleep(1000)")
         subprocess.Popen([sys.executable, inner])
     """
