@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from launcher.config.groups import recipes_dir
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import Config
-from launcher.data.loader import Batch, TensorData
+from launcher.data.reader import Collate, Indexed, columns
+from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError, DataError, LauncherError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
 from launcher.metrics.metric import RESERVED, declared_names, name_of
@@ -43,6 +44,7 @@ __all__ = [
     "Recipe",
     "Regression",
     "TensorData",
+    "columns",
     "cross_entropy",
     "load_recipe",
     "model",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Source = TensorData | Indexed  # columns in memory, or a map-style data set of torch or Hugging Face
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a function
 
@@ -88,8 +91,8 @@ class Recipe:
     """
 
     build_model: Callable[[], nn.Module]
-    train: TensorData
-    validation: TensorData
+    train: Source
+    validation: Source
     loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
     train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
     eval_transform: Callable[[Batch], Batch] | None = None
@@ -97,6 +100,8 @@ class Recipe:
     label: str = "label"  # the column with the true class
     metrics: Sequence[Metric | LossMetric] | None = None  # None: Classification where there are classes
     compare_by: str | None = None  # "loss" or the name of a metric; None: accuracy if measured, else the loss
+    collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
+    lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
 
     @property
     def measures(self) -> tuple[Metric | LossMetric, ...]:
@@ -131,7 +136,7 @@ class Used:
     def of(cls, config: Config, recipe: Recipe, network: nn.Module) -> Used:
         builder = inspect.unwrap(recipe.build_model)
         model = builder.name if isinstance(builder, ModelBuilder) else type(network).__name__
-        return cls(model, recipe.train.name or config.recipe.uses)
+        return cls(model, getattr(recipe.train, "name", None) or config.recipe.uses)
 
 
 @dataclass(frozen=True)
@@ -229,7 +234,7 @@ def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str]) -> N
 
 def refuse_unusable_data(recipe: Recipe) -> None:
     """Raise DataError for a set to evaluate on that is empty, and for labels that name no class."""
-    if len(recipe.validation) == 0:
+    if hasattr(recipe.validation, "__len__") and len(recipe.validation) == 0:
         raise DataError(
             "the validation set of the recipe is empty: an evaluation needs at least one sample. Give it "
             "some, for instance a part of the training set."
@@ -237,6 +242,8 @@ def refuse_unusable_data(recipe: Recipe) -> None:
     if recipe.classes is None:
         return
     for kind, data in (("validation", recipe.validation), ("training", recipe.train)):
+        if not isinstance(data, TensorData):
+            continue  # it would have to be read
         labels = data.columns.get(recipe.label)
         if labels is None or labels.ndim != 1 or labels.is_floating_point() or not len(labels):
             if kind == "training":

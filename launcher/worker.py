@@ -25,7 +25,10 @@ from torch import nn
 
 from launcher.checkpoint import Due, Writer
 from launcher.config.schema import Config
-from launcher.data.loader import BatchPlan, DeviceBatches
+from launcher.config.user_code import place_of
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.loader import loader_processes
+from launcher.data.sources import training_batches
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import meet
@@ -58,7 +61,7 @@ from launcher.training.evaluator import Evaluator
 from launcher.training.loop import Task, train
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Start
-from launcher.training.recipe_errors import guarded, guarding, place_of, recipe_failure
+from launcher.training.recipe_errors import guarded, guarding, recipe_failure
 from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
@@ -215,6 +218,7 @@ class _Job:
 
     run: Run
     recipe: Recipe
+    data: build.DataSets
     used: Used
     plan: BatchPlan
     course: Course
@@ -242,6 +246,7 @@ def _join_and_run(
         Watchdog(config, launch, store, job, heartbeat) as watchdog,
         join(launch, store, job, timeout_s) as env,
         watchdog.announcing(),
+        loader_processes(),
     ):
         build.apply_switches(config)
         devices = meet(config, env, store, job)
@@ -269,17 +274,18 @@ def _assemble(
     log_file = log_path(Path(config.run.dir), env.rank)
     with guarding(f'the function under @recipe("{config.recipe.uses}")', log_file):
         recipe = guarded(load_recipe(config), log_file)
+    data = build.data_sets(config, recipe, env)
     heartbeat.beat("comparing the data")
-    data = compare_data(recipe, env)
-    recipe = build.on_device(recipe, env.device)
+    fingerprint = compare_data(recipe, data.train, data.validation, env)
     plan = BatchPlan(
-        num_samples=len(recipe.train),
+        num_samples=len(data.train),
         batch_size=config.data.batch_size,
         micro_batch=config.data.micro_batch,
         world_size=env.world_size,
         rank=env.rank,
         seed=config.seed,
         drop_last=config.data.drop_last,
+        lengths=None if recipe.lengths is None else torch.as_tensor(recipe.lengths),
     )
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
@@ -288,8 +294,8 @@ def _assemble(
     stepper = build.build_stepper(config, env, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     run = Run(config, env, stepper, telemetry, heartbeat, requests)
-    continuity = Continuity(run, course, plan.num_samples, data)
-    return _Job(run, recipe, Used.of(config, recipe, model), plan, course, model, continuity)
+    continuity = Continuity(run, course, plan.num_samples, fingerprint)
+    return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity)
 
 
 def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
@@ -315,7 +321,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
 def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
     run, recipe, course, continuity = job.run, job.recipe, job.course, job.continuity
     config, stepper = run.config, run.stepper
-    batches = DeviceBatches(recipe.train, job.plan, recipe.train_transform)
+    batches = training_batches(job.data.train, job.plan, recipe.train_transform, course.total_steps)
     if config.precision.scale.mode == "auto" and not continuity.has_scale and course.total_steps > start.step:
         first = batches.step(*divmod(start.step, course.steps_per_epoch))
         run.telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))
@@ -329,7 +335,9 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
         continuity.totals,
         first_step_done=partial(_first_step_done, run, watchdog),
     )
-    evaluator = Evaluator(run, course, recipe, job.model, monitor, votes, continuity.standing)
+    evaluator = Evaluator(
+        run, course, recipe, job.data.validation, job.model, monitor, votes, continuity.standing
+    )
     network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from launcher import worker
 from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load, take
 from launcher.config.schema import Config
-from launcher.data.loader import BatchPlan
+from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group
 from launcher.distributed.process_group import LaunchEnv, WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from launcher.config.schema import RecipeConfig, RecipesConfig
-from launcher.data.loader import BatchPlan, DeviceBatches
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.tensors import DeviceBatches
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
 from tests.configs import composed

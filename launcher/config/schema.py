@@ -42,6 +42,8 @@ class DataConfig:
     batch_size: int  # GLOBAL: samples per update over all ranks and micro-batches
     micro_batch: int | None  # per rank and forward; null: batch_size / world
     val_fraction: float  # share held out where the data set has no split of its own
+    workers: str | int  # auto or processes per rank that read samples; sets in memory need none
+    max_bad: int  # samples that may be left out because they cannot be read, over all ranks
     drop_last: bool  # leave the last, smaller batch of an epoch out
     augment: AugmentConfig
     options: dict[str, Any]  # the data set's own keys, as its YAML lists them

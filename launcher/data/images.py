@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from launcher.config.schema import AugmentConfig, DataConfig
-from launcher.data.loader import Batch, TensorData, generator_for
+from launcher.data.batch_plan import generator_for
 from launcher.data.parquet import load_parquet_splits
+from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError, PreflightError
 
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks

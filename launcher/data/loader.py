@@ -1,208 +1,377 @@
-"""Which samples a rank trains on: a pure function of (seed, epoch, step), split over the ranks.
+"""Batches of a map-style data set, read ahead by processes of torch's DataLoader.
 
-Owns the order of an epoch, its division into global batches, rank shares and micro-batches, the random
-numbers for augmentation, and data sets on the device. Never reads files and never communicates: every rank
-computes the same order and takes its share.
+Owns those processes: what they are asked for and in which order, how their failures are named, and their end.
+The order is that of the `BatchPlan`; nothing here decides it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+import functools
+import logging
+import mmap
+import multiprocessing
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
-from launcher.errors import DataError
+from launcher.data.batch_plan import BatchPlan, cut, share_of
+from launcher.data.reader import (
+    EVALUATION,
+    BadSample,
+    Collate,
+    Fetched,
+    Indexed,
+    Reader,
+    Request,
+    generators_kept,
+)
+from launcher.data.tensors import Batch, transformed
+from launcher.errors import DataError, LauncherError, StalledError
 
-Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
+PREFETCHED = 2  # micro-batches per loader process
+END_S = 1.0  # for a loader process to end by itself
+LOST = re.compile(r"DataLoader worker \(pid\(?s?\)?[ (]*([\d, ]+)\)")
+OF_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PID, READING, ENDS = 0, 1, 2  # columns of what a pool shares with its processes
 
-NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as many as it needs
+log = logging.getLogger("launcher")
+_pools: list[_Pool] = []  # of this process, for their failures to be named
 
 
 @dataclass(frozen=True)
-class TensorData:
-    """A set of samples in memory: named columns [num_samples, ...], one row per sample.
+class Loading:
+    """How samples are read: by how many processes of this rank, to which device, and how many may be bad."""
 
-    Raises DataError for columns of different lengths. `name` is the config's `data.name` for a built-in data
-    set, None for any other.
-    """
+    workers: int
+    device: torch.device
+    seed: int
+    max_bad: int = 0
+    timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
 
-    columns: dict[str, Tensor]
-    name: str | None = None
 
-    def __post_init__(self) -> None:
-        lengths = {name: len(column) for name, column in self.columns.items()}
-        if len(set(lengths.values())) != 1:
-            raise DataError(f"all columns of a data set must have the same number of samples, got {lengths}.")
+class IndexedData:
+    """A map-style data set, how its samples are collated and how they are read. `kind` is for messages."""
+
+    def __init__(self, dataset: Indexed, collate: Collate | None, how: Loading, kind: str) -> None:
+        self.dataset = dataset
+        self.how = how
+        self.kind = kind
+        self._collate = collate
+        self._evaluation: tuple[tuple[int, int, int], _Pool] | None = None
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def to(self, device: torch.device) -> TensorData:
-        """The same samples on `device`."""
-        return TensorData({name: column.to(device) for name, column in self.columns.items()}, self.name)
-
-    def select(self, indices: Tensor) -> Batch:
-        """The rows at `indices` (int64, on the columns' device), as new tensors."""
-        return {name: column.index_select(0, indices) for name, column in self.columns.items()}
-
-
-def generator_for(*key: int | str) -> torch.Generator:
-    """A CPU generator whose stream depends on `key` only, not on the process, platform or earlier draws.
-
-    The key is hashed, because torch keeps 32 bits of a CPU generator's seed.
-    """
-    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-
-
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits the samples: int64 [num_samples], a permutation."""
-    return torch.randperm(num_samples, generator=generator_for("order", seed, epoch))
-
-
-def epoch_noise(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Uniform random numbers in [0, 1) for each position of the epoch's order: fp32 [num_samples, 4]."""
-    return torch.rand(num_samples, NOISE_COLUMNS, generator=generator_for("noise", seed, epoch))
-
-
-def share_of(positions: range, part: int, parts: int) -> range:
-    """One of the consecutive parts of `positions`, for instance a rank's; lengths differ by at most one."""
-    return positions[part * len(positions) // parts : (part + 1) * len(positions) // parts]
-
-
-def cut(positions: range, size: int) -> list[range]:
-    """`positions` in the fewest consecutive pieces of at most `size`, none empty.
-
-    Lengths differ by at most one: BatchNorm has no variance on a remainder of a single sample.
-    """
-    pieces = -(-len(positions) // size)
-    return [share_of(positions, piece, pieces) for piece in range(pieces)]
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How an epoch's positions are divided: into global batches, ranks' shares, micro-batches."""
-
-    num_samples: int
-    batch_size: int  # over all ranks
-    micro_batch: int | None  # per rank and forward; None: the whole share at once
-    world_size: int
-    rank: int
-    seed: int
-    drop_last: bool
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise DataError("the training set is empty. Check data.path.")
+        return len(self.dataset)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """At least one: a set smaller than a batch is one step of all its samples, even with drop_last."""
-        full_batches, rest = divmod(self.num_samples, self.batch_size)
-        return max(1, full_batches) if self.drop_last or rest == 0 else full_batches + 1
+    def name(self) -> str | None:
+        """Of a data set of the project."""
+        return getattr(self.dataset, "name", None)
 
-    @property
-    def micro_batches(self) -> int:
-        """The largest number of micro-batches that any rank has in any step: the same on all ranks."""
-        largest_batch = min(self.batch_size, self.num_samples)
-        largest_share = -(-largest_batch // self.world_size)
-        return -(-largest_share // self.micro_batch) if self.micro_batch else 1
+    def pool(self, requests: Sequence[Request] | _Requests) -> _Pool:
+        """Processes that answer these requests in order."""
+        return _Pool(self.dataset, self._collate, requests, self.how, self.kind)
 
-    def global_batch(self, step: int) -> range:
-        """Positions in the epoch's order that step `step` of the epoch trains on, over all ranks."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
-        return range(step * self.batch_size, min((step + 1) * self.batch_size, self.num_samples))
+    def fetch(self, request: Request) -> Fetched:
+        """The answer to one request, read in this process."""
+        with generators_kept():
+            return Reader(self.dataset, self._collate, self.how.seed)[request]
 
-    def micro_positions(self, step: int) -> list[range]:
-        """This rank's positions in `step`, one range per micro-batch; none where its share is empty."""
-        share = share_of(self.global_batch(step), self.rank, self.world_size)
-        return cut(share, self.micro_batch or max(1, len(share)))
+    def usable(self, fetched: Fetched) -> Batch | None:
+        """The batch, on the device. Raises DataError for what may not be left out."""
+        if fetched.failure:
+            raise DataError(f"the {self.kind} set: {fetched.failure}")
+        for bad in fetched.bad:
+            if self.how.max_bad == 0:
+                raise refusal(bad, self.kind)
+            log.warning("the %s set: left out %s\n%s", self.kind, bad, bad.details)
+        if fetched.batch is None:
+            return None
+        return {name: _to_device(column, self.how.device) for name, column in fetched.batch.items()}
+
+    def evaluation_batches(
+        self, rank: int, world_size: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Batch | None]]:
+        """This rank's samples in order: (indices int64 [n], batch), None for those that cannot be read."""
+        key = (rank, world_size, batch_size)
+        if self._evaluation is None or self._evaluation[0] != key:
+            pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
+            requests = [Request(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
+            self._evaluation = key, self.pool(requests)
+        pool = self._evaluation[1]
+        for request, fetched in zip(pool.requests, pool, strict=True):
+            batch = self.usable(fetched)
+            indices = torch.tensor(request.indices, device=self.how.device)
+            good = torch.zeros(len(indices), dtype=torch.bool, device=self.how.device)
+            good[list(fetched.kept)] = True
+            if batch is not None:
+                yield indices[good], batch
+            if fetched.bad:
+                yield indices[~good], None
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    number: int
-    order: Tensor  # int64 [num_samples], on the device
-    noise: Tensor  # fp32 [num_samples, 4], on the device
-
-
-class DeviceBatches:
-    """Batches of a data set on the device, gathered and transformed there.
-
-    Holds the order and the noise of one epoch, so that a step copies nothing between host and device.
-    """
+class LoadedBatches:
+    """Training batches of a map-style data set; asked for in order they are read ahead."""
 
     def __init__(
-        self, data: TensorData, plan: BatchPlan, transform: Callable[[Batch, Tensor], Batch] | None
+        self,
+        data: IndexedData,
+        plan: BatchPlan,
+        transform: Callable[[Batch, Tensor], Batch] | None,
+        total_steps: int,
     ) -> None:
         self.plan = plan
         self._data = data
         self._transform = transform
-        self._epoch: _Epoch | None = None
+        self._total_steps = total_steps
+        self._ahead: tuple[_Requests, Iterator[Fetched]] | None = None
+        self._next = 0  # the step, of all epochs, that is read ahead next
+        self._bad = 0
+        self._latest: list[list[int]] = []
+        self._noise: tuple[int, Tensor] | None = None
 
     def step(self, epoch: int, step: int) -> list[Batch]:
-        """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
-        current = self._enter(epoch)
-        return [
-            self._batch(
-                current.order[positions.start : positions.stop],
-                current.noise[positions.start : positions.stop],
-            )
-            for positions in self.plan.micro_positions(step)
-        ]
+        """This rank's micro-batches, the same in whatever order they are asked for."""
+        number = epoch * self.plan.steps_per_epoch + step
+        if self._ahead is None or number > self._next:
+            requests = _Requests(self.plan, number, self._total_steps)
+            self._ahead, self._next = (requests, iter(self._data.pool(requests))), number
+        requests, fetched = self._ahead
+        found: list[Batch] = []
+        self._latest = []
+        for request in requests.of(number):
+            answer = next(fetched) if number == self._next else self._data.fetch(request)
+            batch = self._data.usable(answer)
+            self._bad += len(answer.bad)
+            if batch is not None:
+                self._latest.append([request.indices[offset] for offset in answer.kept])
+                found.append(self._finished(batch, request, answer.kept))
+        self._next = max(self._next, number + 1)
+        return found
 
-    def _batch(self, indices: Tensor, noise: Tensor) -> Batch:
-        batch = self._data.select(indices)
+    def latest_indices(self) -> list[list[int]]:
+        """The indices of the samples that the latest `step` returned, one list per micro-batch."""
+        return self._latest
+
+    def take_bad(self) -> int:
+        """The samples that were left out since the last call."""
+        bad, self._bad = self._bad, 0
+        return bad
+
+    def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
         if self._transform is None:
             return batch
-        return transformed("train_transform", self._transform, batch, noise)
-
-    def _enter(self, epoch: int) -> _Epoch:
-        if self._epoch is None or self._epoch.number != epoch:
-            device = next(iter(self._data.columns.values())).device
-            size, seed = self.plan.num_samples, self.plan.seed
-            order, noise = epoch_order(size, seed, epoch), epoch_noise(size, seed, epoch)
-            self._epoch = _Epoch(epoch, _move(order, device), _move(noise, device))
-        return self._epoch
+        if self._noise is None or self._noise[0] != request.epoch:
+            self._noise = request.epoch, self.plan.noise(request.epoch)
+        noise = self._noise[1][[request.position + offset for offset in kept]]
+        return transformed(
+            "train_transform", self._transform, batch, _to_device(noise, self._data.how.device)
+        )
 
 
-def transformed(name: str, transform: Callable[..., Batch], batch: Batch, *more: Tensor) -> Batch:
-    """Apply a transform. Raises DataError where a column of the batch changes its number of samples.
+class _Requests:
+    """The micro-batches of this rank, from one step to the end of the run."""
 
-    Columns that the transform adds may have any shape.
-    """
-    given = {column: len(rows) for column, rows in batch.items()}  # first: it may change the batch in place
-    made = transform(batch, *more)
-    for column in [column for column in given if column in made]:
-        shape = list(made[column].shape)
-        if shape[:1] != [given[column]]:
-            raise DataError(
-                f"the recipe's {name} was given {given[column]} samples and returned the column {column} "
-                f"in the shape {shape}. It must return as many samples: leave some out in the recipe's "
-                "TensorData."
+    def __init__(self, plan: BatchPlan, start: int, total_steps: int) -> None:
+        self._plan = plan
+        self._start = start
+        self._stop = max(total_steps, start + 1)
+        self._order: tuple[int, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[Request]:
+        for number in range(self._start, self._stop):
+            yield from self.of(number)
+
+    def of(self, number: int) -> list[Request]:
+        """Those of one step, counted from 0 over all epochs."""
+        epoch, step = divmod(number, self._plan.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._plan.order(epoch)
+        order = self._order[1]
+        return [
+            Request(epoch, part.start, tuple(order[part.start : part.stop].tolist()))
+            for part in self._plan.micro_positions(step)
+        ]
+
+
+class _Pool:
+    """The processes that answer requests, in their order; may be iterated again. None for 0 workers."""
+
+    def __init__(
+        self,
+        dataset: Indexed,
+        collate: Collate | None,
+        requests: Sequence[Request] | _Requests,
+        how: Loading,
+        kind: str,
+    ) -> None:
+        self.requests = requests
+        self.kind = kind
+        self._how = how
+        self._shared = numpy.frombuffer(mmap.mmap(-1, 24 * max(how.workers, 1)), numpy.int64).reshape(-1, 3)
+        self._shared[:, READING] = -1
+        self._reader = Reader(dataset, collate, how.seed, self._note)
+        self._iterator: Any = None  # torch's, where it has processes
+        _pools.append(self)
+
+    @functools.cached_property
+    def _loader(self) -> DataLoader[Any]:
+        how = self._how
+        return DataLoader(
+            self._reader,  # type: ignore[arg-type]  # whose keys are requests
+            batch_size=None,
+            sampler=self.requests,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]  # of one item
+            num_workers=how.workers,
+            prefetch_factor=PREFETCHED if how.workers else None,
+            persistent_workers=how.workers > 0,
+            pin_memory=how.device.type == "cuda",
+            timeout=how.timeout_s if how.workers else 0,
+            worker_init_fn=self._begin,
+            multiprocessing_context="fork" if how.workers else None,
+            generator=torch.Generator(),  # or it would draw from that of the dropout
+        )
+
+    def __iter__(self) -> Iterator[Fetched]:
+        with _starting():
+            iterator = iter(self._loader)
+        if self._how.workers:
+            self._iterator = iterator
+            yield from iterator
+            return
+        while True:
+            with generators_kept():
+                fetched = next(iterator, None)
+            if fetched is None:
+                return
+            yield fetched
+
+    def explain(self, error: RuntimeError) -> LauncherError | None:
+        """What a loss of a process or a long wait means, with the sample that was being read."""
+        if lost := LOST.search(str(error)):
+            pids = {int(pid) for pid in lost[1].replace(" ", "").split(",") if pid}
+            mine = [row for row in self._shared if int(row[PID]) in pids]
+            if not mine:
+                return None
+            return DataError(
+                f"a loader process ended while it read {self._samples(mine)}: {_first_line(error)} If it "
+                "was killed for memory, lower data.workers or data.micro_batch. If the sample crashes a "
+                "library, data.workers=0 shows where."
             )
-    return made
+        if "DataLoader timed out" not in str(error):
+            return None
+        busy = [row for row in self._shared if row[READING] >= 0]
+        return StalledError(
+            f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were reading "
+            f"{self._samples(busy)}. Check what these read from, or raise launch.stall_s."
+        )
+
+    def close(self) -> None:
+        """End the processes, also those that hang."""
+        if self._iterator is None:
+            return
+        self._shared[:, ENDS] = 1
+        pids = set(self._shared[:, PID].tolist()) - {0}
+        children = [child for child in multiprocessing.active_children() if child.pid in pids]
+        for child in children:
+            child.terminate()
+        with suppress(RuntimeError):  # of one that has failed meanwhile
+            self._iterator._shutdown_workers()  # so torch does not take their end for a failure
+        for child in children:
+            child.join(END_S)
+            if child.is_alive():
+                child.kill()
+                child.join()
+
+    def _samples(self, rows: Sequence[Any]) -> str:
+        indices = [int(row[READING]) for row in rows if row[READING] >= 0]
+        return f"sample {', '.join(map(str, indices))} of the {self.kind} set" if indices else "no sample"
+
+    def _begin(self, number: int) -> None:
+        """In a loader process, once. A signal to all processes of a job is for the worker to act on."""
+        signal.set_wakeup_fd(-1)  # it is the worker's
+        for each in OF_THE_JOB:
+            signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_JOB)
+        self._shared[number, PID] = os.getpid()
+
+    def _end(self, *signal_and_frame: Any) -> None:
+        info = get_worker_info()
+        if info is not None and self._shared[info.id, ENDS]:
+            os._exit(0)
+
+    def _note(self, index: int) -> None:
+        info = get_worker_info()
+        if info is not None:
+            self._shared[info.id, READING] = index
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without making the host wait for queued work."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+@contextmanager
+def _starting() -> Iterator[None]:
+    """While processes are started. A signal that one gets before it ignores it waits until then."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_JOB)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork beside threads
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: as was asked
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def evaluation_batches(
-    data: TensorData, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[Tensor, Batch]]:
-    """This rank's samples in order, as (indices int64 [n], batch). Over all ranks, every sample occurs once.
+@contextmanager
+def loader_processes() -> Iterator[None]:
+    """Ends the loader processes that were started within, and names what the loss of one means."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, wherever this process was when its child ended
+        failure = next((found for pool in _pools if (found := pool.explain(error))), None)
+        if failure is None:
+            raise
+        raise failure from error
+    finally:
+        while _pools:
+            _pools.pop().close()
 
-    The columns are views of the data, not copies.
-    """
-    device = next(iter(data.columns.values())).device
-    for piece in cut(share_of(range(len(data)), rank, world_size), batch_size):
-        indices = torch.arange(piece.start, piece.stop, device=device)
-        yield indices, {name: column[piece.start : piece.stop] for name, column in data.columns.items()}
+
+def refusal(bad: BadSample, kind: str) -> DataError:
+    """The error for a sample that could not be read and may not be left out."""
+    error = DataError(
+        f"the {kind} set: {bad}{'' if bad.error.endswith('.') else '.'} Correct or remove it, or set "
+        "data.max_bad=N to leave out up to N of them."
+    )
+    error.add_note(bad.details)
+    return error
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a stream of its own, so that the copy does not wait for what the device is still computing."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    stream = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        moved = tensor.pin_memory().to(device, non_blocking=True)
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(stream)
+    moved.record_stream(current)
+    return moved
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _as_it_is(fetched: Fetched) -> Fetched:
+    return fetched
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

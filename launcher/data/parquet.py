@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from launcher.data.loader import TensorData
+from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 
 IMAGE_COLUMNS = ("img", "image")

@@ -41,7 +41,7 @@ class StepReport:
     wire_bytes: int  # of gradients, passed to collectives by this rank
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
-    votes: tuple[int, ...]  # number of ranks that voted yes, by question
+    votes: tuple[int, ...]  # sum over the ranks, by question
     spans_ms: dict[str, float]  # compute, wire (not overlapped), update, and parts marked by the caller
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 

@@ -171,15 +171,15 @@ class Stepper:
             return None
         return self.scale.start_at(safe_exponent(dry.octave, self._reference.count))
 
-    def vote(self, question: int) -> None:
-        """Vote yes on one of the caller's questions in the coming step, before its first backward().
+    def vote(self, question: int, votes: int = 1) -> None:
+        """Vote on one of the caller's questions in the coming step, before its first backward().
 
-        The vote is sent with the counts, so it costs no extra collective: `StepReport.votes[question]` is the
-        number of ranks in favour, the same on all ranks. `question` is 0 to 3.
+        The votes are sent with the counts, so they cost no extra collective: `StepReport.votes[question]` is
+        their sum over the ranks, the same on all ranks. `question` is 0 to 3.
         """
         limits.question.require("vote question", question)
         self._refuse_within_step("vote()")
-        self._parts.tally.vote(question)
+        self._parts.tally.vote(question, votes)
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Back-propagate one micro-batch.

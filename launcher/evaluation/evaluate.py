@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.data.loader import Batch, TensorData, evaluation_batches, transformed
+from launcher.data.sources import Readable, evaluation_batches
+from launcher.data.tensors import Batch, transformed
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
 from launcher.evaluation.confusion import Confusion
@@ -65,7 +66,7 @@ def evaluate(
     recipe: Recipe,
     model: nn.Module,
     forward_context: Callable[[], AbstractContextManager[Any]],
-    data: TensorData,
+    data: Readable,
     env: WorkerEnv,
     batch_size: int,
     interrupted: Callable[[], bool] = lambda: False,
@@ -84,6 +85,9 @@ def evaluate(
             if interrupted():
                 tally.broken_off.fill_(1)
                 break
+            if batch is None:  # samples that could not be read and may be left out
+                tally.seen.index_add_(0, indices, torch.ones_like(indices))
+                continue
             with forward_context():
                 made = _transformed(recipe, batch)
                 loss = _add(tally, recipe, model, indices, made)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import launcher.errors
-from launcher.data.loader import Batch
+from launcher.data.tensors import Batch
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, RecipeError

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.data.loader import Batch
+from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
 from launcher.metrics.metric import Outputs, chosen, shape_text
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from launcher.data.loader import Batch
+from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
 
 Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32

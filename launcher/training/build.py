@@ -12,6 +12,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config.schema import AdamWConfig, Config, OptimConfig, SgdConfig
-from launcher.data.loader import Batch, BatchPlan
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.loader import Loading
+from launcher.data.sources import Readable, readable
+from launcher.data.tensors import Batch
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
@@ -74,9 +78,38 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def on_device(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with its data on the device, where batches are gathered and transformed."""
-    return dataclasses.replace(recipe, train=recipe.train.to(device), validation=recipe.validation.to(device))
+MOST_LOADERS = 8  # processes per rank that data.workers=auto starts
+PATIENCE = 0.8  # of launch.stall_s: then the error can name the sample
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """A recipe's sets as batches are made of them."""
+
+    train: Readable
+    validation: Readable
+
+
+def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
+    """The recipe's data on the device, or behind the loader processes that read it."""
+    how = Loading(
+        workers=loader_processes(config, env),
+        device=env.device,
+        seed=config.seed,
+        max_bad=config.data.max_bad,
+        timeout_s=PATIENCE * config.launch.stall_s,
+    )
+    return DataSets(
+        readable(recipe.train, recipe.collate, how, "training"),
+        readable(recipe.validation, recipe.collate, how, "validation"),
+    )
+
+
+def loader_processes(config: Config, env: WorkerEnv) -> int:
+    """How many processes read samples for this rank."""
+    if config.data.workers != "auto":
+        return int(config.data.workers)
+    return min(MOST_LOADERS, len(os.sched_getaffinity(0)) // env.local_world_size)
 
 
 def uses_channels_last(config: Config, device: torch.device) -> bool:

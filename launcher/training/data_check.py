@@ -13,22 +13,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from launcher.data.loader import IndexedData
+from launcher.data.reader import EVALUATION, Request
+from launcher.data.sources import Readable
+from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import DataError
 from launcher.metrics.metric import name_of
 from launcher.recipe import Recipe
 
+READ = 8  # samples of a data set that has to read them
 COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
 
 
-def compare_data(recipe: Recipe, env: WorkerEnv) -> dict[str, str]:
+def compare_data(recipe: Recipe, train: Readable, validation: Readable, env: WorkerEnv) -> dict[str, str]:
     """The fingerprint of the data. Raises DataError, on all ranks alike, unless it is that of all ranks.
 
     Compares lengths, classes, and of each column dtype, shape and a digest of some samples, which alone are
-    read. The data may be on any device. A collective.
+    read. Of a data set with a method `fingerprint()` only what this returns. A collective.
     """
-    own = fingerprint(recipe)
+    own = fingerprint(recipe, train, validation)
     refuse_other_data([json.loads(text) for text in exchange_texts(env, json.dumps(own))])
     return own
 
@@ -48,7 +53,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     )
 
 
-def fingerprint(recipe: Recipe) -> dict[str, str]:
+def fingerprint(recipe: Recipe, train: Readable, validation: Readable) -> dict[str, str]:
     """What ranks with the same data agree on, by the name under which an error mentions it."""
     known = {
         "the classes": str(recipe.classes),
@@ -56,22 +61,57 @@ def fingerprint(recipe: Recipe) -> dict[str, str]:
         "the name that runs are compared by": str(recipe.compare_by),
         "the label column": recipe.label,
     }
-    for name, data in (("training", recipe.train), ("validation", recipe.validation)):
+    for name, data in (("training", train), ("validation", validation)):
         known[f"the number of {name} samples"] = str(len(data))
-        known[f"the {name} columns"] = ", ".join(sorted(data.columns))
-        for column, values in sorted(data.columns.items()):
-            known[f"{name} column {column}"] = f"{values.dtype} {list(values.shape)}, digest {spread(values)}"
+        if isinstance(data, TensorData):
+            known[f"the {name} columns"] = ", ".join(sorted(data.columns))
+            for column, values in sorted(data.columns.items()):
+                text = f"{values.dtype} {list(values.shape)}, digest {spread(values)}"
+                known[f"{name} column {column}"] = text
+        elif callable(own := getattr(data.dataset, "fingerprint", None)):
+            known[f"the fingerprint of the {name} set"] = str(own())
+        else:
+            for index in spread_positions(len(data), READ):
+                known[f"{name} sample {index}"] = sample_digest(data, index)
     return known
 
 
 def spread(column: Tensor) -> str:
     """Digest of the bits of `COMPARED` samples of a column: the first, the last, and some between them."""
-    length = len(column)
-    count = min(COMPARED, length)
-    positions = [index * (length - 1) // max(count - 1, 1) for index in range(count)]
-    samples = column[torch.tensor(positions, dtype=torch.int64, device=column.device)]
-    content = samples.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    positions = spread_positions(len(column), COMPARED)
+    return digest(column[torch.tensor(positions, dtype=torch.int64, device=column.device)])
+
+
+def spread_positions(length: int, count: int) -> list[int]:
+    """The first and the last of `length` positions and some between them, at most `count`."""
+    count = min(count, length)
+    return [index * (length - 1) // max(count - 1, 1) for index in range(count)]
+
+
+def digest(values: Tensor) -> str:
+    """Of the bits of a tensor."""
+    content = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def sample_digest(data: IndexedData, index: int) -> str:
+    """Columns of a sample with dtype and shape; a digest of whole numbers, mean and deviation of others.
+
+    Floating-point numbers that each rank computes for itself may differ in their last bits between machines.
+    """
+    batch = data.fetch(Request(EVALUATION, index, (index,))).batch
+    if batch is None:
+        return "cannot be read"
+    return ", ".join(
+        f"{name} {values.dtype} {list(values.shape)} {_content(values)}"
+        for name, values in sorted(batch.items())
+    )
+
+
+def _content(values: Tensor) -> str:
+    if not values.is_floating_point() or not values.numel():
+        return digest(values)
+    return f"{values.double().mean():.3g} {values.double().std(correction=0):.3g}"
 
 
 def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:

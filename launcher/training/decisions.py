@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from launcher.config.schema import Config
-from launcher.data.loader import BatchPlan
+from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
 from launcher.training.build import TORCH_OPTIMIZERS, compiles_update, shares_communicator

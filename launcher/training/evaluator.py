@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from launcher.data.loader import Batch
+from launcher.data.sources import Readable
+from launcher.data.tensors import Batch
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.recipe import Recipe
@@ -30,6 +31,7 @@ class Evaluator:
     run: Run
     course: Course
     recipe: Recipe
+    data: Readable
     model: nn.Module
     monitor: Monitor
     votes: Votes
@@ -53,7 +55,7 @@ class Evaluator:
                 self.recipe,
                 self.model,
                 self._context,
-                self.recipe.validation,
+                self.data,
                 self.run.env,
                 config.micro_batch or max(1, share),
                 interrupted=lambda: self.run.requests.stop is not None,

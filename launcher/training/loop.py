@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from launcher.data.loader import Batch, DeviceBatches
+from launcher.data.sources import Batches
+from launcher.data.tensors import Batch
 from launcher.engine import Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.recipe import Loss, loss_of
@@ -19,6 +20,7 @@ from launcher.training.evaluator import Evaluator
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Position, Start
 from launcher.training.replica_check import Replicas
+from launcher.training.run import Question
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,15 @@ class Task:
     stepper: Stepper
     network: nn.Module
     loss: Callable[[nn.Module, Batch], Loss]
-    batches: DeviceBatches
+    batches: Batches
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
         self.stepper.clock.restart()
         micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
         self.stepper.clock.mark(DATA)
+        if bad := self.batches.take_bad():
+            self.stepper.vote(Question.BAD_SAMPLES, bad)
         for batch in micro_batches:
             with self.stepper.forward():
                 of_batch = loss_of(self.loss, self.network, batch)

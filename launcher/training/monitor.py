@@ -16,10 +16,11 @@ import torch
 from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import ExponentCounts
 from launcher.engine.diagnostics.step_timer import PARTS
+from launcher.errors import DataError
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.progress import Position, Totals
-from launcher.training.run import Run, Votes
+from launcher.training.run import Question, Run, Votes
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Monitor:
     ) -> None:
         self._telemetry = run.telemetry
         self._every = run.config.train.log_every_steps
+        self._max_bad = run.config.data.max_bad
         self._device = run.env.device
         self._votes = votes
         self._divergence = divergence
@@ -99,6 +101,7 @@ class Monitor:
         self._window.reports.append(report)
         self._window.seconds += seconds
         self._votes.count(report)
+        self._count_bad_samples(position, report)
         self.totals.samples += report.count
         self.totals.seconds += seconds
         self.totals.wire_bytes_per_step = report.wire_bytes
@@ -110,6 +113,18 @@ class Monitor:
             self._gradients.record(position.epoch, position.step, report.scale, counts)
         if position.step % self._every == 0:
             self._log(position)
+
+    def _count_bad_samples(self, position: Position, report: StepReport) -> None:
+        """Raise DataError, on all ranks alike, where more samples were left out than may be."""
+        if not (bad := report.votes[Question.BAD_SAMPLES]):
+            return
+        total = self._votes.bad_samples
+        text = f"{total} training sample(s) could not be read by step {position.step}"
+        logs = "logs/rank*.log names each with its error"
+        if total > self._max_bad:
+            limit = f"more than data.max_bad={self._max_bad}"
+            raise DataError(f"{text}, {limit}. Correct or remove them: {logs}.")
+        self._telemetry.warn(f"{text} and were left out, {bad} of them in this step; {logs}.")
 
     def _report_skip(self, position: Position, report: StepReport) -> None:
         self._telemetry.emit(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import functools
 import re
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from launcher.config.groups import recipes_dir
+from launcher.config.user_code import is_the_users, place_of
 from launcher.distributed.process_group import OF_ANOTHER
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import DataError, LauncherError, OutOfMemoryError, RecipeError
@@ -29,8 +28,6 @@ from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.recipe import Recipe
 
 Result = TypeVar("Result")
-OURS = Path(__file__).parents[1]
-LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
 DTYPES = re.compile(
     r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
 )  # of a linear layer or a product, of an einsum, of a convolution
@@ -112,17 +109,6 @@ def _at(error: BaseException) -> str:
     return f" at {place}" if place else ""
 
 
-def place_of(error: BaseException) -> str:
-    """`file:line, in function` of the innermost line of the user's; empty where there is none."""
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        code = frame.tb_frame.f_code
-        if _is_the_users(code):
-            place = f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
-        frame = frame.tb_next
-    return place
-
-
 def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[..., Result]:
     what = f"the recipe's {name}{_defined(function)}"
 
@@ -158,7 +144,7 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
 def _defined(function: Callable[..., Any]) -> str:
     """The function's name, where it is not the user's own: then no line of a traceback shows it."""
     code = getattr(function, "__code__", None)
-    own = isinstance(code, CodeType) and _is_the_users(code)
+    own = isinstance(code, CodeType) and is_the_users(code)
     name = getattr(function, "__qualname__", type(function).__name__)
     return "" if own else f" ({name})"
 
@@ -216,13 +202,3 @@ def _is_raised(error: Exception) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is None or dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
-
-
-def _is_the_users(code: CodeType) -> bool:
-    file = code.co_filename
-    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
-        return False
-    path = Path(file).absolute()
-    if path.is_relative_to(recipes_dir()):
-        return True
-    return not path.is_relative_to(OURS) and not any(path.is_relative_to(each) for each in LIBRARIES)

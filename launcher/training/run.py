@@ -29,11 +29,12 @@ class Run:
 
 
 class Question(IntEnum):
-    """What the ranks vote on in every step. One vote is enough."""
+    """What the ranks vote on in every step. One vote is enough, but for BAD_SAMPLES, which are counted."""
 
     STOP = 0
     SAVE = 1
     GIVE_UP = 2  # a checkpoint could not be written, and the run is to end
+    BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
 
 
 class Votes:
@@ -41,10 +42,12 @@ class Votes:
 
     def __init__(self) -> None:
         self._agreed: set[Question] = set()
+        self.bad_samples = 0  # left out so far, over all ranks
 
     def count(self, report: StepReport) -> None:
         """Add the votes of a step, which its report carries."""
         self._agreed |= {question for question in Question if report.votes[question]}
+        self.bad_samples += report.votes[Question.BAD_SAMPLES]
 
     def agree(self, question: Question) -> None:
         """Add what all ranks have agreed on outside of a step."""

@@ -26,7 +26,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from launcher.config.resolve import Request, compose_jobs
-from launcher.data.loader import BatchPlan, DeviceBatches
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.tensors import DeviceBatches
 from launcher.engine import SGD, Policy, Stepper, StepReport
 from launcher.engine.wire.transports import default_predivide
 from launcher.recipe import load_recipe

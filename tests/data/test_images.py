@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
+from launcher.data.batch_plan import epoch_noise
 from launcher.data.images import crop_and_flip, load_images, split
-from launcher.data.loader import TensorData, epoch_noise
+from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,6 +32,8 @@ def data_config(name, path=None, val_fraction=0.2, **options):
         batch_size=8,
         micro_batch=None,
         val_fraction=val_fraction,
+        workers="auto",
+        max_bad=0,
         drop_last=False,
         augment=AugmentConfig(crop_padding=1, flip=True),
         options=options,

@@ -1,241 +1,250 @@
-import subprocess
-import sys
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from itertools import chain
 
+import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from launcher.data.loader import (
-    BatchPlan,
-    DeviceBatches,
-    TensorData,
-    cut,
-    epoch_noise,
-    epoch_order,
-    evaluation_batches,
-    share_of,
-)
-from launcher.errors import DataError
+from launcher.data.batch_plan import BatchPlan, by_length
+from launcher.data.loader import IndexedData, LoadedBatches, Loading, loader_processes
+from launcher.data.sources import evaluation_batches, readable, training_batches
+from launcher.data.tensors import TensorData
+from launcher.errors import DataError, StalledError
 
-WORLDS = (1, 2, 3, 4, 7)
+CPU = torch.device("cpu")
 
 
-def plan(num_samples, batch_size, *, world_size=1, rank=0, micro_batch=None, seed=0, drop_last=False):
-    return BatchPlan(num_samples, batch_size, micro_batch, world_size, rank, seed, drop_last)
+class Noisy(Dataset):
+    """Samples with random numbers of all three generators; `at` acts on some of them."""
+
+    def __init__(self, size, at=None):
+        self.size = size
+        self.at = at or {}
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index in self.at:
+            self.at[index]()
+        drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+        return {"index": index, "drawn": torch.tensor(drawn, dtype=torch.float64)}
 
 
-def numbered(num_samples):
-    return TensorData({"number": torch.arange(num_samples)})
+def torn():
+    raise ValueError("torn")
 
 
-def with_noise(batch, noise):
-    return {**batch, "noise": noise}
+def loading(workers=0, **more):
+    return Loading(workers, CPU, seed=5, **more)
 
 
-def epoch_of(num_samples, batch_size, world_size, micro_batch, drop_last, epoch=0):
-    """[(numbers, noise)] per step: what all ranks together train on, in rank order."""
-    loaders = [
-        DeviceBatches(
-            numbered(num_samples),
-            plan(
-                num_samples,
-                batch_size,
-                world_size=world_size,
-                rank=rank,
-                micro_batch=micro_batch,
-                drop_last=drop_last,
-            ),
-            with_noise,
+def batches(
+    dataset, world_size=1, rank=0, workers=0, micro_batch=None, total_steps=14, transform=None, **more
+):
+    plan = BatchPlan(len(dataset), 8, micro_batch, world_size, rank, seed=5, drop_last=False)
+    return LoadedBatches(
+        IndexedData(dataset, None, loading(workers, **more), "training"), plan, transform, total_steps
+    )
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
+
+
+def epoch(loaded):
+    """Reads one epoch, within the care of the job."""
+    with loader_processes():
+        for step in range(7):
+            loaded.step(0, step)
+
+
+def digests_of(world_size, workers, start=0, steps=14, micro_batch=None):
+    """Per step the digest of what all ranks train on, in rank order."""
+    with loader_processes():
+        ranks = [batches(Noisy(50), world_size, rank, workers, micro_batch) for rank in range(world_size)]
+        found = []
+        for number in range(start, steps):
+            samples = [batch for each in ranks for batch in each.step(*divmod(number, 7))]
+            columns = [torch.cat([batch[name] for batch in samples]) for name in ("index", "drawn")]
+            found.append(hashlib.sha256(b"".join(c.numpy().tobytes() for c in columns)).hexdigest())
+        return found
+
+
+def test_the_batches_are_the_same_on_any_number_of_ranks_and_loader_processes():
+    expected = digests_of(1, 0)
+    assert len(set(expected)) == 14
+    for world_size, workers, micro_batch in ((1, 1, None), (1, 4, 3), (2, 0, 2), (2, 1, None), (3, 4, 2)):
+        assert digests_of(world_size, workers, micro_batch=micro_batch) == expected, (world_size, workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_within_an_epoch_reads_the_same_batches(workers):
+    assert digests_of(2, workers, start=10) == digests_of(1, 0)[10:]
+
+
+def test_a_resume_reads_nothing_of_what_was_trained_on():
+    read = []
+    dataset = Noisy(50, {index: lambda index=index: read.append(index) for index in range(50)})
+    found = batches(dataset).step(0, 4)
+    assert sorted(read) == sorted(found[0]["index"].tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_may_be_asked_for_again(workers):
+    with loader_processes():
+        loaded = batches(Noisy(50), workers=workers)
+        first = [loaded.step(0, step) for step in range(3)]
+        again = loaded.step(0, 1)
+        assert loaded.latest_indices() == [again[0]["index"].tolist()]
+        assert torch.equal(again[0]["drawn"], first[1][0]["drawn"])
+        assert loaded.step(0, 3)[0]["index"].tolist() == batches(Noisy(50)).step(0, 3)[0]["index"].tolist()
+
+
+def test_reading_in_this_process_does_not_touch_the_generators_of_the_run():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    batches(Noisy(50)).step(0, 0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_transform_gets_the_noise_of_the_sample_whatever_the_rank():
+    def keep(batch, noise):
+        return {**batch, "noise": noise}
+
+    alone = batches(Noisy(50), transform=keep).step(1, 2)[0]["noise"]
+    parts = [batches(Noisy(50), 3, rank, transform=keep).step(1, 2)[0]["noise"] for rank in range(3)]
+    assert torch.equal(torch.cat(parts), alone)
+    in_memory = training_batches(
+        TensorData({"index": torch.arange(50)}), BatchPlan(50, 8, None, 1, 0, 5, False), keep, 14
+    )
+    assert torch.equal(in_memory.step(1, 2)[0]["noise"], alone)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_visits_every_sample_once_in_order(workers):
+    with loader_processes():
+        for _ in range(2):
+            found = []
+            for rank in range(3):
+                data = IndexedData(Noisy(11), None, loading(workers), "validation")
+                for indices, batch in evaluation_batches(data, rank, 3, 2):
+                    assert indices.tolist() == batch["index"].tolist()
+                    found += indices.tolist()
+            assert found == list(range(11))
+
+
+def test_an_evaluation_that_was_broken_off_can_be_repeated():
+    with loader_processes():
+        data = IndexedData(Noisy(11), None, loading(2), "validation")
+        next(iter(evaluation_batches(data, 0, 1, 2)))
+        assert [i for indices, _ in evaluation_batches(data, 0, 1, 2) for i in indices.tolist()] == list(
+            range(11)
         )
-        for rank in range(world_size)
-    ]
-    steps = []
-    for step in range(loaders[0].plan.steps_per_epoch):
-        batches = [batch for loader in loaders for batch in loader.step(epoch, step)]
-        steps.append(tuple(torch.cat([batch[name] for batch in batches]) for name in ("number", "noise")))
-    return steps
 
 
-sizes = st.fixed_dictionaries(
-    {
-        "num_samples": st.integers(1, 150),
-        "batch_size": st.integers(1, 60),
-        "micro_batch": st.none() | st.integers(1, 20),
-        "drop_last": st.booleans(),
-    }
-)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises_is_named_with_its_line(workers):
+    with pytest.raises(DataError, match=r"sample 7 at .*test_loader\.py:\d+, in torn") as raised:
+        epoch(batches(Noisy(50, {7: torn}), workers=workers))
+    assert "ValueError: torn. Correct or remove it, or set data.max_bad=N" in str(raised.value)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sizes)
-def test_every_world_size_gives_the_same_global_batches_and_noise(size):
-    alone = epoch_of(world_size=1, **size)
-    for world_size in WORLDS[1:]:
-        together = epoch_of(world_size=world_size, **size)
-        assert len(together) == len(alone)
-        for (numbers, noise), (expected_numbers, expected_noise) in zip(together, alone, strict=True):
-            assert torch.equal(numbers, expected_numbers)
-            assert torch.equal(noise, expected_noise)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_left_out_the_same_on_any_number_of_ranks(workers):
+    def left(world_size):
+        ranks = [
+            batches(Noisy(50, {7: torn, 11: torn}), world_size, r, workers, max_bad=2)
+            for r in range(world_size)
+        ]
+        found = [[batch["index"].tolist() for each in ranks for batch in each.step(0, s)] for s in range(7)]
+        named = [flat(each.latest_indices()) for each in ranks]
+        assert flat(named) == flat(found[-1])
+        return [sorted(flat(step)) for step in found], sum(each.take_bad() for each in ranks)
+
+    with loader_processes():
+        found, bad = left(1)
+        assert bad == 2
+        assert sorted(flat(found)) == [index for index in range(50) if index not in (7, 11)]
+        assert left(3) == (found, 2)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sizes, st.sampled_from(WORLDS))
-def test_an_epoch_visits_every_sample_once(size, world_size):
-    numbers = torch.cat([numbers for numbers, _ in epoch_of(world_size=world_size, **size)])
-    num_samples, batch_size = size["num_samples"], size["batch_size"]
-    left_out = num_samples % batch_size if size["drop_last"] and num_samples >= batch_size else 0
-    assert len(numbers) == num_samples - left_out
-    assert len(set(numbers.tolist())) == len(numbers)
+def test_an_evaluation_accounts_for_bad_samples():
+    data = IndexedData(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad=3), "validation")
+    found = [(indices.tolist(), batch is None) for indices, batch in evaluation_batches(data, 0, 1, 2)]
+    assert found == [([0], False), ([1], True), ([2, 3], False), ([4, 5], True)]
 
 
-@settings(max_examples=100, deadline=None)
-@given(sizes, st.sampled_from(WORLDS))
-def test_micro_batches_keep_to_their_size_and_number(size, world_size):
-    largest = 0
-    for rank in range(world_size):
-        rank_plan = plan(world_size=world_size, rank=rank, **size)
-        for step in range(rank_plan.steps_per_epoch):
-            pieces = rank_plan.micro_positions(step)
-            assert all(0 < len(piece) <= (size["micro_batch"] or size["batch_size"]) for piece in pieces)
-            largest = max(largest, len(pieces))
-    assert largest == plan(world_size=world_size, **size).micro_batches
+def test_a_loader_process_that_is_killed_is_named_with_its_sample():
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(DataError, match="a loader process ended while it read sample 7 of the training set"):
+        epoch(batches(Noisy(50, {7: die}), workers=2))
+
+
+def test_a_sample_that_hangs_is_named_and_its_process_ended():
+    before = set(multiprocessing.active_children())
+    with pytest.raises(StalledError, match=r"no batch came .* for 1 s; they were reading sample 7"):
+        epoch(batches(Noisy(50, {7: lambda: time.sleep(600)}), workers=2, timeout_s=1.0))
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_loader_processes_ignore_the_signals_that_stop_a_run():
+    with loader_processes():
+        loaded = batches(Noisy(50), workers=2)
+        loaded.step(0, 0)
+        children = multiprocessing.active_children()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            for child in children:
+                os.kill(child.pid, number)
+        time.sleep(0.2)
+        for step in range(1, 7):
+            loaded.step(0, step)
+        assert all(child.is_alive() for child in children)
+    assert not [child for child in children if child.is_alive()]
+
+
+def test_no_batch_is_read_ahead_beyond_the_end_of_the_run():
+    read = []
+    dataset = Noisy(50, {index: lambda index=index: read.append(index) for index in range(50)})
+    loaded = batches(dataset, total_steps=2)
+    loaded.step(0, 0), loaded.step(0, 1)
+    assert len(read) == 16
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "batch_size", "drop_last", "steps"),
+    ("data", "text"),
     [
-        (10, 5, False, 2),
-        (10, 5, True, 2),
-        (11, 5, False, 3),
-        (11, 5, True, 2),
-        (4, 5, False, 1),
-        (4, 5, True, 1),  # one step of all samples rather than none
-        (1438, 128, False, 12),
-        (1438, 128, True, 11),
+        (DataLoader(Noisy(3)), r"is a DataLoader. Give the data set itself \(loader.dataset\)"),
+        (type("Endless", (IterableDataset,), {"__iter__": lambda self: iter([])})(), "has no __len__"),
+        (iter([]), "has no __len__ and __getitem__"),
+        (3, "is a int, which has no"),
     ],
 )
-def test_steps_per_epoch(num_samples, batch_size, drop_last, steps):
-    assert plan(num_samples, batch_size, drop_last=drop_last).steps_per_epoch == steps
-
-
-def test_a_rank_without_samples_gets_no_batches():
-    loaders = [DeviceBatches(numbered(2), plan(2, 8, world_size=3, rank=rank), None) for rank in range(3)]
-    assert [len(loader.step(0, 0)) for loader in loaders] == [0, 1, 1]
-
-
-def test_a_step_beyond_the_epoch_is_refused():
-    with pytest.raises(IndexError, match="step 2 of an epoch of 2"):
-        plan(10, 5).micro_positions(2)
-
-
-def test_an_empty_training_set_is_refused():
-    with pytest.raises(DataError, match="empty"):
-        plan(0, 5)
-
-
-def test_columns_of_unequal_length_are_refused():
-    with pytest.raises(DataError, match="'b': 3"):
-        TensorData({"a": torch.zeros(2), "b": torch.zeros(3)})
-
-
-def test_steps_can_be_taken_in_any_order():
-    loader = DeviceBatches(numbered(50), plan(50, 8), with_noise)
-    for epoch, step in [(0, 0), (0, 6), (1, 3), (0, 2), (7, 0), (1, 3)]:
-        (batch,) = loader.step(epoch, step)
-        assert torch.equal(batch["number"], epoch_order(50, 0, epoch)[step * 8 : (step + 1) * 8])
-        assert torch.equal(batch["noise"], epoch_noise(50, 0, epoch)[step * 8 : (step + 1) * 8])
-
-
-def test_seed_and_epoch_change_order_and_noise():
-    keys = [(seed, epoch) for seed in (0, 1, 2**40, -1) for epoch in range(4)]
-    assert len({tuple(epoch_order(50, *key).tolist()) for key in keys}) == len(keys)
-    assert len({tuple(epoch_noise(5, *key).flatten().tolist()) for key in keys}) == len(keys)
-
-
-def test_the_stream_of_random_numbers_stays_what_it_was():
-    # Written out: a change of the stream would silently change the order of every continued run.
-    assert epoch_order(12, 3, 5).tolist() == [6, 0, 11, 1, 10, 2, 8, 4, 9, 3, 5, 7]
-    assert epoch_noise(1, 3, 5).tolist() == [
-        [0.7596933245658875, 0.9428082704544067, 0.21243155002593994, 0.6520492434501648]
-    ]
-
-
-def test_the_order_is_the_same_in_every_process_whatever_was_drawn_before():
-    code = (
-        "import torch; from launcher.data.loader import epoch_order; torch.manual_seed(7); torch.rand(3);"
-        "print(epoch_order(12, 3, 5).tolist())"
-    )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert other.strip() == str(epoch_order(12, 3, 5).tolist())
-
-
-def test_the_global_generator_is_left_alone():
-    before = torch.get_rng_state()
-    DeviceBatches(numbered(20), plan(20, 4), with_noise).step(0, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_noise_is_uniform_below_one():
-    noise = epoch_noise(20_000, 0, 0)
-    assert noise.dtype == torch.float32
-    assert float(noise.min()) >= 0
-    assert float(noise.max()) < 1
-    assert torch.allclose(noise.mean(dim=0), torch.full((4,), 0.5), atol=0.02)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 80), st.sampled_from(WORLDS), st.integers(1, 30))
-def test_evaluation_batches_cover_every_sample_once(num_samples, world_size, batch_size):
-    data = numbered(num_samples)
-    seen = []
-    for rank in range(world_size):
-        for indices, batch in evaluation_batches(data, rank, world_size, batch_size):
-            assert 0 < len(indices) <= batch_size
-            assert torch.equal(batch["number"], indices)
-            seen += indices.tolist()
-    assert seen == list(range(num_samples))
-
-
-@given(st.integers(0, 1000), st.integers(1, 70))
-def test_shares_differ_by_at_most_one(length, world_size):
-    shares = [len(share_of(range(length), rank, world_size)) for rank in range(world_size)]
-    assert sum(shares) == length
-    assert max(shares) - min(shares) <= 1
-
-
-def test_cut():
-    assert cut(range(5, 12), 3) == [range(5, 7), range(7, 9), range(9, 12)]
-    assert cut(range(65), 64) == [range(32), range(32, 65)]  # not 64 and 1
-    assert cut(range(0), 3) == []
-
-
-def test_select_and_move():
-    data = TensorData({"image": torch.arange(12, dtype=torch.uint8).view(4, 3), "label": torch.arange(4)})
-    picked = data.to(torch.device("cpu")).select(torch.tensor([3, 0]))
-    assert picked["image"].tolist() == [[9, 10, 11], [0, 1, 2]]
-    assert picked["label"].tolist() == [3, 0]
-    assert len(data) == 4
-
-
-def in_place(batch, noise):
-    batch["number"] = batch["number"][:3]
-    return batch
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [in_place, lambda batch, noise: {"number": batch["number"][:3], "noise": noise}],
-)
-def test_a_transform_that_leaves_out_samples_is_refused_with_both_numbers(transform):
-    loader = DeviceBatches(numbered(20), plan(20, 4), transform)
-    text = r"train_transform was given 4 samples and returned the column number in the shape \[3\]"
+def test_what_is_no_set_of_samples_is_refused(data, text):
     with pytest.raises(DataError, match=text):
-        loader.step(0, 0)
+        readable(data, None, loading(), "training")
 
 
-def test_a_transform_may_add_columns_of_any_shape():
-    loader = DeviceBatches(
-        numbered(20), plan(20, 4), lambda batch, noise: {**batch, "mix": torch.tensor(0.5)}
-    )
-    assert loader.step(0, 0)[0]["mix"].shape == ()
+def test_samples_of_similar_length_share_batches():
+    lengths = torch.randint(1, 500, (1003,), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(1003, generator=torch.Generator().manual_seed(1))
+    grouped = by_length(order, lengths, 8, seed=0, epoch=0)
+    assert sorted(grouped.tolist()) == list(range(1003))
+
+    def padded(order):
+        return sum(int(lengths[batch].max()) * len(batch) for batch in order.split(8))
+
+    assert padded(grouped) < 1.05 * int(lengths.sum()) < 1.6 * int(lengths.sum()) < padded(order)
+    assert torch.equal(grouped, by_length(order, lengths, 8, seed=0, epoch=0))
+    assert not torch.equal(grouped, by_length(order, lengths, 8, seed=0, epoch=1))
+    firsts = lengths[grouped[:1000].view(-1, 8)].float()
+    assert abs(firsts[:, :4].mean() - firsts[:, 4:].mean()) < 10, "no rank gets the long ones"

@@ -7,7 +7,7 @@ import torch
 from sklearn import metrics
 from torch import nn
 
-from launcher.data.loader import TensorData
+from launcher.data.tensors import TensorData
 from launcher.distributed.process_group import WorkerEnv
 from launcher.evaluation.evaluate import Evaluation, check_every_sample_once, evaluate
 from launcher.recipe import Loss, Recipe, cross_entropy

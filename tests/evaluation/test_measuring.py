@@ -12,7 +12,7 @@ import torch
 from sklearn import metrics as sk
 from torch import nn
 
-from launcher.data.loader import TensorData
+from launcher.data.tensors import TensorData
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.data.loader import TensorData
+from launcher.data.tensors import TensorData
 from launcher.errors import DataError
 from launcher.evaluation.evaluate import evaluate
 from launcher.recipe import Recipe, cross_entropy

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from launcher.data.loader import Batch, BatchPlan, DeviceBatches, TensorData, epoch_order
+from launcher.data.batch_plan import BatchPlan, epoch_order
+from launcher.data.tensors import Batch, DeviceBatches, TensorData
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss

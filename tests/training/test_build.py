@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launcher.data.loader import BatchPlan
+from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
 from launcher.training.build import apply_switches

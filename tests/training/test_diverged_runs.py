@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.data.loader import epoch_order
+from launcher.data.batch_plan import epoch_order
 from launcher.run_dir.atomic import read_json
 from tests.forked import launch_forked
 from tests.test_end_to_end import launch, only_run

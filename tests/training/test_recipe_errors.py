@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.data.loader import Batch
+from launcher.data.tensors import Batch
 from launcher.engine import EngineWarning
 from launcher.errors import DataError
 from launcher.recipe import Loss, Recipe, TensorData

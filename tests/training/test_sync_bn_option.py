@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.data.loader import BatchPlan
+from launcher.data.batch_plan import BatchPlan
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic import read_json
 from launcher.training.build import refuse_uneven_micro_batches

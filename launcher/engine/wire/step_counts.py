@@ -40,10 +40,10 @@ class Tally:
         assert not self._sent, "the counts of this step have been sent"
         self._newest = None
 
-    def vote(self, question: int) -> None:
-        """Record this rank's vote for `question`."""
+    def vote(self, question: int, votes: int) -> None:
+        """Record this rank's votes for `question`."""
         assert not self._sent, "the votes of this step have been sent"
-        self._sums[3 + question] = 1
+        self._sums[3 + question] = votes
 
     def send(self) -> None:
         """Start summing over the ranks. Once per step."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.data.loader import Batch
+from launcher.data.tensors import Batch
 from launcher.distributed.collectives import gather
 from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.errors import listed

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.data.loader import Batch, DeviceBatches, epoch_order
+from launcher.data.sources import Batches
+from launcher.data.tensors import Batch
 from launcher.engine import Stepper
 from launcher.engine.diagnostics.nonfinite import (
     BackwardDiagnosis,
@@ -41,7 +42,7 @@ class DivergenceInspector:
         self,
         stepper: Stepper,
         loss: Callable[[nn.Module, Batch], Loss],
-        batches: DeviceBatches,
+        batches: Batches,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._stepper = stepper
@@ -82,12 +83,10 @@ class DivergenceInspector:
 
     def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
         """Run this rank's micro-batches again: all of them, so that modules that communicate stay in line."""
-        plan = self._batches.plan
-        order = epoch_order(plan.num_samples, plan.seed, epoch)
-        positions = plan.micro_positions(step_of_epoch)
+        micro_batches = self._batches.step(epoch, step_of_epoch)
         found: list[Evidence] = []
-        for number, batch in enumerate(self._batches.step(epoch, step_of_epoch)):
-            indices = order[positions[number].start : positions[number].stop].tolist()
+        by_batch = zip(micro_batches, self._batches.latest_indices(), strict=True)
+        for number, (batch, indices) in enumerate(by_batch):
             forward, loss_finite = self._run(batch)
             back = self._run_back(batch) if backward else None
             found.append(evidence_of(forward, loss_finite, back, number, batch, indices))

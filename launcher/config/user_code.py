@@ -1,0 +1,35 @@
+"""Which line of a traceback is the user's: of a recipe or a file of one's own, not of us or of a library.
+
+Owns that distinction. Never imports what it judges.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from types import CodeType
+
+from launcher.config.groups import PACKAGE, recipes_dir
+
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line, in function` of the innermost line of the user's; empty where there is none."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if is_the_users(code):
+            place = f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
+        frame = frame.tb_next
+    return place
+
+
+def is_the_users(code: CodeType) -> bool:
+    file = code.co_filename
+    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+        return False
+    path = Path(file).absolute()
+    if path.is_relative_to(recipes_dir()):
+        return True
+    return not path.is_relative_to(PACKAGE) and not any(path.is_relative_to(each) for each in LIBRARIES)

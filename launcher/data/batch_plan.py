@@ -1,0 +1,127 @@
+"""Which samples a rank trains on: a pure function of (seed, epoch, step), split over the ranks.
+
+Owns the order of an epoch, its division into global batches, shares and micro-batches, and the random numbers
+of a sample. Never reads a sample, never communicates: every rank computes the same order and takes its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from launcher.errors import DataError
+
+NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as many as it needs
+WINDOW = 100  # batches among which samples of similar length find each other
+
+
+def generator_for(*key: int | str) -> torch.Generator:
+    """A CPU generator whose stream depends on `key` only, not on the process, platform or earlier draws.
+
+    The key is hashed, because torch keeps 32 bits of a CPU generator's seed.
+    """
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch visits the samples: int64 [num_samples], a permutation."""
+    return torch.randperm(num_samples, generator=generator_for("order", seed, epoch))
+
+
+def epoch_noise(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """Uniform random numbers in [0, 1) for each position of the epoch's order: fp32 [num_samples, 4]."""
+    return torch.rand(num_samples, NOISE_COLUMNS, generator=generator_for("noise", seed, epoch))
+
+
+def by_length(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+    """`order` with samples of similar length in one batch, so that little is padded: int64 [num_samples].
+
+    lengths: [num_samples], by index. Sorts within windows of 100 batches, then shuffles the batches of a
+    window, and the samples of each batch so that no rank gets the long ones. A smaller last batch stays last.
+    """
+    generator = generator_for("by length", seed, epoch)
+    parts = []
+    for window in torch.split(order, WINDOW * batch_size):
+        rest = len(window) % batch_size
+        last, whole = window[:rest], window[rest:]  # of a random order: the rest is not of one length
+        batches = whole[torch.argsort(lengths[whole], stable=True)].view(-1, batch_size)
+        batches = batches[torch.randperm(len(batches), generator=generator)]
+        within = torch.rand(batches.shape, generator=generator).argsort(dim=1)
+        parts += [batches.gather(1, within).flatten(), last]
+    return torch.cat(parts)
+
+
+def share_of(positions: range, part: int, parts: int) -> range:
+    """One of the consecutive parts of `positions`, for instance a rank's; lengths differ by at most one."""
+    return positions[part * len(positions) // parts : (part + 1) * len(positions) // parts]
+
+
+def cut(positions: range, size: int) -> list[range]:
+    """`positions` in the fewest consecutive pieces of at most `size`, none empty.
+
+    Lengths differ by at most one: BatchNorm has no variance on a remainder of a single sample.
+    """
+    pieces = -(-len(positions) // size)
+    return [share_of(positions, piece, pieces) for piece in range(pieces)]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an epoch's positions are divided: into global batches, ranks' shares, micro-batches."""
+
+    num_samples: int
+    batch_size: int  # over all ranks
+    micro_batch: int | None  # per rank and forward; None: the whole share at once
+    world_size: int
+    rank: int
+    seed: int
+    drop_last: bool
+    lengths: Tensor | None = field(default=None, compare=False)  # of each sample; None: they do not matter
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise DataError("the training set is empty. Check data.path.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """At least one: a set smaller than a batch is one step of all its samples, even with drop_last."""
+        full_batches, rest = divmod(self.num_samples, self.batch_size)
+        return max(1, full_batches) if self.drop_last or rest == 0 else full_batches + 1
+
+    @property
+    def micro_batches(self) -> int:
+        """The largest number of micro-batches that any rank has in any step: the same on all ranks."""
+        largest_batch = min(self.batch_size, self.num_samples)
+        largest_share = -(-largest_batch // self.world_size)
+        return -(-largest_share // self.micro_batch) if self.micro_batch else 1
+
+    def order(self, epoch: int) -> Tensor:
+        """The indices of the samples in the order in which `epoch` visits them: int64 [num_samples]."""
+        order = epoch_order(self.num_samples, self.seed, epoch)
+        if self.lengths is None:
+            return order
+        return by_length(order, self.lengths, self.batch_size, self.seed, epoch)
+
+    def noise(self, epoch: int) -> Tensor:
+        """Uniform random numbers in [0, 1) for each position of `order`: fp32 [num_samples, 4]."""
+        return epoch_noise(self.num_samples, self.seed, epoch)
+
+    def sample_indices(self, epoch: int, step: int) -> list[list[int]]:
+        """The indices of this rank's samples in `step` of `epoch`, one list per micro-batch."""
+        order = self.order(epoch)
+        return [order[part.start : part.stop].tolist() for part in self.micro_positions(step)]
+
+    def global_batch(self, step: int) -> range:
+        """Positions in the epoch's order that step `step` of the epoch trains on, over all ranks."""
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
+        return range(step * self.batch_size, min((step + 1) * self.batch_size, self.num_samples))
+
+    def micro_positions(self, step: int) -> list[range]:
+        """This rank's positions in `step`, one range per micro-batch; none where its share is empty."""
+        share = share_of(self.global_batch(step), self.rank, self.world_size)
+        return cut(share, self.micro_batch or max(1, len(share)))

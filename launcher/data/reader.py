@@ -1,0 +1,219 @@
+"""One micro-batch of a map-style data set, read and collated in whatever process this runs.
+
+Owns the random state of a sample, which depends on (seed, epoch, position) alone, and what becomes of a
+sample that cannot be read. Never raises for one: a loader process hands over what was wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from launcher.config.user_code import place_of
+from launcher.data.tensors import Batch
+from launcher.errors import DataError
+
+EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are always the same
+
+Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
+
+
+class Indexed(Protocol):
+    """A map-style data set, as torch's and Hugging Face's are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """Samples of one micro-batch: `indices`, the first of which is at `position` of the epoch's order."""
+
+    epoch: int
+    position: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read, and why."""
+
+    index: int
+    error: str  # "ValueError: text"
+    place: str  # file:line of the user's, empty where there is none
+    details: str  # the traceback
+
+    @classmethod
+    def of(cls, index: int, error: Exception) -> BadSample:
+        text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        return cls(index, text, place_of(error), "".join(traceback.format_exception(error)))
+
+    def __str__(self) -> str:
+        return f"sample {self.index}{f' at {self.place}' if self.place else ''}: {self.error}"
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of a request. `kept` are the offsets in it of the samples that the batch holds."""
+
+    batch: Batch | None  # on the CPU; None where no sample could be read
+    kept: tuple[int, ...]
+    bad: tuple[BadSample, ...] = ()
+    failure: str = ""  # of the collation; empty if there was none
+
+    def pin_memory(self) -> Fetched:
+        """The same in memory that a GPU copies from by itself; torch's DataLoader calls it."""
+        if self.batch is None:
+            return self
+        return replace(self, batch={name: column.pin_memory() for name, column in self.batch.items()})
+
+
+class Reader:
+    """Answers requests from a data set. What torch's DataLoader holds as its data set.
+
+    `reading(index)` is called before each sample, and with -1 after the last of a request.
+    """
+
+    def __init__(
+        self,
+        dataset: Indexed,
+        collate: Collate | None,
+        seed: int,
+        reading: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._reading = reading
+        self._takes_generator = takes_generator(dataset)
+
+    def __getitem__(self, request: Request) -> Fetched:
+        samples: list[Any] = []
+        kept: list[int] = []
+        bad: list[BadSample] = []
+        for offset, index in enumerate(request.indices):
+            self._reading(index)
+            try:
+                samples.append(self._sample(index, request.epoch, request.position + offset))
+                kept.append(offset)
+            except Exception as error:  # a user's data set may fail in any way
+                bad.append(BadSample.of(index, error))
+        self._reading(-1)
+        if not samples:
+            return Fetched(None, (), tuple(bad))
+        try:
+            return Fetched(collated(samples, self._collate), tuple(kept), tuple(bad))
+        except Exception as error:
+            text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            where = place_of(error)
+            indices = [request.indices[offset] for offset in kept]
+            return Fetched(
+                None, (), tuple(bad), f"samples {_listed(indices)}{f' at {where}' if where else ''}: {text}"
+            )
+
+    def _sample(self, index: int, epoch: int, position: int) -> Any:
+        seed = sample_seed(self._seed, epoch, position)
+        if self._takes_generator:
+            return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed % 2**32)  # torch.manual_seed would seed every GPU too
+        return self._dataset[index]
+
+
+def takes_generator(dataset: Indexed) -> bool:
+    """Whether it has a method `sample(index, generator)`: then nothing is seeded, which is faster."""
+    method = getattr(dataset, "sample", None)
+    if not inspect.isroutine(method):
+        return False
+    try:
+        return list(inspect.signature(method).parameters) == ["index", "generator"]
+    except (TypeError, ValueError):  # of C, without a signature
+        return False
+
+
+def sample_seed(seed: int, epoch: int, position: int) -> int:
+    """64 bits, spread: generators of NumPy and torch that are seeded with neighbours are alike at first."""
+    return int.from_bytes(hashlib.sha256(f"sample/{seed}/{epoch}/{position}".encode()).digest()[:8], "little")
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Gives Python's, NumPy's and torch's generators the state back that they had."""
+    states = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
+    """A batch of samples, by the recipe's collate or torch's own. DataError unless it holds tensors only."""
+    if collate is None:
+        refuse_nameless(samples[0])
+    batch = default_collate(list(samples)) if collate is None else collate(samples)
+    rule = "It must return a mapping of column names to tensors, each with a row per sample."
+    if not isinstance(batch, Mapping):
+        raise DataError(f"the recipe's collate returned {type(batch).__name__}. {rule}")
+    odd = [
+        f"{name} ({type(column).__name__})"
+        for name, column in batch.items()
+        if not isinstance(column, Tensor)
+    ]
+    if odd:
+        raise DataError(
+            f"a batch holds what is no tensor: {', '.join(odd)}. {rule} Leave these out, or turn them into "
+            "tensors, in the data set or in Recipe.collate."
+        )
+    return dict(batch)
+
+
+def refuse_nameless(sample: Any) -> None:
+    """Raise DataError for a sample without names of columns, where the recipe has no collate."""
+    if isinstance(sample, Mapping):
+        return
+    parts = len(sample) if isinstance(sample, tuple | list) else 1
+    names = ", ".join(f'"{name}"' for name in ("image", "label", "third")[:parts])
+    of = f" of {parts}" if parts > 1 else ""
+    raise DataError(
+        f"a sample is a {type(sample).__name__}{of}, whose columns have no names. Return a dictionary, or "
+        f"name them: Recipe(collate=columns({names})), with columns of launcher.recipe."
+    )
+
+
+def columns(*names: str) -> Collate:
+    """A collate for samples that are tuples: names their parts, and stacks them with torch's own.
+
+    columns("image", "label") turns n samples (Tensor [...], int) into image [n, ...] and label int64 [n].
+    """
+
+    def collate(samples: Sequence[Any]) -> Mapping[str, Tensor]:
+        first = samples[0]
+        parts = len(first) if isinstance(first, tuple | list) else 1
+        if parts != len(names):
+            raise DataError(
+                f"a sample has {parts} part(s), but columns names {len(names)}: {', '.join(names)}."
+            )
+        stacked = default_collate(list(samples))
+        return dict(zip(names, stacked if isinstance(first, tuple | list) else [stacked], strict=True))
+
+    return collate
+
+
+def _listed(indices: Sequence[int], at_most: int = 8) -> str:
+    shown = ", ".join(map(str, indices[:at_most]))
+    return f"{shown} and {len(indices) - at_most} more" if len(indices) > at_most else shown

@@ -1,0 +1,139 @@
+"""Sets of samples that lie on the device, and their batches: gathered and transformed there.
+
+Never reads files, moves nothing between host and device within an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.data.batch_plan import BatchPlan, cut, share_of
+from launcher.errors import DataError
+
+Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """A set of samples in memory: named columns [num_samples, ...], one row per sample.
+
+    Raises DataError for columns of different lengths. `name` is the config's `data.name` for a built-in data
+    set, None for any other.
+    """
+
+    columns: dict[str, Tensor]
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(column) for name, column in self.columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(f"all columns of a data set must have the same number of samples, got {lengths}.")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def to(self, device: torch.device) -> TensorData:
+        """The same samples on `device`."""
+        return TensorData({name: column.to(device) for name, column in self.columns.items()}, self.name)
+
+    def select(self, indices: Tensor) -> Batch:
+        """The rows at `indices` (int64, on the columns' device), as new tensors."""
+        return {name: column.index_select(0, indices) for name, column in self.columns.items()}
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    number: int
+    order: Tensor  # int64 [num_samples], on the device
+    noise: Tensor  # fp32 [num_samples, 4], on the device
+
+
+class DeviceBatches:
+    """Batches of a data set on the device, gathered and transformed there.
+
+    Holds the order and the noise of one epoch, so that a step copies nothing between host and device.
+    """
+
+    def __init__(
+        self, data: TensorData, plan: BatchPlan, transform: Callable[[Batch, Tensor], Batch] | None
+    ) -> None:
+        self.plan = plan
+        self._data = data
+        self._transform = transform
+        self._epoch: _Epoch | None = None
+        self._latest = (0, 0)
+
+    def step(self, epoch: int, step: int) -> list[Batch]:
+        """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
+        current = self._enter(epoch)
+        self._latest = epoch, step
+        return [
+            self._batch(
+                current.order[positions.start : positions.stop],
+                current.noise[positions.start : positions.stop],
+            )
+            for positions in self.plan.micro_positions(step)
+        ]
+
+    def latest_indices(self) -> list[list[int]]:
+        """The indices of the samples that the latest `step` returned, one list per micro-batch."""
+        return self.plan.sample_indices(*self._latest)
+
+    def take_bad(self) -> int:
+        """None: what is in memory was read when the recipe was built."""
+        return 0
+
+    def _batch(self, indices: Tensor, noise: Tensor) -> Batch:
+        batch = self._data.select(indices)
+        if self._transform is None:
+            return batch
+        return transformed("train_transform", self._transform, batch, noise)
+
+    def _enter(self, epoch: int) -> _Epoch:
+        if self._epoch is None or self._epoch.number != epoch:
+            device = next(iter(self._data.columns.values())).device
+            order, noise = self.plan.order(epoch), self.plan.noise(epoch)
+            self._epoch = _Epoch(epoch, _move(order, device), _move(noise, device))
+        return self._epoch
+
+
+def transformed(name: str, transform: Callable[..., Batch], batch: Batch, *more: Tensor) -> Batch:
+    """Apply a transform. Raises DataError where a column of the batch changes its number of samples.
+
+    Columns that the transform adds may have any shape.
+    """
+    given = {column: len(rows) for column, rows in batch.items()}  # first: it may change the batch in place
+    made = transform(batch, *more)
+    for column in [column for column in given if column in made]:
+        shape = list(made[column].shape)
+        if shape[:1] != [given[column]]:
+            raise DataError(
+                f"the recipe's {name} was given {given[column]} samples and returned the column {column} "
+                f"in the shape {shape}. It must return as many samples: leave some out in the recipe's "
+                "TensorData."
+            )
+    return made
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without making the host wait for queued work."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def tensor_batches(
+    data: TensorData, rank: int, world_size: int, batch_size: int
+) -> Iterator[tuple[Tensor, Batch]]:
+    """This rank's samples in order, as (indices int64 [n], batch). Over all ranks, every sample occurs once.
+
+    The columns are views of the data, not copies.
+    """
+    device = next(iter(data.columns.values())).device
+    for piece in cut(share_of(range(len(data)), rank, world_size), batch_size):
+        indices = torch.arange(piece.start, piece.stop, device=device)
+        yield indices, {name: column[piece.start : piece.stop] for name, column in data.columns.items()}

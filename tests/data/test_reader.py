@@ -1,0 +1,121 @@
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from launcher.data.reader import EVALUATION, Reader, Request, columns, generators_kept
+from launcher.errors import DataError
+
+
+class Drawn(Dataset):
+    """Each sample is three numbers, from the generators that stock augmentations draw from."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"drawn": torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])}
+
+
+class FromGenerator(Drawn):
+    def sample(self, index, generator):
+        return {"drawn": torch.rand(3, generator=generator)}
+
+
+class Listed(Dataset):
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        found = self.samples[index]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def read(dataset, *indices, epoch=0, position=0, seed=0, collate=None):
+    return Reader(dataset, collate, seed)[Request(epoch, position, indices)]
+
+
+@pytest.mark.parametrize("dataset", [Drawn(), FromGenerator()], ids=["global generators", "a generator"])
+def test_random_numbers_depend_on_seed_epoch_and_position_alone(dataset):
+    whole = read(dataset, 3, 4, 5, position=7).batch["drawn"]
+    torch.rand(5)
+    parts = [read(dataset, index, position=position).batch["drawn"] for index, position in ((3, 7), (9, 8))]
+    assert torch.equal(whole[:2], torch.cat(parts)), "not on the batch they are in, nor on the sample"
+    for other in ({"seed": 1}, {"epoch": 1}, {"epoch": EVALUATION}, {"position": 8}):
+        moved = read(dataset, 3, **{"position": 7, **other}).batch["drawn"]
+        assert not torch.isclose(moved, whole[:1]).any(), other
+
+
+def test_neighbouring_positions_draw_unrelated_numbers():
+    drawn = read(Drawn(), *range(10)).batch["drawn"].double()
+    assert len(drawn.flatten().unique()) == 30
+    assert drawn.std(dim=0).min() > 0.15  # of uniform numbers: 0.29
+
+
+def test_reading_in_this_process_leaves_the_generators_as_they_were():
+    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
+    expected = random.random(), numpy.random.rand(), torch.rand(())
+    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
+    with generators_kept():
+        read(Drawn(), 1, 2)
+    assert (random.random(), numpy.random.rand(), torch.rand(())) == expected
+
+
+def test_samples_that_cannot_be_read_are_named_and_left_out():
+    def of(number):
+        return {"x": torch.tensor(number)}
+
+    fetched = read(Listed(of(1), ValueError("torn"), of(3), DataError("no image: b.jpg")), 0, 1, 2, 3)
+    assert fetched.batch["x"].tolist() == [1, 3]
+    assert fetched.kept == (0, 2)
+    assert [bad.index for bad in fetched.bad] == [1, 3]
+    first, second = map(str, fetched.bad)
+    assert first.startswith("sample 1 at ")
+    assert first.endswith("ValueError: torn")
+    assert __file__ in first
+    assert second.endswith(": no image: b.jpg"), "a DataError says by itself what is wrong"
+    assert "Traceback" in fetched.bad[0].details
+
+
+def test_a_request_without_a_readable_sample_has_no_batch():
+    fetched = read(Listed(ValueError("torn")), 0)
+    assert (fetched.batch, fetched.kept, fetched.failure) == (None, (), "")
+
+
+def test_columns_names_the_parts_of_a_tuple():
+    pairs = Listed((torch.ones(2), 1), (torch.zeros(2), 0))
+    batch = read(pairs, 1, 0, collate=columns("image", "label")).batch
+    assert batch["image"].tolist() == [[0, 0], [1, 1]]
+    assert batch["label"].tolist() == [0, 1]
+    single = read(Listed(torch.ones(2)), 0, collate=columns("x")).batch
+    assert single["x"].shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sample", "collate", "text"),
+    [
+        ((torch.ones(2), 1), None, 'a tuple of 2, whose columns have no names.*columns("image", "label")'),
+        (torch.ones(2), None, "a Tensor, whose columns have no names"),
+        ((torch.ones(2), 1), columns("image"), "has 2 part(s), but columns names 1: image"),
+        ({"text": "words"}, None, "text (list)"),
+        ({"x": 1}, lambda samples: [1], "collate returned list"),
+        ({"x": 1}, lambda samples: {"x": None}, "x (NoneType)"),
+        ({"x": None}, None, "samples 0: TypeError"),
+    ],
+)
+def test_what_cannot_be_collated_is_explained(sample, collate, text):
+    failure = read(Listed(sample), 0, collate=collate).failure
+    for part in text.split(".*"):
+        assert part in failure, failure
+
+
+def test_samples_of_different_shapes_are_named():
+    uneven = Listed({"x": torch.ones(2)}, {"x": torch.ones(3)})
+    assert "samples 1, 0: RuntimeError: stack expects" in read(uneven, 1, 0).failure
