@@ -26,12 +26,14 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, RecipeError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.packing import packed, unpacked
+from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
 from launcher.metrics import Classification, LossMetric
 from launcher.metrics.metric import direction_of, name_of
 from launcher.recipe import Loss, Recipe, refuse_taken_name
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
 Rows = tuple[Any, Batch]  # outputs and batch
+HOST = torch.device("cpu")
 
 
 def unguarded(what: str, batch: Batch | None) -> AbstractContextManager[None]:
@@ -56,6 +58,7 @@ class Measuring:
     env: WorkerEnv
     guard: Guard = unguarded
     beat: Callable[[], object] = lambda: None
+    _order: list[Any] = field(default_factory=list)  # all of them, as the recipe has them
     _merged: list[Any] = field(default_factory=list)
     _fed: list[Any] = field(default_factory=list)
     _kept: list[Rows] = field(default_factory=list)
@@ -63,9 +66,12 @@ class Measuring:
 
     def __post_init__(self) -> None:
         for metric in self.recipe.measures:
-            if isinstance(metric, LossMetric):
-                continue
-            (self._merged if hasattr(metric, "merge") else self._fed).append(fresh(metric))
+            started = self._started(metric)
+            self._order.append(started)
+            if hasattr(started, "merge"):
+                self._merged.append(started)
+            elif not isinstance(started, LossMetric):
+                self._fed.append(started)
 
     def update(self, loss: Loss, batch: Batch) -> None:
         """Add a batch of this rank. Raises ConfigError for a loss without outputs."""
@@ -76,7 +82,7 @@ class Measuring:
         if self.env.is_leader:
             self._update(self._fed, outputs, batch)
         elif self._fed:
-            self._kept.append((_on_host(outputs), _on_host(batch)))
+            self._kept.append((_on(HOST, outputs), _on(HOST, self._read_by_fed(batch))))
 
     def conclude(self, loss_sum: float, count: int) -> Numbers:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
@@ -107,16 +113,26 @@ class Measuring:
     def _collect(self) -> None:
         """Bring all to rank 0, rank by rank: its own share comes first in the set."""
         kinds = [type(metric) for metric in self._merged]
-        own = [_packed_metric(metric, kinds) for metric in self._merged]
-        if self.env.is_leader:
-            self._merged = [unpacked(each, kinds) for each in own]  # on the host, as the others will be
+        own = [_packed_metric(metric, kinds) for metric in self._merged]  # on rank 0 too: all fail, or none
         for rank in range(1, self.env.world_size):
             for metric, mine in zip(self._merged, own, strict=True):
                 sent = send_to_all(self.env, mine, rank)
                 if self.env.is_leader:
-                    self._merge(metric, unpacked(sent, kinds))
+                    self._merge(metric, unpacked(sent, self.env.device, kinds))
             if self._fed:
                 self._feed(rank)
+
+    def _started(self, metric: Any) -> Any:
+        """The metric without samples."""
+        if is_torchmetrics(metric):
+            return adapted(metric, self.recipe.label, self.env.device)
+        return metric if isinstance(metric, LossMetric) else fresh(metric)
+
+    def _read_by_fed(self, batch: Batch) -> Batch:
+        """The columns that the metrics without merge read; all where one of them does not say."""
+        read = [getattr(metric, "columns", None) for metric in self._fed]
+        known = {name for columns in read for name in columns or ()}
+        return batch if None in read else {name: batch[name] for name in batch if name in known}
 
     def _merge(self, metric: Any, other: Any) -> None:
         with self._held(), self.guard(f"the metric {name_of(metric)}'s merge", None):
@@ -129,19 +145,19 @@ class Measuring:
             self.beat()
             sent = send_to_all(self.env, packed(self._kept[index]) if self.env.rank == rank else b"", rank)
             if self.env.is_leader:
-                outputs, batch = (_on(self.env.device, each) for each in unpacked(sent))
+                rows = unpacked(sent, self.env.device)
+                outputs, batch = (_on(self.env.device, each) for each in rows)
                 with self._held():
                     self._update(self._fed, outputs, batch)
 
     def _compute(self, loss_sum: float, count: int) -> Numbers:
         """On rank 0, in the order in which the recipe has the metrics."""
-        left = {True: iter(self._merged), False: iter(self._fed)}
         numbers = Numbers({}, {})
         taken: dict[str, str] = {}
-        for given in self.recipe.measures:
-            metric: Any = given if isinstance(given, LossMetric) else next(left[hasattr(given, "merge")])
+        for metric in self._order:
             with self.guard(f"the metric {name_of(metric)}'s compute", None):
-                found = metric.of_loss(loss_sum, count) if isinstance(given, LossMetric) else metric.compute()
+                of_loss = isinstance(metric, LossMetric)
+                found = metric.of_loss(loss_sum, count) if of_loss else metric.compute()
             for name, value in as_numbers(metric, found).items():
                 refuse_taken_name(name, name_of(metric), taken)
                 taken[name] = name_of(metric)
@@ -215,10 +231,6 @@ def _heard(told: Any) -> Numbers:
     if isinstance(told, dict):
         raise getattr(launcher.errors, told["kind"])(told["text"])
     return Numbers(*told)
-
-
-def _on_host(value: Any) -> Any:
-    return _on(torch.device("cpu"), value)
 
 
 def _on(device: torch.device, value: Any) -> Any:

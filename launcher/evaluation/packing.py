@@ -1,7 +1,8 @@
 """Objects of this job's own ranks as bytes: metrics and what they read.
 
-Owns the encoding. Tensors arrive on the host, whatever device they were on, and a view travels without the
-rest of its storage. Only what ranks of one job send to each other is ever unpacked: it is a pickle.
+Owns the encoding. A tensor arrives on the receiver's device, or on its host if it came from one, and a view
+travels without the rest of its storage. Only what ranks of one job send to each other is ever unpacked: it
+is a pickle.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ def packed(value: object, classes: Sequence[type] = ()) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes, classes: Sequence[type] = ()) -> Any:
+def unpacked(data: bytes, device: torch.device, classes: Sequence[type] = ()) -> Any:
     """The inverse of `packed`, with the same classes in the same order."""
-    return _Unpacker(io.BytesIO(data), classes).load()
+    return _Unpacker(data, device, classes).load()
 
 
 class _Packer(pickle.Pickler):
@@ -36,26 +37,28 @@ class _Packer(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._classes = classes
 
-    def persistent_id(self, value: Any) -> int | None:
-        return self._classes.index(value) if isinstance(value, type) and value in self._classes else None
-
-    def reducer_override(self, value: Any) -> Any:
+    def persistent_id(self, value: Any) -> object:
+        """What stands for a class, or for a tensor; None for all that pickle writes by itself."""
+        if isinstance(value, type):
+            return self._classes.index(value) if value in self._classes else None
         if not isinstance(value, Tensor):
-            return NotImplemented
-        host = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())  # a view has odd strides
-        return _tensor, (host.view(-1).view(torch.uint8).numpy().tobytes(), host.dtype, tuple(host.shape))
+            return None
+        host = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())  # a view may have any stride
+        content = host.view(-1).view(torch.uint8).numpy().tobytes()
+        return content, value.dtype, tuple(value.shape), value.device.type == "cpu"
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, classes: Sequence[type]) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes, device: torch.device, classes: Sequence[type]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._device = device
         self._classes = classes
 
-    def persistent_load(self, index: object) -> type:
-        return self._classes[cast(int, index)]
-
-
-def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not content:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+    def persistent_load(self, stands_for: Any) -> Any:
+        if isinstance(stands_for, int):
+            return self._classes[stands_for]
+        content, dtype, shape, on_host = stands_for
+        if not content:
+            return torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
+        found = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        return found if on_host else found.to(self._device)

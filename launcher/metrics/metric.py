@@ -33,7 +33,12 @@ class Metric(Protocol):
       exact for any metric, at the cost of that memory and of sending it.
     - `higher_is_better`: True, False, or a mapping from name to either. Needed to compare runs by it.
     - `names`: the names that `compute` may return, so that a mistake is found before the first step.
+    - `columns`: the columns of the batch that `update` reads. Without merge no others are kept and sent.
     - `reset()`: forget all samples. Without it each evaluation works on a deep copy.
+
+    Objects of torchmetrics work as they are: they are updated with the outputs and `batch[Recipe.label]`, and
+    their states are merged, or they are fed on rank 0, without collectives of their own. A number alone goes
+    by the name of its class.
     """
 
     def update(self, outputs: Outputs, batch: Batch) -> None:
@@ -55,8 +60,8 @@ class LossMetric(Protocol):
 
 
 def name_of(metric: object) -> str:
-    """By which errors name a metric."""
-    return type(metric).__name__
+    """By which errors name a metric: its class, or that of the object that it adapts."""
+    return type(getattr(metric, "adapts", metric)).__name__
 
 
 def declared_names(metric: object) -> tuple[str, ...] | None:

@@ -1,0 +1,108 @@
+"""Objects of torchmetrics as metrics of a recipe, without their own collectives.
+
+Owns the decision which of them may be merged. Never imports torchmetrics: a recipe that uses it has done so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.data.tensors import Batch
+from launcher.errors import ConfigError
+from launcher.metrics.metric import name_of
+
+EXACT = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")  # reductions that lose nothing
+
+
+def is_torchmetrics(metric: object) -> bool:
+    """Whether it is a Metric or a MetricCollection of torchmetrics."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(metric, (module.Metric, module.MetricCollection))
+
+
+def adapted(metric: Any, label: str, device: torch.device) -> Fed:
+    """The object, reset and on the device, as a metric that reads the column `label` as its target."""
+    metric.reset()
+    metric.to(device)
+    for each in _all_of(metric):
+        each.sync_on_compute = each._to_sync = False
+    return (Merged if _is_mergeable(metric) else Fed)(metric, label)
+
+
+class Fed:
+    """Updated on rank 0 alone, with the outputs and labels of all ranks: exact for any object."""
+
+    def __init__(self, metric: Any, label: str) -> None:
+        self.adapts = metric
+        self.label = label
+        self.columns = (label,)
+
+    @property
+    def higher_is_better(self) -> Any:
+        """As the object says; of a collection by name."""
+        if isinstance(self.adapts, nn.ModuleDict):
+            return {name: each.higher_is_better for name, each in self.adapts.items()}
+        return self.adapts.higher_is_better
+
+    def update(self, outputs: Any, batch: Batch) -> None:
+        if isinstance(outputs, Mapping):
+            if len(outputs) != 1:
+                raise ConfigError(
+                    f"{name_of(self)} of torchmetrics reads one tensor, but the recipe's loss gives "
+                    f"the outputs {', '.join(outputs)}. Return a single one, or write a metric around it."
+                )
+            (outputs,) = outputs.values()
+        self.adapts.update(outputs, batch[self.label])
+
+    def compute(self) -> Any:
+        return self.adapts.compute()
+
+
+class Merged(Fed):
+    """Updated on its own rank; then the states of the ranks are reduced in rank order, as torchmetrics does.
+
+    Only they travel, not the object: it may hold a whole network. torchmetrics' merge_state is not used: it
+    puts the states of the others first and does not count their updates.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"states": self.adapts.metric_state, "updates": self.adapts.update_count}
+
+    def merge(self, other: Merged) -> None:
+        sent: dict[str, Any] = vars(other)
+        for name, theirs in sent["states"].items():
+            reduction = self.adapts._reductions[name].__name__
+            setattr(self.adapts, name, _reduced(reduction, getattr(self.adapts, name), theirs))
+        self.adapts._update_count += sent["updates"]
+        self.adapts._computed = None
+
+
+def _reduced(reduction: str, mine: Any, theirs: Any) -> Any:
+    if reduction == "dim_zero_sum":
+        return mine + theirs
+    if reduction == "dim_zero_max":
+        return torch.maximum(mine, theirs)
+    if reduction == "dim_zero_min":
+        return torch.minimum(mine, theirs)
+    return torch.cat([mine, theirs]) if isinstance(mine, Tensor) else [*mine, *theirs]
+
+
+def _is_mergeable(metric: Any) -> bool:
+    """Whether its states are all that it knows, and their reductions lose nothing.
+
+    Not those of wrappers and collections, nor means, whose weights are lost.
+    """
+    if list(_all_of(metric)) != [metric] or metric.full_state_update is not False:
+        return False
+    names = [getattr(reduction, "__name__", "") for reduction in metric._reductions.values()]
+    return bool(names) and all(name in EXACT for name in names)
+
+
+def _all_of(metric: Any) -> list[Any]:
+    """The object and those that it wraps or collects, as far as they are metrics."""
+    return [each for each in metric.modules() if hasattr(each, "sync_on_compute")]
