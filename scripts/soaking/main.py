@@ -57,6 +57,10 @@ class Tally:
     seconds: dict[str, list[float]] = field(default_factory=dict)  # to the next step
     story: list[str] = field(default_factory=list)  # of this round
 
+    def begin_round(self) -> None:
+        self.rounds += 1
+        self.story.clear()
+
     def tell(self, text: str) -> None:
         self.story.append(text)
         print(text, flush=True)
@@ -141,8 +145,7 @@ def one_round(
     options: argparse.Namespace,
 ) -> None:
     """One disturbed run, from its start to its end. Raises Failed."""
-    tally.rounds += 1
-    tally.story.clear()
+    tally.begin_round()
     random = Random(seed)
     mark = f"{os.getpid()}-{tally.rounds}"
     began = time.monotonic()
@@ -163,18 +166,23 @@ def one_round(
             inject(AT_THE_END, run, random, tally, began)
         except Finished:
             pass
-        problems = problems_of_run(run.run_dir, expected, run.damaged)
-        lines = run.restart_lines()
-        if len(lines) != run.restarts:
-            problems.append(f"{run.restarts} restarts were to be expected, but: {lines}")
-        if problems:
-            raise Failed("; ".join(problems))
+        refuse_differences(run, expected)
     tally.restarts += run.restarts
     tally.skipped += len(expected.skipped)
     seconds = time.monotonic() - began
     print(f"round {tally.rounds} (seed {seed}): done after {seconds:.0f} s, the same digest", flush=True)
     if options.keep is None:
         shutil.rmtree(directory)
+
+
+def refuse_differences(run: Run, expected: Expected) -> None:
+    """Raise Failed where the disturbed run did not end as the undisturbed one, or restarted otherwise."""
+    problems = problems_of_run(run.run_dir, expected, run.damaged)
+    lines = run.restart_lines()
+    if len(lines) != run.restarts:
+        problems.append(f"{run.restarts} restarts were to be expected, but: {lines}")
+    if problems:
+        raise Failed("; ".join(problems))
 
 
 def drawn(faults: Sequence[str], random: Random, once: bool) -> Iterator[str]:
