@@ -149,7 +149,8 @@ REPORT = [0.5, 1.0, 65536.0, 0.1, 0.0, 64.0, 32.0, 0.0]
 NO_VOTES, BAD_LOSS = [0.0] * 4, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 ANSWERS: dict[str, float | list[float]] = {
     "engine/step_result.py": REPORT,
-    "evaluation/evaluate.py _conclude": [1.0],
+    "evaluation/evaluate.py totals": 1.0,
+    "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/step_counts.py agree_on_reference": 32.0,  # once, in the first step
     "engine/precision/calibration.py": 0.25,
     "engine/diagnostics/nonfinite.py": 1.0,

@@ -61,6 +61,10 @@ class _Tally:
     def seen(self) -> Tensor:
         return self.integers[2:]
 
+    def totals(self) -> tuple[float, int]:
+        """The sum of the losses and their count. Waits for the device."""
+        return self.loss_sum.item(), int(self.integers[0])
+
 
 def evaluate(
     recipe: Recipe,
@@ -97,7 +101,7 @@ def evaluate(
         if tally.broken_off:
             raise Interrupted
         check_every_sample_once(tally.seen, env.world_size)
-        loss_sum, count = tally.loss_sum.item(), int(tally.integers[0])
+        loss_sum, count = tally.totals()
         found = measuring.conclude(loss_sum, count)
     return Evaluation(loss_sum / count, len(data), found.values, found.higher_is_better, found.confusion)
 
