@@ -1,6 +1,7 @@
 """Data-parallel training steps in fp16 with fp32 masters. Usable with any training loop; needs only torch."""
 
 from launcher.engine.errors import EngineWarning, UnusableError
+from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.optim.fused import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
@@ -15,6 +16,7 @@ __all__ = [
     "AdamW",
     "EngineState",
     "EngineWarning",
+    "ParameterGroup",
     "Policy",
     "ScaleStart",
     "Scaling",

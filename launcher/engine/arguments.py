@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
+from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.wire.transports import Wire
@@ -32,6 +33,7 @@ def refuse_kinds(
     wire: object,
     emulate: object,
     compiled: object,
+    groups: object,
 ) -> None:
     """Raise UnusableError for arguments of a Stepper of the wrong type. None means the default."""
     _refuse_optimizer(optimizer)
@@ -51,6 +53,12 @@ def refuse_kinds(
     if emulate is not None:
         limits.flag.require("emulate", emulate)
     limits.flag.require("compiled", compiled)
+    if not isinstance(groups, list | tuple) or not all(isinstance(each, ParameterGroup) for each in groups):
+        raise UnusableError(
+            f"groups={groups!r}: it must be a sequence of ParameterGroup, for example "
+            '[ParameterGroup("*.bias", weight_decay=0.0)]. It names parameters by patterns and does not hold '
+            "them, as torch's param_groups do."
+        )
 
 
 def _refuse_optimizer(optimizer: object) -> None:

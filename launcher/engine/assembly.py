@@ -6,6 +6,7 @@ communicate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.step_timer import StepClock
 from launcher.engine.flat.broadcast import take_values_of_rank_0
 from launcher.engine.flat.buffers import Buffers
+from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.notices import Notices
@@ -41,6 +43,7 @@ class Choices:
     micro_batches: int
     emulate: bool | None
     compiled: bool
+    groups: Sequence[ParameterGroup] = ()
 
 
 class Parts:
@@ -58,8 +61,9 @@ class Parts:
     ) -> None:
         policy, wire = choices.policy, choices.wire
         world_size = dist.get_world_size(group) if group else 1
-        refuse_unadaptable(optimizer, model, policy, wire.shard and world_size > 1)
-        self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes)
+        grouping = Grouping.of(model, choices.groups)
+        refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
+        self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping)
         self.buffers = Buffers(model, group)
         take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
@@ -72,7 +76,7 @@ class Parts:
         )
         self.attachment = Attachment(model, layout, self.reducer)
         self.shards = Shards(layout, transports, group)
-        self.updater = updater_of(optimizer, layout, self.shards.pieces, compiled)
+        self.updater = updater_of(optimizer, layout, self.shards, compiled)
         self.in_place = InPlaceChanges(model, layout, self.shards, group)
         self.scale = LossScale(choices.scaling, layout.device)
         self.judge = judge_on(layout.device, compiled)

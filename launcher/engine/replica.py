@@ -16,8 +16,8 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers, bits_of
 from launcher.engine.flat.layout import Layout, Segment
 from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.engine.optim.fused import Updater
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
+from launcher.engine.optim.updater import Updater
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.state import EngineState, counters_of, exact, refuse_numbers, refuse_other_model
 from launcher.engine.wire.shards import Shards

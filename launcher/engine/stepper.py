@@ -31,6 +31,7 @@ from launcher.engine.errors import (
     refuse_within_step,
 )
 from launcher.engine.flat.broadcast import refuse_different_models
+from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
@@ -57,6 +58,10 @@ class Stepper:
     `learning_rates` gives one rate per applied step, and the last one after that; None means `optimizer.lr`
     throughout. `compiled` fuses the update into one kernel with torch.compile, on all ranks or on none; if
     compiling fails, `compilation.reason` says why.
+
+    `groups` give parameters a learning-rate factor, a separate weight decay, or freeze them; a parameter
+    belongs to the first group that matches its name. The clip norm is computed over all groups. States do not
+    depend on the groups, so a state can be loaded with other groups.
 
     Building a Stepper moves the model's parameters and buffers into flat memory and broadcasts rank 0's
     values: load weights before that, or afterwards with `load`. Raises UnusableError for a model that cannot
@@ -94,17 +99,18 @@ class Stepper:
         reference_count: int | None = None,
         emulate: bool | None = None,
         compiled: bool = False,
+        groups: Sequence[ParameterGroup] = (),
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
-        refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled)
+        refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, groups)
         rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
         self.model, self.group = model, group_of(group)
         self.policy = policy = policy or Policy.fp16()
         # First: what comes next then raises on all ranks or on none.
-        refuse_different_models(model, reference_count, self.group)
+        refuse_different_models(model, reference_count, groups, self.group)
         scaling = scaling or Scaling.of(policy)
-        choices = Choices(policy, scaling, wire or Wire(), micro_batches, emulate, compiled)
+        choices = Choices(policy, scaling, wire or Wire(), micro_batches, emulate, compiled, groups)
         self._parts = parts = Parts(model, optimizer, choices, self.group)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater

@@ -34,7 +34,8 @@ from torch import nn
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine import stepper as stepper_module
 from launcher.engine.flat.layout import Piece
-from launcher.engine.optim.fused import Scalars, Updater
+from launcher.engine.optim.fused import Scalars
+from launcher.engine.optim.updater import Updater
 from launcher.recipe import registry_of
 from scripts.bench.baselines import AutocastLoop, channels_last
 from scripts.bench.gpu_session import SKIPPED

@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy
-from launcher.engine.flat.layout import Layout
-from launcher.engine.optim.fused import Optimizer, Piece, Scalars, Updater
+from launcher.engine.flat.layout import Layout, Piece
+from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.optim.updater import Updater
 from launcher.engine.wire.grad_norm import SumOfSquares
 from scripts.bench.baselines import CLIP_NORM, LOSS_SCALE, FusedAlone, PerTensor, StockComposition
 from scripts.bench.machine import machine

@@ -15,7 +15,8 @@ from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter
 from launcher.engine.diagnostics.nonfinite import first_nonfinite_module
 from launcher.engine.flat.layout import Piece
-from launcher.engine.optim.fused import DEVICE_CHUNK, Scalars, Updater
+from launcher.engine.optim.fused import Scalars
+from launcher.engine.optim.updater import DEVICE_CHUNK, Updater
 from launcher.engine.wire.transports import WideSum
 from scripts.bench.baselines import AutocastLoop
 from scripts.bench.gpu_road import profiled, resnet_steps

@@ -6,6 +6,7 @@ Every function is a collective, called before the first step.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,18 @@ from torch import nn
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers
+from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_buffers, named_parameters
 
 
 def refuse_different_models(
-    model: nn.Module, reference_count: int | None, group: dist.ProcessGroup | None
+    model: nn.Module,
+    reference_count: int | None,
+    groups: Sequence[ParameterGroup],
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Require the same tensors in the same order, and the same reference count, on all ranks.
+    """Require the same tensors in the same order, reference count and groups on all ranks.
 
     Raises UnusableError on all ranks or on none.
     """
@@ -29,7 +34,7 @@ def refuse_different_models(
         return
     tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
     lines = [f"{n} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for n, t in tensors]
-    lines.append(f"reference_count {reference_count}")
+    lines.append(f"reference_count {reference_count}, groups {list(groups)}")
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "little")
     device = tensors[0][1].device if tensors else None
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
@@ -37,8 +42,8 @@ def refuse_different_models(
     if both[0] != -both[1]:
         raise UnusableError(
             "the ranks hold different parameters or buffers (names, shapes, strides, dtypes, requires_grad "
-            "or order), or were given different reference counts. Build the same model on all ranks. "
-            f"Rank {dist.get_rank(group)} has {len(tensors)} tensors, the first is "
+            "or order), or were given different reference counts or parameter groups. Build the same model "
+            f"on all ranks. Rank {dist.get_rank(group)} has {len(tensors)} tensors, the first is "
             f"{lines[0] if tensors else 'none'}. Its reference count is {reference_count}."
         )
 

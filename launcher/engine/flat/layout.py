@@ -3,7 +3,8 @@
 Owns where each trainable parameter lies in the flat buffers and makes the model's parameters views of
 them. Matrices (two or more dimensions) and vectors form two segments, because half policies keep vectors
 in fp32. Offsets follow the reverse order of registration, roughly that in which autograd produces gradients.
-Parameters are also grouped here into runs that are sent together and divide evenly among the ranks.
+Parameters are also grouped here into runs that are sent together and divide evenly among the ranks. Within a
+run the parameters of one group are adjacent: groups change neither the runs nor their order on the wire.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.allocation import flat_zeros
+from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.precision.policy import Policy
 
@@ -100,6 +102,20 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Elements [start, end) of a flat tensor that are updated alike: `rates` indexes a grouping's."""
+
+    rates: int
+    start: int
+    end: int
+
+    def within(self, part: slice) -> Stretch | None:
+        """What of it lies in `part` of the tensor, counted from the part's start; None if nothing does."""
+        start, end = max(self.start, part.start) - part.start, min(self.end, part.stop) - part.start
+        return Stretch(self.rates, start, end) if start < end else None
+
+
+@dataclass(frozen=True)
 class Piece:
     """What one rank updates: flat tensors of equal length.
 
@@ -115,6 +131,13 @@ class Piece:
     def half(self) -> bool:
         return self.weight.dtype != torch.float32
 
+    def part(self, elements: slice) -> Piece:
+        """The same of some of the elements."""
+        weight = self.weight[elements]
+        if self.master is None:
+            return Piece(weight, None, self.grad[elements])
+        return Piece(weight, self.master[elements] if self.half else weight, self.grad[elements])
+
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
 
@@ -122,8 +145,8 @@ class Piece:
 class Layout:
     """The flat form of a model's trainable parameters. Building it moves the parameters there.
 
-    Raises UnusableError if no parameter is trainable, if parameters are on two devices, or for a dtype other
-    than fp32, fp16, bf16.
+    Freezes the parameters that `grouping` freezes. Raises UnusableError if no parameter is trainable, if
+    parameters are on two devices, or for a dtype other than fp32, fp16, bf16.
     """
 
     def __init__(
@@ -133,9 +156,15 @@ class Layout:
         wire: torch.dtype | None = None,
         world_size: int = 1,
         run_bytes: int | None = None,
+        grouping: Grouping | None = None,
     ) -> None:
-        trainable = [(n, p) for n, p in named_parameters(model).items() if p.requires_grad]
+        self.grouping = grouping or Grouping()
+        frozen = self.grouping.frozen
+        named = named_parameters(model)
+        trainable = [(n, p) for n, p in named.items() if p.requires_grad and n not in frozen]
         _refuse_untrainable(model, trainable)
+        for name in frozen:
+            named[name].requires_grad_(False)
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
         self.device = trainable[0][1].device
         self.world_size = world_size
@@ -163,27 +192,38 @@ class Layout:
 
         The first run of the first segment is small, so that communication starts early in backward.
         """
-        index = sum(len(segment.slots) for segment in self.segments)
         # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
         world_size = self.world_size
         aligned = world_size <= MAX_ALIGNED_RANKS
         stride = ALIGNMENT * world_size if aligned else math.lcm(ALIGNMENT, world_size)
         runs: list[Run] = []
-        slots: list[Slot] = []
+        names: list[str] = []
         start = end = 0
         for position, member in enumerate(members):
-            p = self.parameters[member]
-            slots.append(Slot(member, index + position, p.shape, _dense_stride(p), end, p.numel()))
-            end += _round_up(p.numel(), ALIGNMENT)
+            names.append(member)
+            end += _round_up(self.parameters[member].numel(), ALIGNMENT)
             limit = run_numel if runs or self.segments else min(run_numel, FIRST_RUN_BYTES // 2)
             following = (
                 self.parameters[members[position + 1]].numel() if position + 1 < len(members) else None
             )
             if following is None or end - start + following > limit:
                 end = start + _round_up(end - start, stride)
-                runs.append(Run(tuple(slots), start, end))
-                slots, start = [], end
+                first = sum(len(run.slots) for run in [*self._runs(), *runs])
+                runs.append(Run(self._place(names, first, start), start, end))
+                names, start = [], end
         return runs
+
+    def _place(self, names: Sequence[str], first: int, start: int) -> tuple[Slot, ...]:
+        """The slots of one run from element `start`, numbered from `first`: group by group, else as given."""
+        slots: list[Slot] = []
+        for index, name in enumerate(sorted(names, key=lambda name: self.grouping.index.get(name, 0)), first):
+            p = self.parameters[name]
+            slots.append(Slot(name, index, p.shape, _dense_stride(p), start, p.numel()))
+            start += _round_up(p.numel(), ALIGNMENT)
+        return tuple(slots)
+
+    def _runs(self) -> list[Run]:
+        return [run for segment in self.segments for run in segment.runs]
 
     def _move(
         self, name: str, runs: list[Run], weight: torch.dtype, grad: torch.dtype, masters: bool
@@ -208,6 +248,19 @@ class Layout:
     def slots(self) -> Iterator[Slot]:
         """All slots, segment by segment, in the order of `Slot.index`."""
         return (slot for segment in self.segments for slot in segment.slots)
+
+    def stretches(self, segment: Segment) -> list[Stretch]:
+        """The elements of a segment that are updated alike, padding included, in order."""
+        slots = segment.slots
+        ends = [*(slot.offset for slot in slots[1:]), segment.numel]
+        found: list[Stretch] = []
+        for slot, end in zip(slots, ends, strict=True):
+            rates = self.grouping.index.get(slot.name, 0)
+            if found and found[-1].rates == rates:
+                found[-1] = Stretch(rates, found[-1].start, end)
+            elif slot.offset < end:
+                found.append(Stretch(rates, slot.offset, end))
+        return found
 
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Views by parameter name of flat tensors, one per segment, each as long as its segment."""

@@ -20,6 +20,16 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain(name): p for name, p in model.named_parameters()}
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter by the first of them; a tied parameter has several."""
+    plain = plain_names(model)
+    firsts = {id(p): plain(name) for name, p in model.named_parameters()}
+    found: dict[str, list[str]] = {name: [] for name in firsts.values()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found[firsts[id(p)]].append(plain(name))
+    return found
+
+
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     """By name, in the order of registration; a shared buffer has the first of its names."""
     plain = plain_names(model)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.errors import listed
-from launcher.engine.flat.layout import Layout, Piece
-from launcher.engine.optim.fused import Optimizer, Scalars, Updater
+from launcher.engine.flat.layout import Layout, Piece, Stretch
+from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
+from launcher.engine.optim.updater import Stretches, Updater
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.verdict import Terms, Verdict, judge
 from launcher.engine.wire.grad_norm import BLOCKS, SMALL, SumOfSquares
@@ -124,7 +125,8 @@ def _compare_judgements(layout: Layout) -> None:
 
 def _compare_updates(optimizer: Optimizer, layout: Layout) -> None:
     """Compare some updates and a skipped one, compiled and plain, for a piece of each kind."""
-    compiled, plain = (Updater(_pieces(layout), optimizer, compiled=form) for form in (True, False))
+    stretches = _stretches(layout)
+    compiled, plain = (Updater(_pieces(layout), optimizer, form, stretches) for form in (True, False))
     for number in range(STEPS + 1):
         before = [tensor.clone() for tensor in _written(compiled)]
         for updater in (compiled, plain):
@@ -150,6 +152,15 @@ def _pieces(layout: Layout) -> list[Piece]:
         master = None if segment.master is None else exact.clone() if segment.half else weight
         pieces.append(Piece(weight, master, exact.flip(0).to(segment.grad.dtype)))
     return pieces
+
+
+def _stretches(layout: Layout) -> Stretches | None:
+    """Halves of each piece at the rates of the first and of the last group, where there are groups."""
+    rates, half = layout.grouping.rates, NUMEL // 2
+    if not rates:
+        return None
+    halves = [Stretch(0, 0, half), Stretch(len(rates) - 1, half, NUMEL)]
+    return Stretches(rates, [halves for _ in layout.segments])
 
 
 def _scalars(device: torch.device, number: int, skip: bool) -> Scalars:

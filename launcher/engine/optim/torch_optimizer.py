@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
+from launcher.engine.flat.groups import Grouping, Rates
 from launcher.engine.flat.layout import Layout, Piece, half_in
 from launcher.engine.flat.names import named_parameters
-from launcher.engine.optim.fused import Optimizer, Scalars, Updater
+from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.optim.updater import Stretches, Updater
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import refuse_other_names
 from launcher.engine.wire.shards import Shards
@@ -108,9 +110,15 @@ def _objection(
     return ""
 
 
-def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, sharded: bool) -> None:
+def refuse_unadaptable(
+    optimizer: object, model: nn.Module, grouping: Grouping, policy: Policy, sharded: bool
+) -> None:
     """Raise UnusableError for a TorchOptimizer that cannot train `model`. Does not change `model`."""
-    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    trainable = {
+        name: p
+        for name, p in named_parameters(model).items()
+        if p.requires_grad and name not in grouping.frozen
+    }
     if not isinstance(optimizer, TorchOptimizer) or not trainable:
         return
     kind = optimizer.kind.__name__
@@ -126,6 +134,12 @@ def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, shar
             "Use SGD or AdamW, or a policy with masters."
         )
     lr, options = optimizer.lr, optimizer.options
+    decayed = any(rates.weight_decay is not None for rates in grouping.rates)
+    if decayed and "weight_decay" not in inspect.signature(optimizer.kind).parameters:
+        raise UnusableError(
+            f"{kind} has no weight_decay, and a parameter group sets one. Leave weight_decay out of the "
+            "groups, or use an optimizer that has it."
+        )
     for name, p in trainable.items():
         if error := _objection(optimizer.kind, lr, options, [p.detach().float()]):
             raise UnusableError(
@@ -135,12 +149,14 @@ def refuse_unadaptable(optimizer: object, model: nn.Module, policy: Policy, shar
 
 
 def updater_of(
-    optimizer: Optimizer | TorchOptimizer, layout: Layout, pieces: Sequence[Piece], compiled: bool
+    optimizer: Optimizer | TorchOptimizer, layout: Layout, shards: Shards, compiled: bool
 ) -> Updater | AdaptedUpdater:
-    """The updater that applies `optimizer` to the pieces of `layout`; torch's are never `compiled`."""
+    """The updater that applies `optimizer` to the shards of `layout`; torch's are never `compiled`."""
     if isinstance(optimizer, TorchOptimizer):
-        return AdaptedUpdater(layout, pieces, optimizer)
-    return Updater(pieces, optimizer, compiled)
+        return AdaptedUpdater(layout, shards.pieces, optimizer)
+    rates = layout.grouping.rates
+    stretches = Stretches(rates, shards.stretches()) if rates else None
+    return Updater(shards.pieces, optimizer, compiled, stretches)
 
 
 class AdaptedUpdater:
@@ -156,10 +172,22 @@ class AdaptedUpdater:
         masters = layout.named([piece.master for piece in pieces if piece.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
         self._optimizer = optimizer.kind(
-            self._masters.values(),
+            self._param_groups(),
             lr=optimizer.lr,  # type: ignore[call-arg]  # every torch.optim optimizer takes one
             **optimizer.options,
         )
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """torch's own: one for each set of rates, with `lr_scale` beside its options."""
+        grouping = self._layout.grouping
+        members: dict[Rates, list[nn.Parameter]] = {}
+        for name, master in self._masters.items():
+            members.setdefault(grouping.rates_of(name), []).append(master)
+        return [
+            {"params": masters, "lr_scale": rates.lr_scale}
+            | ({} if rates.weight_decay is None else {"weight_decay": rates.weight_decay})
+            for rates, masters in members.items()
+        ]
 
     def step(self, scalars: Scalars) -> None:
         """Apply one update, or change nothing if `scalars.skip` is true. Waits for the device."""
@@ -169,7 +197,7 @@ class AdaptedUpdater:
         for name, gradient in self._layout.named(gradients).items():
             self._masters[name].grad = gradient
         for group in self._optimizer.param_groups:
-            group["lr"] = float(scalars.lr)
+            group["lr"] = float(scalars.lr) * group["lr_scale"]
         self._optimizer.step()
         for master in self._masters.values():
             master.grad = None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine.flat.layout import Layout, Piece, Segment, Slot
+from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretch
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
 
@@ -39,6 +39,15 @@ class Shards:
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the parameters by name, in the order of the layout."""
         return {slot.name: slot.shape for slot in self._layout.slots}
+
+    def stretches(self) -> list[list[Stretch]]:
+        """By piece, the elements that are updated alike, counted from the piece's start."""
+        return [
+            [own for stretch in stretches if (own := stretch.within(part)) is not None]
+            for segment in self._layout.segments
+            for stretches in [self._layout.stretches(segment)]
+            for part in self._parts(segment)
+        ]
 
     def collect(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """fp32 values by parameter name from one flat tensor per piece.

@@ -157,9 +157,9 @@ def run_launcher(directory: Path, environ: dict[str, str], seconds_to_compile: f
     code = f"""
 import json, sys
 from pathlib import Path
-from launcher import equipment
+from launcher.training import build
 from launcher.cli import main
-equipment.SECONDS_TO_COMPILE = {seconds_to_compile}
+build.SECONDS_TO_COMPILE = {seconds_to_compile}
 code = main({[*TINY, f"run.dir={directory}"]!r})
 assert not code, code
 run = Path({str(directory)!r})

@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
 from launcher.engine.flat.layout import Piece
-from launcher.engine.optim.fused import (
+from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.optim.updater import (
     CHUNK,
     DEVICE_CHUNK,
-    Optimizer,
-    Scalars,
     Updater,
     _Batch,
     _predicated,

@@ -1,0 +1,126 @@
+"""Parameter groups: which parameters are updated at another rate, with another decay, or not at all.
+
+Owns the value that a user gives and the assignment of every parameter to one set of rates, by name. Where the
+parameters of one set lie in the flat memory is the layout's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+import launcher.engine.limits as limits
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.names import all_names, named_parameters
+
+NEAREST = 3  # parameter names that an error suggests
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are updated in a way of their own: `ParameterGroup("*.bias", weight_decay=0.0)`.
+
+    `match`: one pattern or several over parameter names, as of `fnmatch`, case-sensitive: `*` matches any
+    characters, dots included. A parameter belongs to the first group that matches it; a tied one matches by
+    any of its names. `lr_scale` multiplies the learning rate; `weight_decay` replaces the optimizer's, None
+    keeps it. `frozen` parameters are not trained: requires_grad is set to False. Raises UnusableError.
+    """
+
+    match: str | Sequence[str]
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        patterns = self.match if isinstance(self.match, list | tuple) else (self.match,)
+        if not patterns or not all(isinstance(each, str) and each for each in patterns):
+            raise UnusableError(
+                f"ParameterGroup match={self.match!r}: it must be a pattern of parameter names, for example "
+                '"*.bias", or a sequence of patterns.'
+            )
+        object.__setattr__(self, "match", tuple(patterns))
+        limits.not_negative.require("ParameterGroup lr_scale", self.lr_scale)
+        if self.weight_decay is not None:
+            limits.not_negative.require("ParameterGroup weight_decay", self.weight_decay)
+        limits.flag.require("ParameterGroup frozen", self.frozen)
+
+    def matches(self, name: str) -> bool:
+        """Whether one of the patterns matches the name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.match)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How parameters are updated: `lr_scale` times the learning rate, with the optimizer's decay if None."""
+
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Every trained parameter's rates. `rates` is empty where all are updated as the optimizer says."""
+
+    rates: tuple[Rates, ...] = ()  # in the order in which the flat layout meets them
+    index: Mapping[str, int] = field(default_factory=dict)  # into `rates`, by the name of a trained parameter
+    frozen: frozenset[str] = frozenset()  # names of parameters that a group freezes
+
+    @classmethod
+    def of(cls, model: nn.Module, groups: Sequence[ParameterGroup]) -> Grouping:
+        """Raises UnusableError for a pattern that matches nothing, and for a group that is left empty."""
+        if not groups:
+            return cls()
+        owners = _owners(all_names(model), groups)
+        frozen = {name for name, owner in owners.items() if groups[owner].frozen}
+        trained = [n for n, p in named_parameters(model).items() if p.requires_grad and n not in frozen]
+        found = {name: _rates_of(groups, owners.get(name)) for name in reversed(trained)}
+        distinct = tuple(dict.fromkeys(found.values()))
+        if distinct in ((), (Rates(),)):
+            return cls(frozen=frozenset(frozen))
+        index = {name: distinct.index(rates) for name, rates in found.items()}
+        return cls(distinct, index, frozenset(frozen))
+
+    def rates_of(self, name: str) -> Rates:
+        """Of a trained parameter."""
+        return self.rates[self.index[name]] if self.rates else Rates()
+
+
+def _rates_of(groups: Sequence[ParameterGroup], owner: int | None) -> Rates:
+    return Rates() if owner is None else Rates(float(groups[owner].lr_scale), groups[owner].weight_decay)
+
+
+def _owners(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGroup]) -> dict[str, int]:
+    """The number of the group that each parameter belongs to, by name; those in none are left out."""
+    owners: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for pattern in group.match:
+            if not any(fnmatchcase(name, pattern) for aliases in names.values() for name in aliases):
+                raise UnusableError(_no_match(number, pattern, names))
+        matched = [first for first, aliases in names.items() if any(map(group.matches, aliases))]
+        new = [name for name in matched if name not in owners]
+        if not new:
+            earlier = sorted({owners[name] for name in matched})
+            raise UnusableError(
+                f"groups[{number}] ({', '.join(group.match)}) is left without a parameter: all "
+                f"{len(matched)} that it matches belong to groups{earlier}. The first group that matches a "
+                "parameter has it: put the narrower pattern first."
+            )
+        owners |= dict.fromkeys(new, number)
+    return owners
+
+
+def _no_match(number: int, pattern: str, names: Mapping[str, Sequence[str]]) -> str:
+    known = [name for aliases in names.values() for name in aliases]
+    plain = pattern.replace("*", "").strip(".")
+    near = difflib.get_close_matches(pattern, known, n=NEAREST, cutoff=0.4) or difflib.get_close_matches(
+        plain, known, n=NEAREST, cutoff=0.0
+    )
+    return (
+        f"groups[{number}]: the pattern {pattern!r} matches none of the {len(known)} parameter names. "
+        f"Nearest: {', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any "
+        "characters."
+    )

@@ -1,0 +1,276 @@
+"""One pass over flat memory that scales the gradient, updates the masters and rounds the weights.
+
+Owns the optimizer's states and the form of the pass: compiled, or as calls of torch's fused kernel chunk by
+chunk, so that the widened gradient takes a fixed amount of memory. A skipped step changes nothing; on a GPU
+the kernels read the skip flag, not the host. Parameter groups are further calls within the pass, one per
+stretch of adjacent parameters with the same rates. Factors per element would be more memory to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from launcher.engine.flat.allocation import flat_zeros
+from launcher.engine.flat.groups import Rates
+from launcher.engine.flat.layout import Piece, Stretch
+from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.state import refuse_misfits
+from launcher.engine.wire.shards import Shards
+
+CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; smaller ones cost more calls
+DEVICE_CHUNK = 1 << 24  # elements on a GPU: 64 MB, less than the activations that are free by then
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Parts of pieces that one call of a fused kernel updates; `states` by state, then by part.
+
+    `scratch` takes the widened gradients on a CPU, where mapping new memory costs more than the pass.
+    """
+
+    parts: list[Piece]
+    states: list[list[Tensor]]
+    scratch: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Where parameter groups lie: of each piece the elements that are updated alike."""
+
+    rates: tuple[Rates, ...]
+    by_piece: Sequence[Sequence[Stretch]]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What is updated at the same rates; `states` by piece, then by state.
+
+    `optimizer` has the weight decay of these for a fused kernel, which takes it as a number.
+    """
+
+    optimizer: Optimizer
+    rates: int
+    pieces: list[Piece]
+    states: list[list[Tensor]]
+    batches: list[_Batch]
+
+
+class Updater:
+    """Runs an optimizer over pieces. Holds the optimizer's states, flat, fp32, zero at the start.
+
+    `compiled` turns the pass into one kernel with torch.compile (Triton on CUDA, C++ on a CPU). Both forms
+    give the same values within rounding. With `stretches` each stretch is a call of its own within the pass.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        optimizer: Optimizer,
+        compiled: bool,
+        stretches: Stretches | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.pieces = list(pieces)
+        self.states = [  # by piece, then by state
+            [flat_zeros(len(piece.weight), torch.float32, piece.weight.device) for _ in optimizer.states]
+            for piece in self.pieces
+        ]
+        device = self.pieces[0].weight.device
+        self._on_host = device.type == "cpu"
+        self._factors = _GroupFactors.of(stretches, optimizer, device)
+        self._shares = self._shared_out(stretches)
+        self._compiled: Callable[..., None] | None = None
+        if compiled:
+            # One kernel for all lengths: the pieces of a sharded optimizer are many and unequal. Under
+            # dynamic=True the optimizer's constants would be loaded and converted for every vector.
+            for share in self._shares:
+                for piece, states in zip(share.pieces, share.states, strict=True):
+                    for tensor in (*piece.tensors(), *states):
+                        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            self._compiled = torch.compile(_whole if self._on_host else _predicated)
+
+    def _shared_out(self, stretches: Stretches | None) -> list[_Share]:
+        """All elements, by rates; where there are no groups, the pieces as they are."""
+        chunk = CHUNK if self._on_host else DEVICE_CHUNK
+        if stretches is None:
+            batches = _batches(self.pieces, self.states, chunk)
+            return [_Share(self.optimizer, 0, self.pieces, self.states, batches)]
+        shares = []
+        for index, rates in enumerate(stretches.rates):
+            parts = [
+                (piece.part(own), [state[own] for state in states])
+                for piece, states, found in zip(self.pieces, self.states, stretches.by_piece, strict=True)
+                for own in [slice(each.start, each.end) for each in found if each.rates == index]
+            ]
+            if parts:  # a rank may own nothing of a group
+                pieces, states = [piece for piece, _ in parts], [states for _, states in parts]
+                decay = rates.weight_decay
+                optimizer = self.optimizer if decay is None else self.optimizer.with_weight_decay(decay)
+                batches = _batches(pieces, states, chunk)
+                shares.append(_Share(optimizer, index, pieces, states, batches))
+        return shares
+
+    @property
+    def _batches(self) -> list[_Batch]:
+        return [batch for share in self._shares for batch in share.batches]
+
+    def step(self, scalars: Scalars) -> None:
+        """Apply one update to all pieces, or write nothing if `scalars.skip` is true."""
+        if self._on_host and scalars.skip:  # reading the flag does not wait on a CPU
+            return
+        with torch.no_grad():
+            if self._compiled is None:
+                self._run_fused(scalars)
+            else:
+                self._run_compiled(self._compiled, scalars)
+
+    def _run_fused(self, scalars: Scalars) -> None:
+        own = [scalars] if self._factors is None else self._factors.rates(scalars)
+        if not self._on_host:
+            found_inf = scalars.skip.float()
+            own = [replace(each, lr=each.lr.float(), found_inf=found_inf) for each in own]
+        for share in self._shares:
+            for batch in share.batches:
+                _fused(share.optimizer, batch, own[share.rates])
+
+    def _run_compiled(self, run: Callable[..., None], scalars: Scalars) -> None:
+        if self._factors is None:
+            own = [replace(scalars, factors=self.optimizer.factors(scalars))]
+        else:
+            own = self._factors.factors(self.optimizer, scalars)
+        for share in self._shares:
+            for piece, states in zip(share.pieces, share.states, strict=True):
+                run(self.optimizer, piece, states, own[share.rates])
+
+    def named_states(self, shards: Shards) -> dict[str, Tensor]:
+        """fp32 values by `state/parameter`. A collective where they are sharded."""
+        return {
+            f"{state}/{name}": value
+            for position, state in enumerate(self.optimizer.states)
+            for name, value in shards.collect([states[position] for states in self.states]).items()
+        }
+
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor]) -> None:
+        """Take the states by `state/parameter`. Raises ValueError for those of another optimizer."""
+        shapes = shards.shapes
+        expected = {f"{state}/{name}": shapes[name] for state in self.optimizer.states for name in shapes}
+        refuse_misfits("optimizer states", expected, named, torch.float32)
+        for position, state in enumerate(self.optimizer.states):
+            values = {name: named[f"{state}/{name}"] for name in shapes}
+            shards.spread(values, [states[position] for states in self.states])
+
+    def tensors(self) -> list[Tensor]:
+        """All states."""
+        return [state for states in self.states for state in states]
+
+
+@dataclass(frozen=True)
+class _GroupFactors:
+    """What groups make of a step's rate: computed for all at once, in as many operations as for one."""
+
+    scales: Tensor  # [groups] fp64
+    weight_decay: Tensor | None  # [groups] fp64; None where it is the optimizer's in all groups
+
+    @classmethod
+    def of(
+        cls, stretches: Stretches | None, optimizer: Optimizer, device: torch.device
+    ) -> _GroupFactors | None:
+        if stretches is None:
+            return None
+        decays = [
+            optimizer.weight_decay if each.weight_decay is None else each.weight_decay
+            for each in stretches.rates
+        ]
+        same = all(decay == optimizer.weight_decay for decay in decays)
+        scales = torch.tensor([each.lr_scale for each in stretches.rates], dtype=torch.float64)
+        own = None if same else torch.tensor(decays, dtype=torch.float64).to(device)
+        return cls(scales.to(device), own)
+
+    def rates(self, scalars: Scalars) -> list[Scalars]:
+        """By group, with its learning rate."""
+        return [replace(scalars, lr=lr) for lr in (scalars.lr * self.scales).unbind()]
+
+    def factors(self, optimizer: Optimizer, scalars: Scalars) -> list[Scalars]:
+        """By group, with the optimizer's factors."""
+        whole = replace(scalars, lr=scalars.lr * self.scales, weight_decay=self.weight_decay)
+        columns = (factor.expand(len(self.scales)).unbind() for factor in optimizer.factors(whole))
+        return [replace(scalars, factors=factors) for factors in zip(*columns, strict=True)]
+
+
+def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int) -> list[_Batch]:
+    """All elements in order, cut into batches of `chunk` elements."""
+    batches: list[_Batch] = []
+    room = 0
+    on_host = pieces[0].weight.device.type == "cpu"
+    scratch = torch.empty(min(chunk, sum(p.weight.numel() for p in pieces))) if on_host else None
+    for piece, own in zip(pieces, states, strict=True):
+        start, numel = 0, piece.weight.numel()
+        while start < numel:
+            if not room:
+                batches.append(_Batch([], [[] for _ in own], []))
+                room = chunk
+            part = slice(start, min(start + room, numel))
+            master = None if piece.master is None else piece.master[part]
+            weight = piece.weight[part] if piece.half or master is None else master
+            batches[-1].parts.append(Piece(weight, master, piece.grad[part]))
+            for tensors, state in zip(batches[-1].states, own, strict=True):
+                tensors.append(state[part])
+            length = part.stop - start
+            if scratch is not None:
+                batches[-1].scratch.append(scratch[chunk - room : chunk - room + length])
+            start, room = part.stop, room - length
+    return batches
+
+
+def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
+    """One batch by torch's fused kernel. In a skipped step half weights are rewritten unchanged."""
+    grads = _widened(batch, scalars.multiplier)
+    masters = [part.weight.float() if part.master is None else part.master for part in batch.parts]
+    optimizer.fused(masters, grads, batch.states, scalars)
+    halves = [(part.weight, m) for part, m in zip(batch.parts, masters, strict=True) if part.half]
+    if halves:
+        torch._foreach_copy_([weight for weight, _ in halves], [master for _, master in halves])
+
+
+def _widened(batch: _Batch, multiplier: Tensor) -> list[Tensor]:
+    """The clipped mean gradient, fp32, in separate memory."""
+    if not batch.scratch:
+        # A 1-dim factor: with a 0-dim fp32 one the product would be computed in fp16, and overflow.
+        factor = multiplier.view(1)
+        return [torch.mul(part.grad, factor) for part in batch.parts]
+    for scratch, part in zip(batch.scratch, batch.parts, strict=True):
+        scratch.copy_(part.grad)
+        scratch.mul_(multiplier)
+    return batch.scratch
+
+
+def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
+    """The update as expressions for torch.compile. The step is known to be applied."""
+    grad = piece.grad.float() * scalars.multiplier  # widened first: a product in fp16 would overflow
+    master = piece.weight.float() if piece.master is None else piece.master
+    optimizer.update(master, grad, states, scalars)
+    if piece.half:
+        piece.weight.copy_(master)
+
+
+def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
+    """The same without reading the skip flag on the host: a skipped step writes the old values back.
+
+    For torch.compile, which keeps none of these copies in memory.
+    """
+    grad = piece.grad.float() * scalars.multiplier
+    old = piece.weight.float() if piece.master is None else piece.master
+    new = old.clone()
+    moved = [state.clone() for state in states]
+    optimizer.update(new, grad, moved, scalars)
+    for state, after in zip(states, moved, strict=True):
+        state.copy_(torch.where(scalars.skip, state, after))
+    new = torch.where(scalars.skip, old, new)
+    if piece.master is not None:
+        piece.master.copy_(new)
+    if piece.half:
+        piece.weight.copy_(new)
