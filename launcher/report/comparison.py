@@ -1,7 +1,7 @@
-"""Runs of a sweep side by side: their curves on one picture, and a table.
+"""Comparison of the runs of a sweep: one plot of their curves, and a table.
 
-Owns which runs belong together (those that differ in the seed alone) and the files comparison.png,
-summary.md and summary.csv. Reads the files of the runs only, and takes what is there.
+Owns the grouping of runs (those that differ only in the seed) and the files comparison.png, summary.md and
+summary.csv. Reads only the files of the runs, and accepts missing ones.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 COLORS = ("#2f6ca3", "#d4722a", "#b3261e", "#3a8f5c", "#7a5aa6", "#8c6d3f", "#4a4a4a", "#c2528b")
-REPEATED = "seed"  # the key whose values repeat a setting rather than make another
+REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
 RESULT_KEYS = ("state", "metric_name", "metric", "steps", "skipped_steps", "seconds", "samples_per_s")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, as far as it has come."""
+    """One run of a sweep, finished or not."""
 
     directory: Path
     overrides: dict[str, str]
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Setting:
-    """The jobs that differ in nothing but the seed."""
+    """The jobs that differ only in the seed."""
 
     label: str
     jobs: tuple[Job, ...]
@@ -67,7 +67,7 @@ def job_directories(sweep_dir: Path) -> list[Path]:
 
 
 def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
-    """Writes picture and tables into the sweep's directory. Raises OSError."""
+    """Write plot and tables to the sweep's directory. Raises OSError."""
     jobs = [read_job(directory, warn) for directory in job_directories(sweep_dir)]
     settings = settings_of(jobs)
     note = note_of(jobs)
@@ -92,7 +92,7 @@ def read_job(directory: Path, warn: Warn = silent) -> Job:
 
 
 def settings_of(jobs: Sequence[Job]) -> list[Setting]:
-    """The jobs by what distinguishes them, in the order in which they ran."""
+    """Jobs grouped by their settings, in the order in which they ran."""
     keys = [key for key in varied_keys(jobs) if key != REPEATED]
     groups: dict[str, list[Job]] = {}
     for job in jobs:
@@ -103,13 +103,13 @@ def settings_of(jobs: Sequence[Job]) -> list[Setting]:
 
 
 def varied_keys(jobs: Sequence[Job]) -> list[str]:
-    """The overridden keys that have not the same value in all jobs."""
+    """The overridden keys whose values differ between jobs."""
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
     return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
 
 
 def note_of(jobs: Sequence[Job]) -> str:
-    """What the experiment that these jobs belong to says of itself; empty without one."""
+    """The description of the experiment of these jobs; empty without one."""
     names = {job.overrides.get("experiment", "") for job in jobs}
     known = group_choices(conf_dir()).get("experiment", ())
     if len(names) != 1 or not names <= set(known):
@@ -118,7 +118,7 @@ def note_of(jobs: Sequence[Job]) -> str:
 
 
 def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
-    """A row per setting: mean and standard deviation over its seeds."""
+    """One row per setting: mean and standard deviation over its seeds."""
     name = next(
         (str(j.result["metric_name"]) for s in settings for j in s.jobs if "metric_name" in j.result), ""
     )
@@ -156,7 +156,7 @@ def spread(values: Sequence[float], shown: Any) -> str:
 
 
 def as_csv(jobs: Sequence[Job]) -> str:
-    """A row per job, with what distinguishes it."""
+    """One row per job, with the keys that vary."""
     keys = varied_keys(jobs)
     metrics = list(dict.fromkeys(name for job in jobs for name in job.result.get("metrics", ())))
     text = io.StringIO()
@@ -196,7 +196,7 @@ def draw(settings: Sequence[Setting], path: Path) -> Path:
 def draw_curves_of(
     axes: Axes, settings: Sequence[Setting], curves: Sequence[Sequence[Mapping[int, float]]], factor: float
 ) -> list[float]:
-    """Draws, and returns the values that it has drawn."""
+    """Draw the curves; returns the drawn values."""
     drawn: list[float] = []
     for index, (setting, of_jobs) in enumerate(zip(settings, curves, strict=True)):
         color = COLORS[index % len(COLORS)]
@@ -214,7 +214,7 @@ def draw_curves_of(
                 [factor * value for value in mean.values()],
                 label=setting.label,
                 color=color,
-                linewidth=4.5 if index == 0 else 2.2,  # the first shows where another lies on top of it
+                linewidth=4.5 if index == 0 else 2.2,  # the first remains visible below the others
                 marker=marker,
                 markersize=3.5,
             )

@@ -1,8 +1,8 @@
-"""`gradients.png`: how a run's gradients lie in the range of fp16, and what the loss scale did for them.
+"""`gradients.png`: a run's gradients over the range of fp16, with and without the loss scale.
 
-Owns the picture that makes the case for loss scaling. Reads metrics.jsonl only. Elements that are zero as
-sent may have been rounded to zero or never have been anything else (dead units, positions of a kernel that
-only ever see padding); what a scale of 1 would lose in addition is the scale's own merit.
+Owns the plot that shows the effect of loss scaling. Reads metrics.jsonl only. Elements that are zero as sent
+were rounded to zero or are always zero (dead units, kernel positions that only see padding). The additional
+zeros at a scale of 1 are those that the scale prevents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 GRADIENTS = "gradients.png"
 UNSCALED = "#b9b9b9"
-SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first beyond it
+SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
 MAX_LAYERS = 24
 VISIBLE_PERCENT = 0.005
 
@@ -43,13 +43,13 @@ def draw_exponents(run_dir: Path) -> Path | None:
 
 
 def worst_layers(event: Event) -> list[tuple[str, dict[str, float]]]:
-    """The parameters with most zeros at scale 1, whether lost or never there; worst first."""
+    """The parameters with the most zeros at scale 1, most first."""
     layers: list[tuple[str, dict[str, float]]] = list(event["layers"].items())
     return sorted(layers, key=lambda layer: -layer[1]["zero_share_at_scale_1"])[:MAX_LAYERS]
 
 
 def _draw_histogram(axes: Axes, event: Event) -> None:
-    """The exponents as they travelled, and the same at scale 1: the scale moves them by its logarithm."""
+    """Exponents as sent and at scale 1: the scale shifts them by its logarithm."""
     shift = round(math.log2(event["scale"]))
     counts: Sequence[int] = event["histogram"]
     elements = max(1, sum(counts) + event["zeros"])
@@ -89,7 +89,7 @@ def _draw_histogram(axes: Axes, event: Event) -> None:
 
 
 def _mark_ranges(axes: Axes, left: float, top: float) -> None:
-    """Where fp16 rounds to zero, where it has fewer digits, where it is at its best, where it ends."""
+    """Mark where fp16 rounds to zero, is subnormal, is normal, and overflows."""
     for start, stop, name, color, strength in (
         (left, SMALLEST_SUBNORMAL - 1, "zero", SKIPPED, 0.10),
         (SMALLEST_SUBNORMAL - 1, SMALLEST_NORMAL, "subnormal", "#d4a72a", 0.10),
@@ -116,7 +116,7 @@ def _draw_shift(axes: Axes, exponents: Sequence[int], percent: Sequence[float], 
 
 
 def _draw_layers(axes: Axes, layers: Sequence[tuple[str, dict[str, float]]], num_layers: int) -> None:
-    """Per parameter: what would be lost at scale 1, and what is."""
+    """Zeros per parameter, at scale 1 and as sent."""
     names = [name for name, _ in layers]
     places = range(len(names), 0, -1)
     lost = [100 * shares["zero_share_at_scale_1"] for _, shares in layers]
@@ -134,7 +134,7 @@ def _draw_layers(axes: Axes, layers: Sequence[tuple[str, dict[str, float]]], num
 
 
 def _lost(shares: Event) -> float:
-    """The share of elements that a scale of 1 would lose in addition."""
+    """The share of elements that would be zero only at a scale of 1."""
     return float(shares["zero_share_at_scale_1"] - shares["zero_share"])
 
 

@@ -1,7 +1,7 @@
-"""The HTML of a report: small pieces that escape whatever they are given.
+"""HTML elements of a report, which escape their content.
 
-Owns markup and style. An empty input gives an empty string, so that a page leaves out what a run has not
-got. No script, no link, nothing loaded from anywhere.
+Owns markup and style. An empty input gives an empty string, so that a page omits missing parts. Uses no
+scripts, links or external resources.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def section(title: str, body: str) -> str:
 
 
 def tiles(cells: Mapping[str, str]) -> str:
-    """Large numbers under their names."""
+    """Large numbers with their names."""
     inner = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in cells.items()
     )
@@ -66,7 +66,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def facts(cells: Mapping[str, str]) -> str:
-    """A name and a text a row."""
+    """A table with a name and a text in each row."""
     inner = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>\n" for name, text in cells.items()
     )
@@ -83,7 +83,7 @@ def preformatted(text: str) -> str:
 
 
 def picture(png: bytes, description: str) -> str:
-    """The picture itself within the page."""
+    """An image embedded in the page."""
     if not png:
         return ""
     return f'<img alt="{escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'

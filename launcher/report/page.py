@@ -1,7 +1,7 @@
-"""`report.html`: one run on one page that needs nothing else, to be mailed or archived.
+"""`report.html`: one run on one self-contained page, to be mailed or archived.
 
-Owns which parts the page has and their order; `markup` owns how they look. Reads the files of the run only,
-takes what is there, and escapes all of it.
+Owns the parts of the page and their order; `html` owns their markup. Reads only the files of the run, accepts
+missing ones, and escapes their content.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
 from launcher.telemetry.step_time import PARTS, time_shares
 
-MAX_OVERFLOWS = 40  # rows; a run with more of them is described by its curve
+MAX_OVERFLOWS = 40  # rows; for more, the plot is enough
 MAX_PARAMETERS = 4  # names in a row of the overflow table
 TILES = ("metrics", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run has left so far; a part that is missing is empty."""
+    """The files of a run; missing ones are empty."""
 
     name: str
     events: list[dict[str, Any]]
@@ -42,7 +42,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, run_dir: Path, warn: Warn = silent) -> RunFiles:
-        """Raises OSError for what is there and cannot be read; what is damaged is left out with a warning."""
+        """Read the files, omitting damaged content with a warning. Raises OSError for an unreadable file."""
         return cls(
             name="/".join(run_dir.absolute().parts[-2:]),
             events=events_of(run_dir, warn),
@@ -60,7 +60,7 @@ class RunFiles:
 
 
 def write_report(run_dir: Path, warn: Warn = silent) -> Path:
-    """Writes report.html from the other files, at any time in a run's life. Raises OSError."""
+    """Write report.html from the other files, during or after a run. Raises OSError."""
     path = run_dir / REPORT
     write_text(path, render(RunFiles.read(run_dir, warn)))
     return path
@@ -87,7 +87,7 @@ def render(run: RunFiles) -> str:
 
 
 def _headline(run: RunFiles) -> str:
-    """The few numbers that people look for first, or what ended the run."""
+    """The most important numbers, or the error that ended the run."""
     result, state = run.result, _state(run)
     cells = {"state": state}
     if result.get("metric") is not None:
@@ -107,7 +107,7 @@ def _state(run: RunFiles) -> str:
 
 
 def _config(run: RunFiles) -> str:
-    """config.yaml, with a comment at the model and the data that the recipe has not looked up."""
+    """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
     used = (run.of("start") or [{}])[-1]
     group, lines = "", []
     for line in run.config.splitlines():

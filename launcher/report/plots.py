@@ -1,7 +1,7 @@
-"""The pictures of a run: curves over the steps, and the confusion matrix.
+"""The plots of a run: curves over the steps, and the confusion matrix.
 
-Owns how they look. Reads the files of the run only, and draws without a display and without matplotlib's
-global state, so that it works in any process.
+Owns their style. Reads only the files of the run, and draws without a display and without matplotlib's global
+state, so that it works in any process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 CURVES = "curves.png"
 CONFUSION_MATRIX = "confusion_matrix.png"
 TRAIN, HELD_OUT, SKIPPED, INK, FAINT = "#2f6ca3", "#d4722a", "#b3261e", "#222222", "#8a8a8a"
-MAX_POINTS = 4000  # more would not show at this size
+MAX_POINTS = 4000  # more are not visible at this size
 MAX_NAMED_CLASSES = 60
 MAX_COUNTED_CLASSES = 30
 
@@ -92,7 +92,7 @@ def _draw_loss(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event])
 
 
 def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
-    """Accuracy where the task has it, else how fast training was."""
+    """Plot the accuracy where the task has it, otherwise the speed."""
     points = points_of(evaluations, "accuracy")
     if not points:
         _draw_series(axes, steps, "samples_per_s", "samples / s")
@@ -110,7 +110,7 @@ def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event
 
 
 def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) -> None:
-    """The loss scale as steps of powers of two, and where an overflow cost an update."""
+    """The loss scale in powers of two, and the steps that were skipped on overflow."""
     changes = sorted(points_of(steps, "scale") + points_of(overflows, "scale"))
     axes.step(
         [step for step, _ in changes],
@@ -146,7 +146,7 @@ def _draw_series(axes: Axes, steps: Sequence[Event], key: str, label: str, logar
 
 
 def use_log_scale(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic axis whose numbers read as numbers, also over less than a decade."""
+    """A logarithmic axis with plain numbers, also over less than a decade."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     decades = math.log10(max(values) / min(values))
@@ -169,7 +169,7 @@ def _name_classes(axes: Axes, classes: Sequence[str]) -> None:
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     if len(classes) > MAX_NAMED_CLASSES:
-        return  # ticks by number
+        return  # ticks show class numbers
     size = 9 if len(classes) <= 15 else 6
     slanted = max(map(len, classes)) > 3
     axes.set_xticks(range(len(classes)), classes, fontsize=size)

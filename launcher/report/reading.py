@@ -1,7 +1,7 @@
-"""The files of a run as a report finds them: whole, missing, damaged, or something else under their name.
+"""Reads the files of a run for a report, where they may be missing, damaged, or not files of a run.
 
-Owns what a report accepts of each file. What it cannot use it leaves out with a warning; only a file that
-cannot be read at all is an error.
+Owns the check of each file's content. Invalid content is omitted with a warning; only an unreadable file is
+an error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ RESULT_KINDS: dict[str, tuple[type, ...]] = {
 
 
 def silent(text: str) -> None:
-    """For callers whose own check has warned already."""
+    """For callers that have already warned."""
 
 
 def events_of(run_dir: Path, warn: Warn = silent) -> list[dict[str, Any]]:
-    """The events of the run, none where it has recorded none. Raises OSError."""
+    """The recorded events of the run. Raises OSError."""
     recording = recording_of(run_dir)
     if recording.warning:
         warn(f"{run_dir}: {recording.warning}")
@@ -56,7 +56,7 @@ def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
 
 
 def result_of(run_dir: Path, warn: Warn = silent) -> dict[str, Any]:
-    """result.json without what has not its kind. Raises OSError."""
+    """result.json without values of a wrong type. Raises OSError."""
     found = json_of(run_dir, RESULT, warn)
     odd = [key for key, kinds in RESULT_KINDS.items() if key in found and not isinstance(found[key], kinds)]
     if odd:
@@ -65,7 +65,7 @@ def result_of(run_dir: Path, warn: Warn = silent) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
-    """The text of the file, with marks in place of what is not UTF-8; "" without one. Raises OSError."""
+    """The text of the file, with replacement characters for invalid UTF-8; "" without one. Raises OSError."""
     return read_regular(path).decode("utf-8", "replace") if path.exists() else ""
 
 

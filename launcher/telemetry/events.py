@@ -1,7 +1,8 @@
 """`metrics.jsonl`: every event of a run, one JSON object a line; the source of truth for reports.
 
-Owns the format and both its ends. Strict JSON: non-finite floats are the strings "inf", "-inf" and "nan",
-and the reader turns them back. A finished line stays as it is, unless the run goes back to before it.
+Owns the format, its writer and its reader. Strict JSON: non-finite floats are the strings "inf", "-inf" and
+"nan", which the reader converts back. Complete lines are never changed; they are dropped where a run resumes
+from an earlier step.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from launcher.run_dir.records import METRICS
 from launcher.telemetry.stream import Record
 
 FILE_NAME = METRICS
-SHOWN = 5  # numbers of damaged lines in a warning
+SHOWN = 5  # line numbers in a warning
 
 
 class EventLog:
-    """Appends each event at once, so that a killed run has lost at most the line being written."""
+    """Appends each event at once, so that a killed run loses at most the line being written."""
 
     name = FILE_NAME
 
@@ -36,13 +37,13 @@ class EventLog:
     def write(self, record: Record) -> None:
         line = json_line(record)
         written = self._file.write(line)
-        if written != len(line):  # a full disk may take a part and say nothing
+        if written != len(line):  # a full disk may accept a part without an error
             raise OSError(f"only {written} of {len(line)} bytes fit into {self._file.name}")
 
     def rewind(self, step: int, evaluates_again: bool) -> None:
-        """Drop the events after `step`, and those that say that the run has ended.
+        """Drop the events after `step`, and all `end` events.
 
-        Where it `evaluates_again` also the evaluation after `step` itself.
+        With `evaluates_again`, also drop the evaluation after `step`.
         """
         lines = read_regular(self._path).splitlines(keepends=True)
         kept = [line for line in lines if _happened(_event(line), step, evaluates_again)]
@@ -59,27 +60,27 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of the file, in order, without what is damaged. Raises OSError."""
+    """All events of the file in order, without damaged lines. Raises OSError."""
     return read_recording(path).events
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What could be read of a file of events."""
+    """The readable events of a file."""
 
     events: list[dict[str, Any]]
-    damaged: list[int]  # numbers of the lines that hold no event, from 1
+    damaged: list[int]  # line numbers, from 1, that hold no event
 
     @property
     def warning(self) -> str:
-        """What people must know about it; "" if it is whole."""
+        """The warning about damaged lines; "" if there are none."""
         if not self.damaged:
             return ""
         return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
 
 
 def read_recording(path: Path) -> Recording:
-    """The events of the file and which lines are none; a torn last line (a killed writer) is left out.
+    """The events of the file and its damaged lines. An incomplete last line (of a killed writer) is ignored.
 
     Raises OSError.
     """
@@ -92,27 +93,27 @@ def read_recording(path: Path) -> Recording:
 
 
 def recording_of(run_dir: Path) -> Recording:
-    """What a run has recorded so far, nothing where it has not begun. Raises OSError."""
+    """The recorded events of a run; empty before it starts. Raises OSError."""
     path = run_dir / FILE_NAME
     return read_recording(path) if path.exists() else Recording([], [])
 
 
 def last_run_id(events: Iterable[Record]) -> str | None:
-    """Under which id the tracker knows the run, if it has been tracked before."""
+    """The tracker's id of the run, if it has been tracked before."""
     found = [event["run_id"] for event in events if isinstance(event.get("run_id"), str)]
     return found[-1] if found else None
 
 
 def _happened(event: dict[str, Any] | None, step: int, evaluates_again: bool) -> bool:
-    """Whether it stays; what is damaged does, for whoever wants to look at it."""
+    """Whether a line is kept. Damaged lines are, for inspection."""
     if event is None:
         return True
-    told_again = event["event"] == "eval" and evaluates_again and event["step"] == step
-    return event["event"] != "end" and int(event["step"]) <= step and not told_again
+    repeated = event["event"] == "eval" and evaluates_again and event["step"] == step
+    return event["event"] != "end" and int(event["step"]) <= step and not repeated
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line, None if it holds none."""
+    """The event of a line; None if it holds none."""
     try:
         event = restored(json.loads(line))
     except (ValueError, RecursionError):
@@ -122,7 +123,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A continued run must not glue its first event to the half line of a killed one."""
+    """Remove an incomplete last line, so that a resumed run does not append its first event to it."""
     if not path.exists():
         return
     content = read_regular(path)

@@ -1,6 +1,6 @@
-"""How numbers, durations and tables read on a console and in a report.
+"""Formats numbers, durations and tables for the console and reports.
 
-Owns formats only: values in, strings out.
+Pure: values in, strings out.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[str, int]:
-    """The columns of a row by title, as many as fit; a row may stand under another one with the same.
+    """The widths of as many columns as fit, by title. Rows with equal widths share one line of titles.
 
-    What does not fit is left out from the right, down to epoch, step, loss and the first metric; then the
-    epoch goes, and the step.
+    Columns that do not fit are dropped from the right, down to epoch, step, loss and the first metric; then
+    the epoch is dropped, then the step.
     """
     widths = {title: max(len(title), len(text), NARROWEST) for title, text in cells.items()}
     titles = list(cells)

@@ -1,6 +1,6 @@
-"""From a config to a running telemetry: which sinks a run has on rank 0.
+"""Opens the telemetry of a run: the sinks on rank 0.
 
-Owns the choice and its order: files first, because they are the source of truth, then the console, then the
+Owns their choice and order: files first, because they are the source of truth, then the console, then the
 tracker. Other ranks use `Telemetry()`.
 """
 
@@ -30,12 +30,12 @@ def open_telemetry(
     with_gpu: bool,
     patience: Patience | None = None,
 ) -> Telemetry:
-    """All sinks of a run, for rank 0; says what becomes of the tracker. Raises StorageError.
+    """Open all sinks of a run, for rank 0, and report the tracker's mode. Raises StorageError.
 
-    `with_gpu` turns wandb's sampler of system metrics on: without one it would only take processor time.
+    `with_gpu` enables wandb's sampling of system metrics, which costs processor time.
     """
     run_dir = Path(config.run.dir)
-    clear_away(run_dir)  # rank 0 of this generation is the only writer
+    clear_away(run_dir)  # rank 0 of this attempt is the only writer
     try:
         before = recording_of(run_dir)
         telemetry = Telemetry([EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)])

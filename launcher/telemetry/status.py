@@ -1,7 +1,7 @@
-"""`status.json`: what a run is doing now, in one small file that is always whole.
+"""`status.json`: the current state of a run, in one small file that is replaced atomically.
 
-Owns the file and its estimate of the remaining time. Rewritten on every change of state, evaluation and
-warning, and otherwise at most every few seconds; never decides anything about the run.
+Owns the file and its estimate of the remaining time. Rewritten at start, evaluation, checkpoint, restart and
+end, and otherwise at most every few seconds. Never decides anything about the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from launcher.run_dir.atomic import write_json
 from launcher.run_dir.status import FILE_NAME, Status
 from launcher.telemetry.stream import Record
 
-EVERY_S = 5.0  # the promise is 10: half of it leaves room for the step that is under way
+EVERY_S = 5.0  # half of the documented 10 s, which leaves room for the current step
 AT_ONCE = frozenset({"start", "eval", "checkpoint", "restart", "end"})
 
 
 class StatusFile:
-    """Keeps `status.json` in step with the events. Raises OSError where it cannot be written."""
+    """Keeps `status.json` up to date with the events. Raises OSError where it cannot be written."""
 
     name = FILE_NAME
 
@@ -72,14 +72,14 @@ class StatusFile:
 
 
 class Pace:
-    """Seconds per step since the first sight of one, without the start-up before it."""
+    """Seconds per step, measured from the first observed step, without the start-up."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first: tuple[int, float] | None = None
 
     def eta_s(self, step: int, total_steps: int | None) -> float | None:
-        """Expected seconds until the last step; None while there is nothing to judge by."""
+        """Expected seconds until the last step; None before the second observed step."""
         if step < 1 or not total_steps:
             return None
         if self._first is None or step < self._first[0]:

@@ -1,6 +1,6 @@
-"""Where the time of a step goes, in one sentence with advice.
+"""The bottleneck of a step, in one sentence with advice.
 
-Owns the averages over a run's `step` events and the judgement; reads no clock and prints nothing.
+Owns the averages over a run's `step` events and the verdict. Reads no clock and prints nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.telemetry.stream import Record
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
-LIMIT = 0.3  # a part beyond this share is worth a change, even where computing takes longer
+LIMIT = 0.3  # a part with this share is reported, even where computing takes longer
 
 ADVICE = {
     "data_ms": (
@@ -25,7 +25,7 @@ ADVICE = {
         "raise data.batch_size, or use fewer ranks"
     ),
     "update_ms": "update-bound: {share} of the step updates the weights: raise data.batch_size",
-    "compute_ms": "compute-bound: {share} of the step computes, as it should",
+    "compute_ms": "compute-bound: {share} of the step is forward and backward",
 }
 
 
@@ -42,16 +42,16 @@ class TimeShares:
 
     @property
     def verdict(self) -> str:
-        """The first of data, wire and update that takes too much; else the computation."""
+        """The largest of data, wire and update from `LIMIT` on, otherwise the computation."""
         slow = [part for part in PARTS if part != "compute_ms" and self.share(part) >= LIMIT]
         worst = max(slow, key=self.share, default="compute_ms")
         return ADVICE[worst].format(share=f"{self.share(worst):.0%}".replace("%", " %"))
 
 
 def time_shares(steps: Iterable[Record]) -> TimeShares | None:
-    """Weighs each `step` event by the steps it stands for; None where no event carries the parts.
+    """Averages, each `step` event weighted by its number of steps; None where no event has the parts.
 
-    The first event is left out where there is another: it holds compilation and the first touch of memory.
+    The first of several events is ignored, because it contains compilation and the first touch of memory.
     """
     timed = [record for record in steps if all(_is_time(record.get(key)) for key in ("step_ms", *PARTS))]
     if not timed:

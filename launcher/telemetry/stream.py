@@ -1,7 +1,7 @@
 """The stream of events of a run, and the rule that telemetry never stops training.
 
-Owns the order in which sinks see an event, and what happens when one fails: it is dropped after one
-warning that also goes to the others. Knows no file format and no tracker; sees plain numbers, no tensors.
+Owns the order in which sinks receive an event, and the handling of a sink that fails: it is dropped, with one
+warning to the others. Knows no file format and no tracker. Receives plain numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("launcher")
 
 
 class Sink(Protocol):
-    """Takes events. May raise anything: the stream then drops it."""
+    """Receives events. May raise any exception: the stream then drops it."""
 
     @property
-    def name(self) -> str: ...  # as it should read in the warning
+    def name(self) -> str: ...  # as shown in the warning
 
     def write(self, record: Record) -> None: ...
 
@@ -35,20 +35,20 @@ class Sink(Protocol):
 
 @runtime_checkable
 class PositionSink(Sink, Protocol):
-    """A sink that also wants to know about steps between two `step` events."""
+    """A sink that also receives the steps between two `step` events."""
 
     def advance(self, epoch: int, step: int) -> None: ...
 
 
 @runtime_checkable
 class RewindSink(Sink, Protocol):
-    """A sink that keeps what it was given in earlier processes of the same run."""
+    """A sink that keeps events of earlier processes of the same run."""
 
     def rewind(self, step: int, evaluates_again: bool) -> None: ...
 
 
 class Telemetry:
-    """Hands every event to every sink. Without sinks (all ranks but 0) it does nothing, at no cost.
+    """Sends every event to every sink. Without sinks (on all ranks but 0) it does nothing, at no cost.
 
     May be called from any thread. No method raises because of a sink.
     """
@@ -64,11 +64,11 @@ class Telemetry:
 
     @property
     def step(self) -> int:
-        """That of the latest event."""
+        """The step of the latest event."""
         return self._step
 
     def add(self, sink: Sink) -> None:
-        """Later events go to this sink as well; it is closed before those that were there."""
+        """Later events go to this sink as well. It is closed before the sinks added earlier."""
         with self._lock:
             self._sinks.append(sink)
             if isinstance(sink, PositionSink):
@@ -83,7 +83,7 @@ class Telemetry:
             self._hand_out({"event": event, "time": self._clock(), "step": step, **fields})
 
     def decision(self, topic: str, text: str, /, **fields: Any) -> None:
-        """Something the program settled for the user, with its reason: a line on the console."""
+        """A choice made by the program, with its reason: one line on the console."""
         self.emit("decision", self._step, topic=topic, text=text, **fields)
 
     def warn(self, text: str) -> None:
@@ -91,7 +91,7 @@ class Telemetry:
         self.emit("warning", self._step, text=text)
 
     def advance(self, epoch: int, step: int) -> None:
-        """For every step, cheaply: moves the bar, keeps status.json fresh, writes no event."""
+        """Called for every step at little cost: advances the bar and status.json, writes no event."""
         if not self._followers:
             return
         with self._lock:
@@ -99,9 +99,9 @@ class Telemetry:
                 self._attempt(sink, partial(sink.advance, epoch, step))
 
     def rewind(self, step: int, evaluates_again: bool) -> None:
-        """The run resumes after `step`: events of later steps are void.
+        """The run resumes after `step`: events of later steps are dropped.
 
-        Nor did the evaluation after `step` itself where it `evaluates_again`.
+        With `evaluates_again`, the evaluation after `step` is dropped too.
         """
         with self._lock:
             for sink in list(self._sinks):
@@ -109,11 +109,11 @@ class Telemetry:
                     self._attempt(sink, partial(sink.rewind, step, evaluates_again))
 
     def close(self) -> None:
-        """Closes all sinks, the last added first, so that its troubles still reach the others."""
+        """Close all sinks, the last added first, so that its errors still reach the others."""
         while self._sinks:
             sink = self._sinks[-1]
             try:
-                # Not under the lock: a tracker may need it for a warning while we wait for its thread.
+                # Not under the lock: a tracker's thread may need it for a warning while `close` waits.
                 sink.close()
             except Exception as error:
                 with self._lock:

@@ -1,1 +1,1 @@
-"""What a run prints for people."""
+"""The console output of a run."""

@@ -1,12 +1,12 @@
-"""What the bar of an epoch says in a given number of columns.
+"""The text of an epoch's progress bar for a given number of columns.
 
-Owns the order in which it shortens; knows no terminal. From wide to narrow this goes first:
+Owns the order in which it is shortened; knows no terminal. From wide to narrow, these are dropped in order:
 
     the drawn bar; the epoch; the total of the steps; the word `samples`, the digits of the scale (65536
     becomes 2^16) and the commas; the ETA; the skipped steps; samples per second; the words `step` and
     `scale`; the scale; the step; the word `loss`.
 
-With numbers of usual size 80 columns hold all but the drawn bar and the epoch, 40 hold step, loss and scale.
+With numbers of usual size, 80 columns show all but the drawn bar and the epoch, 40 show step, loss and scale.
 No number and no word is ever cut.
 """
 
@@ -24,7 +24,7 @@ SMALLEST_BAR, LARGEST_BAR = 10, 40
 
 @dataclass(frozen=True)
 class Moment:
-    """Where an epoch is. `record` is the latest `step` event, empty before the first."""
+    """Progress within an epoch. `record` is the latest `step` event, empty before the first."""
 
     epoch: str  # 3/10
     step: int  # of the run
@@ -44,7 +44,7 @@ def bar_line(moment: Moment, columns: int) -> str:
 
 
 def _shorter(moment: Moment) -> Iterator[str]:
-    """Ever shorter texts, in the order that the module's docstring states."""
+    """Texts of decreasing length, in the order of the module's docstring."""
     yield ", ".join(_parts(moment, with_total=True))
     yield ", ".join(_parts(moment, with_total=False))
     short = _short_parts(moment)
@@ -91,7 +91,7 @@ def _short_parts(moment: Moment) -> dict[str, str]:
 
 
 def _power(scale: float) -> str:
-    """65536 as 2^16; what is no large power of two as it is."""
+    """65536 as 2^16. Only large powers of two are written as powers."""
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
     return f"2^{exponent - 1}" if fraction == 0.5 and scale >= 1024 else scale_text(scale)
 

@@ -1,7 +1,7 @@
-"""What people see during a run: decisions, progress, evaluations, warnings, the end.
+"""The console output during a run: decisions, progress, evaluations, warnings, the end.
 
-Owns the text on stdout, on rank 0; the bar on stderr is `progress`'s. Reads events only and never asks the
-engine for anything.
+Owns the text on stdout, on rank 0; `progress_bar` owns the bar on stderr. Reads only events, never the
+engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launcher.telemetry.stream import Record
 class Console:
     """Prints events: a bar per epoch where `err` is a terminal, else a line per `step` event.
 
-    `run_dir` is named at the end, where people look for their files.
+    `run_dir` is printed at the end.
     """
 
     name = "the console"
@@ -33,8 +33,8 @@ class Console:
         self._out = out
         self._run_dir = run_dir
         self._progress: Progress = Bars(err) if err.isatty() else Lines(self._print, clock)
-        self._steps: list[Record] = []  # times only, of the whole run, for the verdict at its end
-        self._widths: dict[str, int] = {}  # by title, of the table that the last printed line belongs to
+        self._steps: list[Record] = []  # times of the whole run, for the verdict at its end
+        self._widths: dict[str, int] = {}  # by title, of the table of the last printed line
         self._report = self._sync = ""
         self._shows: dict[str, Callable[[Record], None]] = {
             "decision": self._decision,

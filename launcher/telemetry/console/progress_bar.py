@@ -1,7 +1,7 @@
 """Progress of the training steps: a tqdm bar per epoch on a terminal, plain lines elsewhere.
 
-Owns the bar on stderr and the pace of a run in words. Knows nothing of evaluations and summaries; no
-thread is left behind.
+Owns the bar on stderr and the estimate of the remaining time. Knows nothing of evaluations and summaries.
+Leaves no thread running.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.telemetry.stream import Record
 
 
 class Progress(Protocol):
-    """How far the steps of training are."""
+    """Display of the training progress."""
 
     def start(self, record: Record) -> None: ...
 
@@ -28,7 +28,7 @@ class Progress(Protocol):
     def advance(self, epoch: int, step: int) -> None: ...
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        """The place is free for other text while the context lasts."""
+        """Within the context, other text may be printed."""
         ...
 
     def close(self) -> None: ...
@@ -65,7 +65,7 @@ class Lines:
 
 
 class Bars:
-    """A bar that lives as long as its epoch and then leaves its line to the table of evaluations."""
+    """A bar per epoch, cleared when the epoch ends."""
 
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._err = err
@@ -103,7 +103,7 @@ class Bars:
             self._bar = None
 
     def text(self) -> str:
-        """The line of this moment, in the columns that the terminal has now."""
+        """The current line, for the current width of the terminal."""
         per_epoch, total = self._plan["steps_per_epoch"], self._plan["total_steps"]
         epochs = self._plan["epochs"]
         moment = Moment(
@@ -117,7 +117,7 @@ class Bars:
         return bar_line(moment, self.room())
 
     def room(self) -> int:
-        """The last column stays free: there a terminal may wrap."""
+        """Available columns. The last one stays free, because some terminals wrap there."""
         return (columns_of(self._err) or USUAL_COLUMNS) - 1
 
     def _bar_of(self, epoch: int) -> Any:
@@ -129,7 +129,7 @@ class Bars:
 
 
 def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> Any:
-    """A tqdm bar that says what `bars` does. Its own text is cut in the middle of words."""
+    """A tqdm bar with the text of `bars`, because tqdm cuts its own text within words."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -140,7 +140,7 @@ def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> Any:
 
         @staticmethod
         def status_printer(file: Any) -> Callable[[str], None]:
-            def show(text: str) -> None:  # tqdm pads to the length of before, which may be wider by now
+            def show(text: str) -> None:  # tqdm pads to the previous length, which may exceed the terminal
                 err.write(f"\r{text:<{bars.room()}}")
                 err.flush()
 

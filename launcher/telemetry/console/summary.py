@@ -1,6 +1,6 @@
-"""The last lines of a run: how good, how fast, why not faster, and where everything lies.
+"""The last lines of a run: metrics, speed, bottleneck, and the location of its files.
 
-Owns the text of the end; gets all it needs as values.
+Pure: values in, lines out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Online, offline or none: what becomes of the tracker, settled before it is touched, with the reason.
+"""The tracker's mode (online, offline, none), decided with its reason before the tracker is imported.
 
-Owns the search for credentials and the probe of the server, both within a bounded time. Imports no tracker
-and never reads the value of a key further than to see that there is one.
+Owns the search for credentials and the probe of the server, both within a time limit. Imports no tracker, and
+checks only that a key exists.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PROBE_S = 2.0
 DEFAULT_SERVER = "https://api.wandb.ai"
 NO_KEY = "no API key (wandb login, then wandb sync DIR)"
 
-Probe = Callable[[str], str | None]  # server URL -> why it is of no use now, or None
+Probe = Callable[[str], str | None]  # server URL -> why it cannot be used, or None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the tracker will do, and why."""
+    """The mode of the tracker, and the reason."""
 
     mode: str  # online, offline, none
     reason: str
@@ -36,10 +36,10 @@ class Decision:
 
 
 def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | None = None) -> Decision:
-    """Takes at most `PROBE_S` seconds, and no time at all where the config or a missing key settles it.
+    """Decide the mode. Takes at most `PROBE_S` seconds, and none if the config or a missing key decides it.
 
-    What the config says explicitly goes before the environment's WANDB_MODE. Whatever is asked for, a server
-    that cannot be used means offline: tracking never stops a run.
+    An explicit mode in the config takes precedence over WANDB_MODE. In every mode, a server that cannot be
+    used means offline: tracking never stops a run.
     """
     if tracker.name == "none" or tracker.mode == "none":
         return Decision("none", "tracker=none")
@@ -62,9 +62,9 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
 
 
 def probe_server(server: str, timeout_s: float = PROBE_S) -> str | None:
-    """Asks for one page, without credentials. Any HTTP answer will do; None if there was one."""
+    """Request one page without credentials. Returns the problem, or None after any HTTP response."""
     outcome: list[str | None] = []
-    # A thread, because no timeout covers name resolution and a server that answers byte by byte.
+    # In a thread: no timeout covers name resolution or a server that responds byte by byte.
     thread = threading.Thread(target=lambda: outcome.append(_ask(server, timeout_s)), daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -81,7 +81,7 @@ def _ask(server: str, timeout_s: float) -> str | None:
             return None
     except urllib.error.HTTPError as error:
         error.close()
-        return None  # a server that refuses this page is there
+        return None  # a server that refuses this page is reachable
     except TimeoutError:
         return f"did not answer within {timeout_s:g} s"
     except urllib.error.URLError as error:
@@ -91,7 +91,7 @@ def _ask(server: str, timeout_s: float) -> str | None:
 
 
 def _mode_of(environ: Mapping[str, str]) -> Decision | None:
-    """What wandb's own variables ask for; None if nothing that it knows."""
+    """The mode of wandb's own variables; None if they set no known mode."""
     if environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
         return Decision("none", f"WANDB_DISABLED={environ['WANDB_DISABLED']}")
     asked = environ.get("WANDB_MODE", "")
@@ -100,7 +100,7 @@ def _mode_of(environ: Mapping[str, str]) -> Decision | None:
 
 
 def _key_source(environ: Mapping[str, str], settings: Mapping[str, str], server: str) -> str | None:
-    """Where the tracker will find credentials, in its own order; None if nowhere."""
+    """Where the tracker will find credentials, in its own order of search; None if nowhere."""
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if environ.get(variable):
             return variable

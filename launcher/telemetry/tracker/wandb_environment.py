@@ -1,8 +1,8 @@
-"""What wandb's own variables say about a run, between the config's default and the command line.
+"""Applies wandb's own variables to the config of the tracker.
 
-Owns which variable stands for which key of `tracker`, and their order: the command line, then the
-environment, then the YAML. All other WANDB_ variables reach wandb by themselves (notes, job type, resume,
-silence, console, servers and caches): see `launcher.telemetry.tracker.wandb_session`.
+Owns the mapping of variables to keys of `tracker`, and their precedence: the command line, then the
+environment, then the YAML. wandb reads all other WANDB_ variables itself (notes, job type, resume, silence,
+console, servers and caches): see `launcher.telemetry.tracker.wandb_session`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ VARIABLES = {
 }
 MODES = ("WANDB_MODE", "WANDB_DISABLED")
 MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
-READ_HERE = (*VARIABLES.values(), *MODES)  # wandb is given what they came to
+READ_HERE = (*VARIABLES.values(), *MODES)  # passed to wandb as arguments
 
 
 def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The config with what the variables say on keys that the command line has not set.
+    """The config with the variables' values for keys that the command line does not set.
 
     Raises ConfigError for a value that wandb would refuse.
     """
@@ -43,7 +43,7 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
     if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
         if config.tracker.name != "none":
             _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
-        changes["mode"] = "auto"  # the variables decide then
+        changes["mode"] = "auto"  # decided by the variables
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
 
 
@@ -56,7 +56,7 @@ def _refuse_unknown_mode(mode: str) -> None:
 
 
 def in_sweep(config: Config, job: str, number: int) -> Config:
-    """One name or id for all jobs of a sweep becomes one for each: wandb would take them for one run."""
+    """Make a run name or id unique for each job of a sweep; wandb would merge jobs with the same id."""
     tracker = config.tracker
     return dataclasses.replace(
         config,
@@ -69,7 +69,7 @@ def in_sweep(config: Config, job: str, number: int) -> Config:
 
 
 def taken_from(tracker: TrackerConfig, environ: Mapping[str, str]) -> str:
-    """Which values of this run the environment has given, in words; "" if none."""
+    """The values taken from the environment, as text; "" if none."""
     parts = []
     for key, variable in VARIABLES.items():
         if environ.get(variable) and _begins_with(
@@ -80,7 +80,7 @@ def taken_from(tracker: TrackerConfig, environ: Mapping[str, str]) -> str:
 
 
 def _given(key: str, overrides: Sequence[str]) -> bool:
-    """Whether the command line sets the key, by itself or within its section."""
+    """Whether the command line sets the key, directly or within its section."""
     section, _, name = key.partition(".")
     for line in overrides:
         written, _, value = line.partition("=")
@@ -98,7 +98,7 @@ def _value(key: str, variable: str, text: str) -> Any:
 
 
 def _begins_with(used: Any, value: Any) -> bool:
-    """Whether the value is used, as it is or, in a sweep, with the job after it."""
+    """Whether the value is used, unchanged or, in a sweep, with the job appended."""
     return used == value or (isinstance(used, str) and used.startswith(f"{value}-"))
 
 

@@ -1,7 +1,7 @@
-"""wandb itself, kept on a short lead: how it is started, silenced, and ended for good.
+"""Starts wandb with restrictive settings, and ends it together with its service process.
 
-Owns its settings, what it takes from and leaves in the process, and its service process. Imports wandb only
-where it is used; knows nothing of events.
+Owns wandb's settings, its effects on environment and hooks of this process, and its service process. Imports
+wandb only where it is used. Knows nothing of events.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WandbRun:
-    """What wandb gets to know about a run."""
+    """What wandb is given about a run."""
 
-    directory: Path  # the run's, or WANDB_DIR; wandb writes to wandb/ below it
+    directory: Path  # of the run, or WANDB_DIR; wandb writes to wandb/ in it
     mode: str  # online, offline
     name: str
     tracker: TrackerConfig  # project, entity, group and tags are taken from it
@@ -40,16 +40,16 @@ class WandbRun:
 class Patience:
     """How long wandb may take before the run continues without it."""
 
-    init_s: float = 10.0  # an online start that takes longer becomes an offline one
-    finish_s: float = 30.0  # after the last event, for all that is still to be uploaded
+    init_s: float = 10.0  # an online run that takes longer to start becomes an offline run
+    finish_s: float = 30.0  # after the last event, for the remaining upload
 
 
 class TrackerError(Exception):
-    """wandb cannot take (more of) this run."""
+    """wandb cannot track this run, or no longer can."""
 
 
 def start(run: WandbRun, mode: str, patience: Patience, warn: Callable[[str], None]) -> Run:
-    """Raises whatever wandb does. `warn` is called where a stop is requested on the run's page."""
+    """Start wandb. Raises wandb's errors. Calls `warn` when a stop is requested on the run's page."""
     import wandb
 
     return wandb.init(
@@ -73,13 +73,13 @@ def _settings(run: WandbRun, patience: Patience, warn: Callable[[str], None]) ->
 
     return wandb.Settings(
         **_unless_in_environment(
-            silent=True,  # we say ourselves what people need to know
+            silent=True,  # the launcher reports what users need to know
             console="off",
             symlink=False,
             use_dot_wandb=False,
             save_code=False,
             disable_code=True,
-            disable_git=True,  # a remote's URL may carry a token; env.json has the commit
+            disable_git=True,  # a remote's URL may contain a token; env.json has the commit
             disable_job_creation=True,
         ),
         x_disable_meta=True,  # would record argv and the host
@@ -88,22 +88,22 @@ def _settings(run: WandbRun, patience: Patience, warn: Callable[[str], None]) ->
         x_disable_stats=not run.system_metrics,
         init_timeout=patience.init_s,
         finish_timeout=patience.finish_s,
-        stop_fn=lambda: warn("a stop was asked for on the run's wandb page; send SIGTERM to stop the run"),
+        stop_fn=lambda: warn("a stop was requested on the run's wandb page; send SIGTERM to stop the run"),
     )
 
 
 def _unless_in_environment(**ours: Any) -> dict[str, Any]:
-    """Our settings, but for those on which the user's environment has a variable of wandb's."""
+    """The settings, without those that the user's environment sets by wandb's variables."""
     return {key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ}
 
 
 def _resume(mode: str) -> Literal["allow"] | None:
-    """None leaves it to WANDB_RESUME; offline a later sync joins what has the same id."""
+    """None leaves the choice to WANDB_RESUME. Offline, a later sync merges runs with the same id."""
     return None if mode != "online" or os.environ.get("WANDB_RESUME") else "allow"
 
 
 def unwritten(log: Path) -> str:
-    """The first record that wandb's service failed to save; it says so only in its own log. "" if none."""
+    """The first record that wandb's service failed to save, from its log; "" if none."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -114,11 +114,11 @@ def unwritten(log: Path) -> str:
 
 @contextlib.contextmanager
 def quiet_environment() -> Iterator[None]:
-    """What wandb takes from the environment only: no chatter, and no reports of its own to its makers.
+    """Set what wandb reads only from the environment: no console output, no error reports to wandb.
 
-    Those reports would go out in offline runs too, and hold the exit up where the server does not answer.
-    An empty variable counts as not set; wandb would refuse it. Nor does wandb read what a run is given as
-    arguments, because the command line may have replaced it.
+    Error reports would be sent in offline runs too, and delay the exit where the server does not answer.
+    Empty variables are removed, because wandb would refuse them. So are those passed to wandb as arguments,
+    because the command line takes precedence over them.
     """
     hidden = {
         name: value
@@ -140,7 +140,7 @@ def quiet_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_restored() -> Iterator[None]:
-    """wandb replaces sys.exit and sys.excepthook at its start and never puts them back."""
+    """Restore sys.exit and sys.excepthook, which wandb replaces when it starts."""
     exit_hook, except_hook = sys.exit, sys.excepthook
     try:
         yield
@@ -149,24 +149,24 @@ def hooks_restored() -> Iterator[None]:
 
 
 def stop_service() -> None:
-    """Ends wandb's service process, so that neither it nor its threads outlive the run."""
+    """End wandb's service process, so that neither it nor its threads outlive the run."""
     wandb = sys.modules.get("wandb")
     if wandb is None:
         return
     process = _service_process()
     try:
         wandb.teardown()
-    except Exception:  # a service that is gone cannot be asked to go
+    except Exception:  # teardown fails if the service has died
         _kill(process)
 
 
 def kill_service() -> None:
-    """For a service that does not go: the interpreter's exit would wait for it."""
+    """Kill a service that does not end: the interpreter's exit would wait for it."""
     _kill(_service_process())
 
 
 def _service_process() -> subprocess.Popen[bytes] | None:
-    """wandb's service process. It has no public handle: without one, wandb's own ways must do."""
+    """wandb's service process. wandb has no public handle of it; None if the private one is missing."""
     try:
         from wandb.sdk import wandb_setup
 

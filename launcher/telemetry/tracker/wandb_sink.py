@@ -1,8 +1,8 @@
 """The wandb run of a training run.
 
-Owns the names under which events appear there, and one thread in which wandb is imported, started, fed and
-finished. Training only ever puts a row into a queue, so nothing wandb does (start-up, a server that hangs, a
-dead service) can hold a step up or end the run.
+Owns the names of events in wandb, and the one thread in which wandb is imported, started, logged to and
+finished. Training only puts rows into a queue, so wandb (start-up, a server that hangs, a dead service) can
+neither delay a step nor end the run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from launcher.telemetry.tracker.wandb_session import (
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
-QUEUE_ROWS = 10_000  # as many as may wait while wandb starts or its server is slow
+QUEUE_ROWS = 10_000  # rows that may wait while wandb starts or its server is slow
 METRIC_GROUPS = ("train", "scale", "perf", "eval", "gradients", "gpu")
 STEP_NAMES = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "epoch": "train/epoch"}
 SCALE_NAMES = {"scale": "scale/value", "skipped": "scale/skipped"}
 
 
 class WandbSink:
-    """Feeds one wandb run from its own thread. `warn` gets what people must know and does not end it."""
+    """Logs to one wandb run from a separate thread. `warn` receives problems that do not end tracking."""
 
     name = "wandb"
 
@@ -52,12 +52,12 @@ class WandbSink:
         self._queue: queue.Queue[Mapping[str, Any] | _Used | _End] = queue.Queue(QUEUE_ROWS)
         self._failure: Exception | None = None
         self._given_up = False
-        self._exit_code = 1  # until an `end` event says otherwise: a run that dies has failed
+        self._exit_code = 1  # until an `end` event sets it: a run that dies has failed
         self._thread = threading.Thread(target=self._work, name="wandb-sink", daemon=True)
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Returns at once. Raises what went wrong in the thread meanwhile, or that it stands still."""
+        """Returns at once. Raises an earlier error of the thread, or TrackerError if the queue is full."""
         self._raise_failure()
         if record["event"] == "end":
             self._exit_code = 0 if record.get("state", "done") == "done" else 1
@@ -72,7 +72,7 @@ class WandbSink:
             raise TrackerError(f"has not taken any of the last {QUEUE_ROWS:,} rows") from None
 
     def close(self) -> None:
-        """Waits until wandb has everything, within its patience; raises what went wrong, once."""
+        """Wait until wandb has received everything, up to a limit. Raises an error of the thread, once."""
         if self._given_up:
             return
         self._given_up = True
@@ -97,7 +97,7 @@ class WandbSink:
         try:
             with quiet_environment():
                 self._track()
-        except Exception as error:  # reported by the next call of write or close, in the caller's thread
+        except Exception as error:  # raised by the next call of write or close, in the caller's thread
             self._failure = error if isinstance(error, TrackerError) else TrackerError(_in_one_line(error))
 
     def _track(self) -> None:
@@ -112,7 +112,7 @@ class WandbSink:
         if self._run.mode == "online":
             try:
                 return start(self._run, "online", self._patience, self._warn)
-            except Exception as error:  # wandb raises its own, its service's and the network's
+            except Exception as error:  # errors of wandb, of its service and of the network
                 stop_service()  # it still holds the run's id
                 self._warn(
                     f"wandb could not start online ({_in_one_line(error)}); it continues offline, "
@@ -146,9 +146,9 @@ class _Used:
 
 
 def used_config(config: Mapping[str, Any], start: Record) -> dict[str, Any]:
-    """The groups of the config whose choice the recipe has not looked up, with what it uses instead.
+    """Groups of the config whose choice the recipe does not use, with the name of what it uses instead.
 
-    The own options of such a choice are left out: nobody has read them.
+    Options of the unused choice are omitted.
     """
     kept = {
         group: {field.name for field in fields(kind)}
@@ -163,17 +163,17 @@ def used_config(config: Mapping[str, Any], start: Record) -> dict[str, Any]:
 
 
 def new_run_id() -> str:
-    """An id that wandb accepts, chosen by us so that metrics.jsonl can name it before wandb runs."""
+    """A new id in wandb's format, chosen here so that metrics.jsonl has it before wandb starts."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def sync_command(run_dir: Path) -> str:
-    """What uploads an offline run."""
+    """The command that uploads an offline run."""
     return f"wandb sync {run_dir / 'wandb'}/offline-run-*"
 
 
 def history_row(record: Record) -> dict[str, Any]:
-    """The event under wandb's names (train/loss, scale/value, eval/accuracy ...); {} where it has none."""
+    """The event under wandb's names (train/loss, scale/value, eval/accuracy ...); {} if it has none."""
     row = dict(_named(record))
     return {"step": record["step"], **row} if row else {}
 

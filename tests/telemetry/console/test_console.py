@@ -157,7 +157,7 @@ def timed(step, data, compute, wire, update):
         ((10, 40, 45, 5), "wire-bound: 45 % of the step waits for the exchange of gradients"),
         ((31, 38, 31, 0), "input-bound: 31 %"),
         ((5, 50, 5, 40), "update-bound: 40 % of the step updates the weights"),
-        ((10, 70, 10, 10), "compute-bound: 70 % of the step computes"),
+        ((10, 70, 10, 10), "compute-bound: 70 % of the step is forward and backward"),
     ],
 )
 def test_the_verdict_names_the_part_that_takes_too_much(parts, verdict):
