@@ -1,8 +1,7 @@
 """The process itself: `python -m launcher`, `torchrun -m launcher`, the command `launcher`.
 
-Owns what must be settled before anything slow is imported: streams that cannot fail a run, signals that
-come before there is anything to save, and the ties by which this process and its children end with what
-started them.
+Owns what must be set up before anything slow is imported: streams that cannot fail a run, signals that arrive
+before there is anything to save, and the ties that end this process and its children with their parent.
 """
 
 import contextlib
@@ -33,17 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_early_signals() -> None:
-    """Signals that come while nothing is trained: a job has handlers of its own."""
+    """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save, while there is nothing to save
     if "RANK" in os.environ:
-        return  # what started this rank reports it, and a handler would wait for the store's calls to return
+        return  # the parent reports it, and a handler would have to wait for store calls
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """End as the signal would have done, with a reason. Exceptions do not pass through every import."""
+    """Exit as the signal would, with a reason. An exception might not pass through an import."""
     text = (
         f"error: stopped by {signal.Signals(number).name} while nothing was trained; no progress is lost. "
         "To start or resume, run the same command again.\n"

@@ -1,4 +1,4 @@
-"""The front door: argv to exit code.
+"""The command line: argv to exit code.
 
 Owns the choice of command and the role of this process among the ranks. Composition and checks come first
 and without torch; workers get the resolved config as data.
@@ -39,17 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
-    """Rank 0, or the only process: do what argv says, then let the other ranks go with the same code."""
+    """Rank 0, or the only process: run the command, then dismiss the other ranks with the same code."""
     leader = Leader(launch, run_worker)
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
-        exit_code, reason = obey(parse(argv), leader), ""
+        exit_code, reason = run_command(parse(argv), leader), ""
     except KeyboardInterrupt:
         exit_code, reason = INTERRUPTED, "interrupted"
-    except SystemExit as stop:  # Hydra answers some questions by leaving
+    except SystemExit as stop:  # Hydra exits after some queries
         exit_code, reason = stop.code if isinstance(stop.code, int) else 0, ""
     except Exception as error:
-        # Printed before the others are let go: torchrun kills whoever is left once the first has failed.
+        # Printed before the others are dismissed: torchrun kills the remaining ranks once one has failed.
         exit_code, reason = report_failure(error), str(error)
     if launch.world_size > 1:
         ignore_sigterm()
@@ -59,17 +59,17 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
 
 def follow_leader(launch: LaunchEnv) -> int:
     exit_code, reason = follow(launch, run_worker, on_end=ignore_sigterm)
-    if reason and launch.local_rank == 0:  # another machine than rank 0's: nothing has been printed here
+    if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         print(wrapped(f"error on rank 0: {reason}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
     return exit_code
 
 
 def ignore_sigterm() -> None:
-    """Leave with our own exit code: torchrun sends SIGTERM to all as soon as the first rank has gone."""
+    """Keep our exit code: torchrun sends SIGTERM to all ranks as soon as the first has exited."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def obey(arguments: Arguments, leader: Leader) -> int:
+def run_command(arguments: Arguments, leader: Leader) -> int:
     directories = config_directories(arguments)
     if "--help" in arguments.flags:
         print(help_text(directories), end="")

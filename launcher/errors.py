@@ -1,7 +1,7 @@
 """Errors that a user can act on, each with the exit code of the run that they end.
 
-Owns the mapping from kind of failure to exit code. Never imports torch: the front door raises these
-before any device is touched. A bug of ours is an `assert` or a plain exception, never one of these.
+Owns the mapping from kind of failure to exit code. Never imports torch: the command line raises these before
+any device is used. A bug of ours is an `assert` or a plain exception, never one of these.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class LauncherError(Exception):
 
 
 class RecipeError(LauncherError):
-    """Code of a recipe raised an exception. Like any unexpected error it may be gone after a restart."""
+    """Code of a recipe raised an exception. Like any unexpected error, it may not recur after a restart."""
 
 
 class CollectiveError(LauncherError):
-    """The ranks called collectives that do not fit together. The text names whom it concerns."""
+    """The ranks called collectives that do not match. The text names the ranks."""
 
 
 class ConfigError(LauncherError):
@@ -75,7 +75,7 @@ class StorageError(LauncherError):
 
 
 class NoProgressError(LauncherError):
-    """The workers die again and again before they have got any further."""
+    """The workers fail repeatedly without making progress."""
 
     exit_code = 10
 

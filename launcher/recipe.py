@@ -1,8 +1,8 @@
 """What a recipe is, and how recipes and models are found by name.
 
 Owns the contract between a training task and the program (`Recipe`, `Loss`), the two decorators, and the
-loading of recipe files: those of the project and the user's own. Never builds a model or touches a device
-by itself: it hands out functions that do.
+loading of recipe files: those of the project and the user's own. Never builds a model or uses a device
+itself: it returns functions that do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 Source = TensorData | Indexed  # columns in memory, or a map-style data set of torch or Hugging Face
 IGNORED = -100  # the label that torch's cross-entropy leaves out
-REGISTERED = "launcher_registered"  # the attribute by which a decorator marks a function
+REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Loss:
 
 
 def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch: Batch) -> Loss:
-    """What a recipe's loss gives. Raises ConfigError where that is something else than a Loss."""
+    """The result of a recipe's loss. Raises ConfigError if it is not a Loss."""
     found = loss(network, batch)
     if isinstance(found, Loss) and isinstance(found.sum, Tensor):
         return found
@@ -113,7 +113,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds the model that is registered under `name`, anew on each call."""
+    """Builds a new model, registered under `name`, on each call."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -124,9 +124,9 @@ class ModelBuilder:
 
 @dataclass(frozen=True)
 class Used:
-    """What a recipe really uses, where the config's `model` and `data` may name what nobody looked up.
+    """The model and data that a recipe really uses, which the config's `model` and `data` may not name.
 
-    The names in the registries, or for what is a recipe's own the class of the model and the recipe's name.
+    Names in the registries; for a recipe's own, the class of the model and the name of the recipe.
     """
 
     model: str
@@ -233,7 +233,7 @@ def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str]) -> N
 
 
 def refuse_unusable_data(recipe: Recipe) -> None:
-    """Raise DataError for a set to evaluate on that is empty, and for labels that name no class."""
+    """Raise DataError for an empty validation set, and for labels without a class."""
     if hasattr(recipe.validation, "__len__") and len(recipe.validation) == 0:
         raise DataError(
             "the validation set of the recipe is empty: an evaluation needs at least one sample. Give it "
@@ -247,7 +247,7 @@ def refuse_unusable_data(recipe: Recipe) -> None:
         labels = data.columns.get(recipe.label)
         if labels is None or labels.ndim != 1 or labels.is_floating_point() or not len(labels):
             if kind == "training":
-                continue  # it is the loss that reads these
+                continue  # only the loss reads these
             given = "there is none" if labels is None else f"it is {labels.dtype} {list(labels.shape)}"
             raise DataError(
                 f"the recipe names classes, so its {kind} column {recipe.label} must hold one whole number "
@@ -264,7 +264,7 @@ def refuse_unusable_data(recipe: Recipe) -> None:
 
 
 def model_builder(config: Config, **facts: Any) -> ModelBuilder:
-    """A function that builds the config's model from its options and the facts that the recipe knows.
+    """A function that builds the config's model from its options and the facts given by the recipe.
 
     Facts are what the data dictates (num_classes, ...). ConfigError for an unknown model or option.
     """

@@ -1,4 +1,4 @@
-"""One rank of one job, from its environment to its last file: the only place where all parts meet.
+"""One rank of one job, from its environment to its last file: the only module that uses all parts.
 
 Owns the assembly of recipe, model, engine, data and telemetry from the resolved config, and what is written
 at the end. It never sees argv; it runs the same lines on every rank.
@@ -85,7 +85,7 @@ def run(
     """Train as the config says, as one rank. Raises on failure, a LauncherError where a user can act.
 
     `job` names this job among those of the launch: its process group and its keys in the store are its own.
-    Resumes from a checkpoint where there is one. PreemptedError where a signal asked the run to stop.
+    Resumes from a checkpoint if there is one. Raises PreemptedError if a signal asked the run to stop.
     """
     run_dir = Path(config.run.dir)
     alone = launch.world_size == 1
@@ -115,7 +115,7 @@ def run(
 
 
 def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
-    """What a user can do about an error of torch or of the engine, None where it is none of those."""
+    """The error for users, if `error` is one of torch or the engine that they can fix; else None."""
     if isinstance(error, UnusableError):
         return ConfigError(str(error))
     return shortage_of(error, f"rank {launch.rank}")
@@ -124,13 +124,13 @@ def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | N
 def _disagreement(
     error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
 ) -> LauncherError | None:
-    """Which ranks called another collective, where one was lost for that reason.
+    """Which ranks called another collective, if a rank was lost for that reason.
 
-    None for all else. Then a note on the error says who was lost.
+    Otherwise None, and a note on the error names the lost rank.
     """
     if store is None or not is_loss(error):
         return None
-    _let_go(error)  # or a rank that waits for this one would not notice in time to say what it called
+    _let_go(error)  # or a rank that waits for this one would not notice in time to record its calls
     said = exchange_calls(store, job, launch)
     if text := disagreement(said, launch.world_size):
         return CollectiveError(text)
@@ -142,7 +142,7 @@ def _disagreement(
 def _of_another_rank(
     error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
 ) -> BaseException:
-    """For rank 0's files: why the rank left whose connection was lost, where that one has said it."""
+    """For rank 0's files: the error of the rank whose connection was lost, if it recorded one."""
     if launch.rank != 0 or store is None or not is_loss(error):
         return error
     _let_go(error)  # or the others that wait for this rank would not notice
@@ -154,12 +154,12 @@ def _of_another_rank(
 
 
 def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:
-    """The message for an exception from a line of the recipe that no guard covers, in a backward pass say."""
+    """The error for an exception in a recipe's line that no guard covers, such as in a backward pass."""
     return recipe_failure(error, "code of the recipe", log_file) if place_of(error) else None
 
 
 def _let_go(error: BaseException) -> None:
-    """Free what the frames of a failure hold, above all the process group.
+    """Free what the frames of a failure hold, in particular the process group.
 
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
     that wait in a collective for this one notice.
@@ -170,7 +170,7 @@ def _let_go(error: BaseException) -> None:
 
 
 def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
-    """All sinks on rank 0; none elsewhere, so that callers need not ask which rank they are."""
+    """All sinks on rank 0, none elsewhere, so that callers need not check their rank."""
     if launch.rank != 0:
         return Telemetry()
     return open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
@@ -259,9 +259,9 @@ def _join_and_run(
 
 
 def _leeway_s(heartbeat: Heartbeat) -> float:
-    """How much longer a collective may take than a phase where the phases are watched.
+    """How much longer a collective may take than a phase, if phases are monitored.
 
-    Who only waits must not fail before the one that is waited for has been found.
+    A rank that only waits must not fail before the rank that it waits for has been identified.
     """
     return 10.0 if heartbeat.watched else 0.0
 
@@ -299,7 +299,7 @@ def _assemble(
 
 
 def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
-    """Say what was decided and what begins; write down where."""
+    """Report the decisions and the start of the run; record its environment."""
     run = job.run
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
@@ -358,13 +358,13 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
 
 
 def _first_step_done(run: Run, watchdog: Watchdog) -> None:
-    """All have met and compiled: from here on ranks wait for launch.stall_s at most."""
+    """All ranks have started and compiled: from now on they wait for launch.stall_s at most."""
     tighten(run.env, run.config.launch.stall_s + _leeway_s(run.heartbeat))
     watchdog.tighten()
 
 
 def _finish(job: _Job, monitor: Monitor, evaluation: Evaluation | None, seconds: float) -> None:
-    """Say how it went. All ranks hold the same weights and numbers; rank 0 writes them down."""
+    """Report the result. All ranks hold the same weights and numbers; rank 0 writes them to files."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
         run.config, run.env, run.stepper, job.used, job.recipe.compare_by, evaluation, monitor.totals

@@ -1,7 +1,7 @@
 """The command line, sorted into a command, flags and overrides.
 
-Owns which flags exist and how many values each takes, so that they may stand anywhere among the overrides
-(Hydra itself wants them on one side). Pure: reads nothing but its arguments.
+Owns which flags exist and how many values each takes, so that flags may be mixed with overrides (Hydra itself
+does not allow that). Pure: reads nothing but its arguments.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Arguments:
-    command: str  # "train" where no word names another
+    command: str  # "train" if no other is given
     words: tuple[str, ...]  # overrides, or what the command works on
     flags: Mapping[str, str | None]  # by long name
 
     def hydra_flags(self) -> list[str]:
-        """The flags that Hydra shall see, as it wants them."""
+        """The flags to pass to Hydra, in its form."""
         ours = {"--config-dir", "--config-name"}
         return [
             flag if value is None else f"{flag}={value}"
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def read_flag(word: str, rest: list[str]) -> tuple[str, str | None]:
-    """The flag's long name and value; takes the value off `rest` where it is a word of its own."""
+    """The flag's long name and value; removes the value from `rest` if it is a separate word."""
     written, has_value, value = word.partition("=")
     flag = SHORT.get(written, written)
     if flag in REFUSED:

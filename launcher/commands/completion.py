@@ -1,8 +1,8 @@
-"""Completion in bash: the script that a shell evaluates, and the answers that it asks for.
+"""Completion in bash: the script that a shell evaluates, and the choices that it queries.
 
-Owns the script, because Hydra's knows commands of one word and not `python -m launcher`, and the translation
-of the line under the cursor for Hydra, which finds the choices. Imports no torch; answers nothing rather than
-an error, which would land in the line that is being typed.
+Owns the script, because Hydra's supports only commands of one word and not `python -m launcher`, and
+translates the typed line for Hydra, which finds the choices. Imports no torch; prints nothing on errors,
+which would appear in the line being typed.
 
     eval "$(python -m launcher --shell-completion install=bash)"     # in ~/.bashrc to keep it
 """
@@ -48,7 +48,7 @@ AskHydra = Callable[[Request, Sequence[str]], int]
 
 
 def answer(request: Request, ask_hydra: AskHydra) -> int:
-    """Print the script, or the choices for COMP_LINE; other shells get what Hydra has for them."""
+    """Print the script, or the choices for COMP_LINE; other shells get Hydra's own."""
     if request.overrides == (INSTALL,):
         print(SCRIPT, end="")
     elif request.overrides == (UNINSTALL,):
@@ -61,7 +61,7 @@ def answer(request: Request, ask_hydra: AskHydra) -> int:
 
 
 def choices(line: str, ask_hydra: AskHydra) -> str:
-    """What may follow in a line, separated by spaces; nothing where bash shall offer files."""
+    """The possible completions of a line, separated by spaces; empty if bash should offer files."""
     words = line.split()
     typed = words[3:] if words[1:3] == ["-m", "launcher"] else words[1:]
     current = "" if line.endswith(" ") or not typed else typed.pop()

@@ -1,6 +1,6 @@
-"""What the program can do, as text: `--help` and `recipes`.
+"""The text of `--help` and `recipes`.
 
-Reads only the names and the YAML of conf/, so that it answers at once; imports neither torch nor Hydra.
+Reads only the names and the YAML of conf/, so that it is fast; imports neither torch nor Hydra.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`report`: pages and pictures of finished runs and sweeps, from their files alone."""
+"""`report`: pages and plots of finished runs and sweeps, from their files alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job: on workers that this process starts, or on the ranks that were started with it.
+"""Runs one job: on workers that this process starts, or on the ranks started with it.
 
 Owns the printing of what ended a job and its exit code. Imports no torch until a job runs in this process.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
-    """In parent mode on workers of its own, else on the ranks that have been started with this process."""
+    """Run a job: in parent mode on new workers, else on the ranks started with this process."""
     from launcher.run_dir.claim import claimed
     from launcher.supervisor.supervise import supervise, write_down
 
@@ -38,9 +38,8 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
             try:
                 leader.run(claim.config)
             except JobFailed as error:
-                if (
-                    error.exit_code != PreemptedError.exit_code
-                ):  # what rank 0 wrote is about a lost connection
+                # Rank 0 may have written only that it lost a connection.
+                if error.exit_code != PreemptedError.exit_code:
                     write_down(Path(claim.config.run.dir), error)
                 raise
         else:
@@ -54,7 +53,7 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 
 
 def report_failure(error: Exception) -> int:
-    """Print what happened, with a traceback only if nobody foresaw it; returns the exit code."""
+    """Print the error, with a traceback only if it is unexpected; returns the exit code."""
     error = shortage_of(error, "this process") or error
     if isinstance(error, LauncherError):
         kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"

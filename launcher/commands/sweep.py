@@ -1,4 +1,4 @@
-"""Several jobs one after another, as Hydra's multirun orders them, and their comparison at the end."""
+"""Runs several jobs in the order of Hydra's multirun, and compares them at the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class SweepProgress:
-    """What became of the jobs of a sweep so far. A job that fails is reported at once and does not end it."""
+    """Progress of a sweep. A job that fails is reported at once and does not end the sweep."""
 
     num_jobs: int
     leader: Leader
     started: int = 0
     exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
-    broken: bool = False  # the ranks have lost each other, or all was asked to stop: no further job
+    broken: bool = False  # the ranks have lost each other, or a stop was requested: run no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
         from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
@@ -60,7 +60,7 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> in
 
 
 def compare_jobs(directory: Path) -> None:
-    """Picture and tables of a sweep; what goes wrong there is a warning, for the jobs are done."""
+    """Write the plot and tables of a sweep; a failure is a warning, because the jobs are done."""
     from launcher.report.comparison import write_comparison
 
     try:

@@ -1,7 +1,6 @@
-"""Compose and check all that was asked for, then run it, or let Hydra answer about it.
+"""Composes and checks the request, then runs it, or lets Hydra answer a query.
 
-Owns the choice between one job, a sweep and a question for Hydra. What cannot be started is refused before
-anything is.
+Owns the choice between one job, a sweep and a query for Hydra. All jobs are checked before the first starts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
 def train(arguments: Arguments, leader: Leader) -> int:
-    """Compose and check everything that was asked for, then run it, or let Hydra answer about it."""
+    """Compose and check the request, then run it, or let Hydra answer a query."""
     from launcher.config.experiments import with_experiment
     from launcher.config.resolve import compose_jobs
     from launcher.telemetry.tracker.wandb_environment import with_environment
@@ -41,7 +40,7 @@ def train(arguments: Arguments, leader: Leader) -> int:
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
     for config in configs:
-        refuse_small_batch(config, leader.launch)  # what cannot be started is refused before anything is
+        refuse_small_batch(config, leader.launch)  # all jobs are checked before the first starts
     if expanded.multirun:
         return run_sweep(expanded, configs, leader)
     (config,) = configs

@@ -1,4 +1,4 @@
-"""Parent mode: one warm process starts the workers of a run, watches and restarts them, says what ended it.
+"""Parent mode: one warm process starts a run's workers, monitors and restarts them, and reports its end.
 
 The engine is torch's elastic agent. Importing this package imports no torch.
 """

@@ -1,8 +1,8 @@
-"""The elastic agent of a run: torch's, for one machine, without a port, with verdicts.
+"""The elastic agent of a run: torch's, for one machine, without a port, with reasons for failures.
 
-Owns what differs from torchrun's agent: workers are forked from this warm process and meet in a private
-file, a failed generation is killed at once, and every end has a reason with a name and an exit code. Starting
-and reaping processes, the order of generations and the return of results are torch's.
+Owns what differs from torchrun's agent: workers are forked from this warm process and rendezvous through a
+private file, a failed generation is killed at once, and every end has a reason with a name and an exit code.
+Starting and reaping processes, the order of generations and the return of results are torch's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launcher.supervisor.child import Work, be_a_rank
 from launcher.supervisor.root_cause import PREEMPTED, Restarts, RunFailed, Verdict
 from launcher.supervisor.signals import Signals, held_back
 
-LOOK_EVERY_S = 0.05
+POLL_EVERY_S = 0.05
 
 
 class OneMachine(RendezvousHandler):
@@ -72,7 +72,7 @@ class Inherited(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """Runs the workers of one run to its end. `run` raises the LauncherError that a failed one ends with."""
+    """Runs the workers of one run to its end. `run` raises the LauncherError of a run that fails."""
 
     def __init__(self, work: Work, num_workers: int, signals: Signals) -> None:
         max_restarts = work.config.launch.max_restarts
@@ -85,7 +85,7 @@ class Agent(LocalElasticAgent):
                 entrypoint=be_a_rank,
                 args=(work,),
                 max_restarts=max_restarts,
-                monitor_interval=LOOK_EVERY_S,
+                monitor_interval=POLL_EVERY_S,
             ),
             Inherited(),
             start_method="fork",
@@ -104,7 +104,7 @@ class Agent(LocalElasticAgent):
         orphans = Orphans()
         with held_back():
             pids: dict[int, Any] = super()._start_workers(worker_group)
-            self._signals.handle()  # the agent has put its own handlers in their place
+            self._signals.handle()  # the agent has replaced them by its own handlers
         assert self._pcontext is not None
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
         self._generation = Generation(number, processes, store, self._work, orphans)
@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._generation is not None
         self._obey_signals(self._generation)
-        verdict = self._generation.look()
+        verdict = self._generation.poll()
         if verdict is None:
             return RunResult(WorkerState.HEALTHY)
         if verdict.exit_code == 0:
@@ -141,11 +141,11 @@ class Agent(LocalElasticAgent):
         print(f"restart {count}: {verdict.text}; resuming from {place}", file=sys.stderr, flush=True)
 
     def _newest_step(self) -> int:
-        """Of the newest checkpoint, by name; 0 if there is none. Whether it is intact the workers see."""
+        """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
         return max(map(step_of, candidates(self._checkpoints)), default=0)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Whatever has brought the run to its end, nobody is left to be asked politely."""
+        """Kill the workers: at the end of a run there is nothing left to stop gracefully."""
         if self._generation is not None:
             self._generation.kill()
             self._generation.tidy()
@@ -161,12 +161,12 @@ class Agent(LocalElasticAgent):
         exit_code: int | None = None,
         worker_pid: int | None = None,
     ) -> Event:
-        """An event that nobody reads, without the host's name: asking for that one may take seconds."""
+        """An event that is not read, without the host name, whose lookup may take seconds."""
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
 
 def stopped(verdict: Verdict, asked: signal.Signals | None) -> LauncherError:
-    """The end of a run that was asked to stop: saved, or not."""
+    """The error for a run that was asked to stop: saved, or not."""
     if verdict.exit_code == PREEMPTED:
         return PreemptedError(verdict.text)
     assert asked is not None

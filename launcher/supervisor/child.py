@@ -1,7 +1,7 @@
 """What a forked worker does before and after its part of the job.
 
-Owns the ties to the parent: a worker dies with it, holds signals back until it can obey them, can be asked
-for its stacks, and leaves its last words in the store.
+Owns the ties to the parent: a worker is killed with it, blocks signals until it can handle them, writes its
+stacks on request, and records in the store how it ended.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Work:
 
     config: Config
     heartbeats: Heartbeats
-    folder: Path  # private to this run on this machine, gone with the parent
+    folder: Path  # private to this run on this machine, removed with the parent
     parent: int  # process id
     obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
 
     def store_of(self, generation: int) -> Path:
-        """The file in which the ranks of a generation meet: none reads what a dead one wrote."""
+        """The store's file of a generation: never shared with an earlier one."""
         return self.folder / f"store-{generation}"
 
     def stacks_of(self, rank: int) -> Path:
@@ -54,9 +54,9 @@ class Work:
 
 
 def be_a_rank(work: Work) -> NoReturn:
-    """Run this process's part of the job and leave with its exit code; never returns to the agent.
+    """Run this process's part of the job and exit with its code; never returns to the agent.
 
-    So a worker that has finished cannot be held up by what else runs in its process.
+    So other threads of the process cannot delay the exit of a finished worker.
     """
     end_with(work.parent)
     ParentDeathSignal()
@@ -96,15 +96,15 @@ def _run(work: Work, launch: LaunchEnv) -> Departure:
 def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:
     """Undo the agent's handlers, which raise.
 
-    The obeyed signals are still held back. They find a handler that does nothing, where ignoring them would
-    drop those that have already arrived; the worker puts its own in place while it runs, and lets them in.
+    The obeyed signals are still blocked. They get a handler that does nothing, because ignoring them would
+    drop pending ones; the worker installs its own while it runs, and unblocks them.
     """
     for number in HEEDED:
         signal.signal(number, _too_late if number in obeyed else signal.SIG_IGN)
 
 
 def _too_late(number: int, frame: FrameType | None) -> None:
-    """The job has ended, well or not: what was asked of it no longer matters."""
+    """Ignore requests after the end of the job."""
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def _stacks_on_request(path: Path) -> Iterator[None]:
         make_folder(path.parent)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         file = open(open_plain(path, flags), "ab")  # noqa: SIM115  # open until the process ends
-    except OSError:  # the worker will find out, and say so
+    except OSError:  # the worker will report it
         yield
         return
     faulthandler.register(SHOW_STACKS, file=file, all_threads=True)

@@ -1,7 +1,7 @@
-"""What ended a set of workers: from exit codes, last words and signs of life to one sentence.
+"""What ended a set of workers: one sentence from exit codes, recorded errors and heartbeats.
 
-Owns the choice of the culprit among the ranks, and which failures a restart can mend. Pure: it reads no
-clock, no file and no process.
+Owns the choice of the rank at fault, and which failures a restart can fix. Pure: it reads no clock, no file
+and no process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
 PREEMPTED = PreemptedError.exit_code
 MENDABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
 FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
-# What ends a rank that received more than it expected: Gloo aborts it, or memory was overwritten before.
+# Exits of a rank that received more than it expected: Gloo aborts it, or memory was overwritten.
 OVERRUN = frozenset(
     -number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 )
@@ -33,8 +33,8 @@ class Fate:
     rank: int
     pid: int
     beat: Beat
-    exit_code: int | None = None  # negative: the signal that killed it; None: it was alive until we ended it
-    departure: Departure | None = None  # its last words, if it had time for them
+    exit_code: int | None = None  # negative: the signal that killed it; None: alive until then
+    departure: Departure | None = None  # how it ended, if it had time to record it
     stopped: bool = False  # by SIGSTOP, a terminal or a debugger
 
     @property
@@ -53,11 +53,11 @@ class Fate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a generation ended; `exit_code` is the run's if it stays at that."""
+    """How a generation ended; `exit_code` is the run's if there is no restart."""
 
     exit_code: int
     text: str = ""
-    hint: str = ""  # for whoever reads it last
+    hint: str = ""  # printed after the text
 
     @property
     def mendable(self) -> bool:
@@ -66,7 +66,7 @@ class Verdict:
 
 
 class RunFailed(LauncherError):
-    """The workers of a run have ended without its result."""
+    """The workers of a run have ended without a result."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(f"{verdict.text}. {verdict.hint}".strip() if verdict.hint else verdict.text)
@@ -112,7 +112,7 @@ def hang(fates: Sequence[Fate]) -> Verdict:
 
 
 def is_of_another(departure: Departure) -> bool:
-    """Whether the error is what a rank says that lost its connection to another, or waited for it in vain."""
+    """Whether the error is that of a rank that lost another rank, or waited for one without success."""
     if departure.exit_code == STALLED:
         return True
     if departure.shared:
@@ -132,8 +132,9 @@ def _innocence(
 ) -> tuple[int, float, int]:
     """Of two ranks, the one with the lower value is the more likely cause.
 
-    SIGABRT comes late: NCCL's watchdog and Gloo's threads abort a process when another rank is lost. SIGSEGV
-    and its kin are a rank's own, unless others have found that the ranks called different collectives.
+    SIGABRT is often a consequence: NCCL's watchdog and Gloo's threads abort a process when another rank is
+    lost. SIGSEGV and similar signals are a rank's own fault, unless other ranks have found that the ranks
+    called different collectives.
     """
     if fate.silent:
         mismatch = any(other.departure is not None and other.departure.shared for other in fates)
@@ -152,14 +153,14 @@ def _innocence(
 
 
 def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
-    """Whether a rank that is still alive lets others wait so long that they have given up."""
+    """Whether a live rank has kept others waiting so long that they have given up."""
     gave_up = [other for other in fates if other.blames_another]
     long = fate.beat.age_s >= max(stall_s - 2, stall_s / 2)
     return long and bool(gave_up) and all(fate.beat.order < other.beat.order for other in gave_up)
 
 
 def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
-    """The error of a rank, which is not attributed to it where others have raised the same one."""
+    """The error of a rank, without its number if other ranks have raised the same one."""
     assert blamed.departure is not None
     if len(fates) == 1 and blamed.departure.explained:
         of_rank = f"rank {blamed.rank} "
@@ -206,18 +207,18 @@ def _signal_name(number: int) -> str:
 
 @dataclass
 class Restarts:
-    """How often the workers of a run have been started again, and what came of it."""
+    """How often the workers of a run have been restarted, and how often without progress."""
 
     allowed: int
-    newest_step: int = 0  # of the newest checkpoint that was there before the generation under way
+    newest_step: int = 0  # of the newest checkpoint before the present generation
     used: int = 0
     fruitless: int = 0
 
     def allow(self, verdict: Verdict, newest_step: int) -> None:
         """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
 
-        Raises the run's failure where there is to be no further one: RunFailed, or NoProgressError after
-        three generations in a row that have published no new checkpoint.
+        Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row
+        that have published no new checkpoint.
         """
         self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
         self.newest_step = newest_step

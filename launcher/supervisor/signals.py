@@ -1,6 +1,6 @@
-"""What the world outside asks of the parent: to stop, or to have a checkpoint written.
+"""Requests to the parent by signals: to stop, or to write a checkpoint.
 
-Owns the parent's handlers. A handler notes the signal, nothing more; the loop that watches the workers acts.
+Owns the parent's handlers. A handler only records the signal; the loop that monitors the workers acts on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Signals:
         self._arrived: list[signal.Signals] = []
         self.obeyed = obeyed()
         self._asked_s = 0.0
-        self.impatient = False  # Ctrl-C was pressed again: the workers are not to be waited for
+        self.impatient = False  # Ctrl-C was pressed again: do not wait for the workers
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The handler."""
@@ -35,19 +35,19 @@ class Signals:
         self._arrived.append(arrived)
 
     def take(self) -> list[signal.Signals]:
-        """What has arrived since the last call."""
+        """The signals that have arrived since the last call."""
         taken, self._arrived = self._arrived, []
         return taken
 
     def handle(self) -> None:
-        """Install the handler, whatever was installed in the meantime."""
+        """Install the handler, replacing any other."""
         for number in HEEDED:
             signal.signal(number, self.receive if number in self.obeyed else signal.SIG_IGN)
 
 
 @contextmanager
 def heeded() -> Iterator[Signals]:
-    """Note signals while the context lasts; those that nobody took by its end count as obeyed."""
+    """Record signals within the context; those not taken by its end are dropped."""
     before = {number: signal.getsignal(number) for number in HEEDED}
     signals = Signals()
     signals.handle()
@@ -60,9 +60,9 @@ def heeded() -> Iterator[Signals]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """The heeded signals wait, in this process and in those that it forks, until the context ends.
+    """Block the heeded signals, in this process and in those that it forks, within the context.
 
-    A forked worker holds them back until it can take them as requests.
+    A forked worker keeps them blocked until it can take them as requests.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     try:

@@ -1,4 +1,4 @@
-"""One supervised run, from a checked config to its files and its verdict.
+"""One supervised run, from a checked config to its files and result.
 
 Owns the warm process: torch and the worker's code are imported once, here, and every worker of every run is
 forked from it. It never touches a device and runs no user code. Importing this module imports no torch.
@@ -27,9 +27,9 @@ from launcher.supervisor.signals import Signals, heeded, held_back
 def supervise(config: Config, num_workers: int) -> None:
     """Run one job on so many workers of this machine; returns when it is done.
 
-    Raises PreemptedError where the run was stopped and saved, NoProgressError where it crashes again and
-    again, and RunFailed with the failure's own exit code otherwise; `status.json` and `result.json` say the
-    same. To be called from the main thread, whose end ends the workers.
+    Raises PreemptedError if the run was stopped and saved, NoProgressError if it crashes repeatedly, and
+    RunFailed with the failure's exit code otherwise; `status.json` and `result.json` record the same. Call it
+    from the main thread, whose end kills the workers.
     """
     assert threading.current_thread() is threading.main_thread()
     heartbeats = Heartbeats(num_workers)
@@ -37,13 +37,13 @@ def supervise(config: Config, num_workers: int) -> None:
         with heeded() as signals, adopting():
             _supervise(config, num_workers, signals, heartbeats)
     except Exception as error:
-        if not isinstance(error, PreemptedError):  # then the leader has written it, with the checkpoint
+        if not isinstance(error, PreemptedError):  # that one the leader has written, with the checkpoint
             write_down(Path(config.run.dir), error, heartbeats.steps_done())
         raise
 
 
 def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats) -> None:
-    with held_back():  # in the threads of libraries for good: only this one shall be interrupted
+    with held_back():  # threads of libraries keep the signals blocked: only this thread is interrupted
         warm_up()
     from launcher.supervisor.agent import Agent
     from launcher.supervisor.child import Work
@@ -58,10 +58,10 @@ def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: H
 
 
 def warm_up() -> None:
-    """Import what every worker needs. The tracker is the leader's alone, and imported there.
+    """Import what every worker needs. Only the leader imports the tracker.
 
-    Nothing imported becomes garbage: not looking for any saves a fifth of the time, and what is frozen the
-    collectors of the workers leave alone, so that its memory stays shared.
+    Imported objects do not become garbage: disabling the collector saves a fifth of the time, and the
+    workers' collectors skip frozen objects, so that their memory stays shared.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -72,7 +72,7 @@ def warm_up() -> None:
 
 
 def write_down(run_dir: Path, error: Exception, steps_done: int = 0) -> None:
-    """The verdict in the run's files: its leader may have been killed, or blame who was not to blame."""
+    """Write the failure to the run's files: the leader may have been killed, or name the wrong cause."""
     exit_code = error.exit_code if isinstance(error, LauncherError) else 1
     with contextlib.suppress(OSError):
         write_result(run_dir, {"state": "failed", "exit": exit_code, "error": str(error) or repr(error)})

@@ -1,7 +1,7 @@
 """How many workers a run gets, and whether this process may start them.
 
-Owns the reading of `launch.nproc` and the count of GPUs, taken without touching one: a process that has
-called CUDA can no longer fork workers that do. Imports no torch.
+Owns the reading of `launch.nproc` and the count of GPUs, without initialising CUDA: a process that has done
+so cannot fork workers that use it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from launcher.errors import ConfigError, PreflightError
 
 
 def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
-    """The number of workers to start; None where this process is a worker itself.
+    """The number of workers to start; None if this process is a worker itself.
 
-    Raises ConfigError where torchrun or a scheduler has started another number than was asked for,
+    Raises ConfigError if torchrun or a scheduler has started another number than was requested,
     PreflightError for more workers than GPUs.
     """
     if launch.launched:
@@ -57,7 +57,7 @@ def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
 
 @functools.cache
 def count_gpus() -> int:
-    """The GPUs that a CUDA program started now would see: asked in a process that ends with the answer."""
+    """The number of GPUs visible to a CUDA program, counted in a short-lived child process."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

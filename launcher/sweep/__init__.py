@@ -1,1 +1,1 @@
-"""Hydra's multirun in the launcher's own process."""
+"""Hydra's multirun within the launcher's process."""

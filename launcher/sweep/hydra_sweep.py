@@ -1,7 +1,7 @@
-"""Sweeps in place: Hydra's sweeper names the jobs, this launch runs them one after the other.
+"""Sweeps within one launch: Hydra's sweeper names the jobs, the launch runs them one after another.
 
-Owns the directory of a sweep, the names of its jobs, and the call into `hydra.main`. Which ranks run a
-job, and what happens when it fails, is not its business: it calls the function that it is given.
+Owns the directory of a sweep, the names of its jobs, and the call into `hydra.main`. It does not decide which
+ranks run a job or what happens when one fails: the caller's function does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> Path
 
 
 def call_hydra(request: Request, argv: Sequence[str], task: Callable[[DictConfig], None]) -> None:
-    """`hydra.main` with these arguments in place of the process's own. It may end in SystemExit."""
+    """Call `hydra.main` with these arguments instead of sys.argv. It may raise SystemExit."""
     check_files()
     tree = str(request.directories[0])
     with arguments_replaced(argv):
@@ -66,7 +66,7 @@ def call_hydra(request: Request, argv: Sequence[str], task: Callable[[DictConfig
 
 
 def job_config(composed: DictConfig, own: HydraConf) -> Config:
-    """The job's config, in the directory that Hydra made for it, in the sweep's tracking group."""
+    """The job's config, with the directory that Hydra made for it and the sweep's tracking group."""
     config = config_of(composed)
     group = config.tracker.group or Path(own.sweep.dir).name
     return dataclasses.replace(
@@ -77,20 +77,20 @@ def job_config(composed: DictConfig, own: HydraConf) -> Config:
 
 
 def job_directory(number: int, overrides: str) -> str:
-    """The folder of one job: its number and what distinguishes it, in characters that every shell likes."""
+    """The folder of one job: its number and distinguishing overrides, in shell-safe characters."""
     plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", overrides)
     return f"{number}_{plain}"[:NAME_LENGTH].rstrip("_")
 
 
 def fixed_keys(request: Request) -> str:
-    """The overridden keys that have the same value in all jobs, so say nothing in a job's name."""
+    """The overridden keys with the same value in all jobs, which are left out of job names."""
     swept = swept_keys(request)
     keys = {line.partition("=")[0] for line in request.overrides} - swept
     return ",".join(sorted(key for key in keys if not key.startswith("hydra")))
 
 
 def new_directory(recipes: Sequence[str]) -> Path:
-    """Make and return multirun/<recipe>/<stamp>-<4 hex>, ours alone."""
+    """Create and return the unique directory multirun/<recipe>/<stamp>-<4 hex>."""
     root = (ROOT / (recipes[0] if len(set(recipes)) == 1 else "several")).absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
