@@ -312,8 +312,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         )
     except BaseException:
         if device.type == "cuda":
-            # Other ranks may wait in a collective that this rank will never join: a clean shutdown would
-            # hang.
+            # Others may wait in a collective that this rank will never join: a clean shutdown would hang.
             torch.distributed.distributed_c10d._abort_process_group()
         raise
     finally:
