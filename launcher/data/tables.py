@@ -1,0 +1,274 @@
+"""Rows of TSV, CSV, JSON Lines and parquet files, by the names of their columns.
+
+Owns the reading of these files and the errors for those that cannot be read: each names the file, and the
+line or row. Values are as the file has them: what text means (a number, a label) is for who reads a column.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from launcher.errors import ConfigError, DataError, PreflightError, listed
+
+TRAINING_NAMES = ("train",)
+VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
+NAMES_SHOWN = 20
+BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
+
+Cell = Any  # text in TSV and CSV; any value of JSON or parquet, None where there is none
+Wanted = Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a file, all of one length. `places` are the lines of a text file, or the rows."""
+
+    file: Path
+    columns: Mapping[str, list[Cell]]
+    places: Sequence[int]
+    counted: str = "line"  # what `places` counts
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def place(self, row: int) -> str:
+        """`FILE, line 17`, for messages on a row (counted from 0)."""
+        return f"{self.file}, {self.counted} {self.places[row]}"
+
+    def column(self, name: str) -> list[Cell]:
+        """The values of a column. Raises DataError with the names of those that are there."""
+        if name not in self.columns:
+            raise missing_columns(self.file, [name], list(self.columns))
+        return self.columns[name]
+
+    def texts(self, name: str) -> list[str]:
+        """The values of a column as text, whole numbers written out. Raises DataError for all others."""
+        return [self._text(name, row, cell) for row, cell in enumerate(self.column(name))]
+
+    def select(self, rows: Sequence[int]) -> Table:
+        """The rows at these indices."""
+        columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
+        return Table(self.file, columns, array("q", (self.places[row] for row in rows)), self.counted)
+
+    def _text(self, name: str, row: int, cell: Cell) -> str:
+        if isinstance(cell, str):
+            return cell
+        if isinstance(cell, int):
+            return str(cell)
+        absent = cell is None or (isinstance(cell, float) and math.isnan(cell))
+        found = "has no value" if absent else f"is a {type(cell).__name__}: {cell!r:.60}"
+        raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
+
+
+def read_table(file: Path, wanted: Wanted = None) -> Table:
+    """Read a file by its suffix: .tsv, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
+
+    TSV and CSV begin with the names of the columns. TSV has no quoting: a quote is a character like others.
+    CSV quotes as RFC 4180 says. Text is UTF-8. A row of JSON or parquet may lack a value, which is None.
+    Raises DataError for a file that cannot be read, has no rows, or lacks a column that is wanted.
+    """
+    suffix = file.suffix.lower()
+    if suffix not in READERS:
+        raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(READERS)}.")
+    table = READERS[suffix](file, wanted)
+    if wanted is not None and (missing := [name for name in wanted if name not in table.columns]):
+        raise missing_columns(file, missing, list(table.columns))
+    if not len(table):
+        raise DataError(f"{file} has no rows below the names of its columns: {shown(list(table.columns))}.")
+    return table
+
+
+def split_files(path: Path) -> tuple[Path, Path | None]:
+    """The files to train and to validate on: of a folder train.* and validation.*, dev.* or test.*.
+
+    A file is trained on, and nothing is set aside to validate on: None. Raises ConfigError for a path that
+    is neither, DataError for a folder without such files.
+    """
+    if path.is_file():
+        return path, None
+    if not path.is_dir():
+        raise ConfigError(f"data.path={path} is neither a file nor a folder.")
+    tables = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
+    train = _named(tables, TRAINING_NAMES)
+    if train is None:
+        found = listed(sorted(entry.name for entry in path.iterdir()), NAMES_SHOWN) or "nothing"
+        raise DataError(
+            f"data.path={path} has no table whose name begins with train ({', '.join(READERS)}). It has: "
+            f"{found}."
+        )
+    return train, _named(tables, VALIDATION_NAMES)
+
+
+def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> DataError:
+    """The error for columns that a file does not have."""
+    which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
+    return DataError(f"{file} has not {which}. It has: {shown(there)}.")
+
+
+def shown(names: Sequence[str]) -> str:
+    """Names of columns for a message."""
+    return listed(names, NAMES_SHOWN) or "none"
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from error
+    try:
+        return data.decode("utf-8").removeprefix(BOM)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{file}, line {line}: byte {data[error.start]:#04x} is no UTF-8. Convert the file, for instance "
+            f"with iconv -f {_likely(data)} -t UTF-8."
+        ) from None
+
+
+def _read_tsv(file: Path, wanted: Wanted) -> Table:
+    lines = read_text(file).split("\n")  # splitlines would break at characters within a cell
+    numbered = ((number, line.removesuffix("\r")) for number, line in enumerate(lines, 1))
+    rows = ((number, line.split("\t")) for number, line in numbered if line)
+    return _from_rows(file, rows, wanted, "tabs")
+
+
+def _read_csv(file: Path, wanted: Wanted) -> Table:
+    return _from_rows(file, _csv_rows(file), wanted, "commas")
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True)
+    line = 1
+    with _cells_of_any_length():
+        try:
+            for row in reader:
+                if row:
+                    yield line, row
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(
+                f"{file}, line {line}: {error}. A cell that has a comma, a quote or a line break stands in "
+                "quotes, and a quote within it is written twice. A file without quoting is a .tsv."
+            ) from error
+
+
+@contextmanager
+def _cells_of_any_length() -> Iterator[None]:
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted, separator: str) -> Table:
+    """A table of a file whose first row has the names of the columns."""
+    _, names = next(rows, (0, []))
+    names = [name.strip() for name in names]
+    if not any(names):
+        raise DataError(f"{file} is empty. Its first line must have the names of the columns.")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
+    kept = [index for index, name in enumerate(names) if wanted is None or name in wanted]
+    columns: list[list[str]] = [[] for _ in kept]
+    places = array("q")
+    for line, cells in rows:
+        if len(cells) != len(names):
+            raise DataError(
+                f"{file}, line {line}: it has {len(cells)} cells separated by {separator}, the first line "
+                f"{len(names)}: {shown(names)}."
+            )
+        places.append(line)
+        for column, index in zip(columns, kept, strict=True):
+            column.append(cells[index])
+    if wanted is not None and len(kept) < len(set(wanted)):
+        raise missing_columns(file, [name for name in wanted if name not in names], names)
+    return Table(file, dict(zip((names[index] for index in kept), columns, strict=True)), places)
+
+
+def _read_json_lines(file: Path, wanted: Wanted) -> Table:
+    columns: dict[str, list[Cell]] = {}
+    places = array("q")
+    for number, line in enumerate(read_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        for name, value in _json_object(file, number, line).items():
+            column = columns.setdefault(name, [])
+            column += [None] * (len(places) - len(column))
+            column.append(value)
+        places.append(number)
+    if not places:
+        raise DataError(f"{file} is empty. Each line must have a JSON object: a row, values by column.")
+    for column in columns.values():
+        column += [None] * (len(places) - len(column))
+    if wanted is not None and columns.keys() >= set(wanted):
+        columns = {name: columns[name] for name in wanted}
+    return Table(file, columns, places)
+
+
+def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{file}, line {number}: it is no JSON: {error}.") from error
+    except RecursionError:
+        raise DataError(f"{file}, line {number}: its JSON is nested too deeply.") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file}, line {number}: it is a JSON {type(found).__name__}, not an object.")
+    return found
+
+
+def _read_parquet(file: Path, wanted: Wanted) -> Table:
+    pyarrow, parquet = _parquet_library()
+    try:
+        with parquet.ParquetFile(file) as opened:
+            names = list(opened.schema_arrow.names)
+            kept = [name for name in names if wanted is None or name in wanted]
+            if wanted is not None and len(kept) < len(set(wanted)):
+                raise missing_columns(file, [name for name in wanted if name not in names], names)
+            read = opened.read(columns=kept)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    columns = {name: read.column(name).to_pylist() for name in kept}
+    return Table(file, columns, range(read.num_rows), "row")
+
+
+def _parquet_library() -> tuple[ModuleType, ModuleType]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise PreflightError(
+            "parquet files need the `pyarrow` package, which is not installed: "
+            "pip install 'fp16-launcher[data]'"
+        ) from error
+    return pyarrow, pyarrow.parquet
+
+
+def _named(files: Sequence[Path], beginnings: Sequence[str]) -> Path | None:
+    return next((file for start in beginnings for file in files if file.name.startswith(start)), None)
+
+
+def _likely(data: bytes) -> str:
+    return "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+
+
+READERS: Mapping[str, Callable[[Path, Wanted], Table]] = {
+    ".tsv": _read_tsv,
+    ".csv": _read_csv,
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,152 @@
+"""Tables in files: what is read, and what is said of those that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.data.tables import read_table, split_files
+from launcher.errors import ConfigError, DataError
+
+BOM = b"\xef\xbb\xbf"
+PAIRS = {"first": ["a", 'say "x'], "second": ["1", "2"]}
+
+
+def written(tmp_path: Path, name: str, data: bytes | str) -> Path:
+    file = tmp_path / name
+    file.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.tsv", b'first\tsecond\na\t1\nsay "x\t2\n'),
+        ("x.tsv", BOM + b'first\tsecond\r\na\t1\r\n\r\nsay "x\t2'),
+        ("x.csv", BOM + b'first,second\r\na,1\r\n"say ""x",2\r\n'),
+        ("x.CSV", b'first,second\n\na,1\n"say ""x",2'),
+        ("x.jsonl", b'{"first": "a", "second": "1"}\n\n{"second": "2", "first": "say \\"x"}'),
+    ],
+    ids=["tsv", "tsv of Windows", "csv of Windows", "csv", "jsonl"],
+)
+def test_the_same_rows_of_every_kind_of_file(tmp_path, name, data):
+    table = read_table(written(tmp_path, name, data))
+    assert table.columns == PAIRS
+    assert len(table) == 2
+    assert {name: table.texts(name) for name in PAIRS} == PAIRS
+
+
+def test_parquet_keeps_numbers_and_absent_values(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"a": [1, 2], "b": ["x", None], "c": [0.5, 1.5]}), file)
+    table = read_table(file, ["b", "a"])
+    assert table.columns == {"a": [1, 2], "b": ["x", None]}
+    assert table.texts("a") == ["1", "2"]
+    with pytest.raises(DataError, match=r"x\.parquet, row 1: b has no value"):
+        table.texts("b")
+    with pytest.raises(DataError, match=r"has not the column d\. It has: a, b, c\."):
+        read_table(file, ["d"])
+    file.write_bytes(b"PAR1 broken")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read_table(file)
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.csv", "x.jsonl"])
+def test_columns_that_are_not_wanted_are_not_kept(tmp_path, name):
+    separator = "\t" if name == "x.tsv" else ","
+    rows = [separator.join(row) for row in ("abc", "123", "456")]
+    text = '{"a": 1, "b": 2, "c": 3}\n{"a": 4, "b": 5, "c": 6}' if name == "x.jsonl" else "\n".join(rows)
+    table = read_table(written(tmp_path, name, text), ["c", "a"])
+    assert table.texts("a") == ["1", "4"]
+    assert table.texts("c") == ["3", "6"]
+    assert set(table.columns) == {"a", "c"}
+
+
+def test_a_row_knows_its_line_also_after_selecting(tmp_path):
+    table = read_table(written(tmp_path, "x.csv", 'a,b\n\n1,"two\nlines"\n2,x\n3,y\n'))
+    assert [table.place(row).rpartition(" ")[2] for row in range(3)] == ["3", "5", "6"]
+    some = table.select([2, 0])
+    assert some.columns == {"a": ["3", "1"], "b": ["y", "two\nlines"]}
+    assert some.place(0).endswith("x.csv, line 6")
+
+
+def test_tsv_breaks_lines_at_line_feeds_alone(tmp_path):
+    text = "a\tb\none\N{LINE SEPARATOR}line\tnext\x85line\n"
+    assert read_table(written(tmp_path, "x.tsv", text)).texts("b") == ["next\x85line"]
+
+
+def test_json_rows_may_lack_a_value(tmp_path):
+    table = read_table(written(tmp_path, "x.jsonl", '{"a": 1}\n{"b": true}\n{"a": 2.5}\n'))
+    assert table.columns == {"a": [1, None, 2.5], "b": [None, True, None]}
+    with pytest.raises(DataError, match=r"x\.jsonl, line 2: a has no value"):
+        table.texts("a")
+    with pytest.raises(DataError, match=r"line 3: a is a float: 2\.5\. It must be text or a whole"):
+        table.select([2]).texts("a")
+
+
+def test_a_long_cell_is_read(tmp_path):
+    text = f'a,b\n"{"x" * 200_000}",y\n'
+    assert len(read_table(written(tmp_path, "x.csv", text)).texts("a")[0]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("x.tsv", "", r"x\.tsv is empty"),
+        ("x.csv", "\n\n", r"x\.csv is empty"),
+        ("x.jsonl", "\n", r"x\.jsonl is empty"),
+        ("x.tsv", "a\tb\n", r"has no rows below the names of its columns: a, b\."),
+        (
+            "x.tsv",
+            "a\tb\n1\t2\n3\n",
+            r"x\.tsv, line 3: it has 1 cells separated by tabs, the first line 2: a, b",
+        ),
+        ("x.csv", "a,b\n1,2,3\n", r"x\.csv, line 2: it has 3 cells separated by commas"),
+        ("x.csv", 'a,b\n1,2\n"x,4\n5,6\n', r"x\.csv, line 3: unexpected end of data"),
+        ("x.csv", 'a,b\n"x"y,4\n', r"x\.csv, line 2: ',' expected after '\"'"),
+        ("x.tsv", b"a\tb\n1\t2\nn\xe4\t4\n", r"x\.tsv, line 3: byte 0xe4 is no UTF-8.*LATIN1"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16"), r"x\.csv, line 1: byte 0xff is no UTF-8.*-f UTF-16"),
+        ("x.tsv", "a\ta\n1\t2\n", r"more than one column named 'a'"),
+        ("x.jsonl", '{"a": 1}\n{"a": 1\n', r"x\.jsonl, line 2: it is no JSON"),
+        ("x.jsonl", "[1]\n", r"x\.jsonl, line 1: it is a JSON list, not an object"),
+        ("x.jsonl", "[" * 100_000, r"x\.jsonl, line 1: its JSON is nested too deeply"),
+        ("x.txt", "a", r"must end in \.tsv, \.csv, \.jsonl, \.ndjson, \.parquet"),
+    ],
+)
+def test_a_file_that_is_no_table(tmp_path, name, data, message):
+    with pytest.raises(DataError, match=message):
+        read_table(written(tmp_path, name, data))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("x.tsv", "a\tb\n1\t2"), ("x.csv", "a,b\n1,2"), ("x.jsonl", '{"a": 1, "b": 2}')]
+)
+def test_a_missing_column_lists_those_that_are_there(tmp_path, name, data):
+    file = written(tmp_path, name, data)
+    with pytest.raises(DataError, match=r"has not the columns c, d\. It has: a, b\."):
+        read_table(file, ["a", "c", "d"])
+    with pytest.raises(DataError, match=r"has not the column c\. It has: a, b\."):
+        read_table(file).column("c")
+
+
+def test_a_folder_has_a_file_to_train_and_one_to_validate_on(tmp_path):
+    with pytest.raises(DataError, match=r"no table whose name begins with train.*It has: nothing"):
+        split_files(tmp_path)
+    for name in ("test.tsv", "notes.txt"):
+        written(tmp_path, name, "a\n1\n")
+    with pytest.raises(DataError, match=r"It has: notes\.txt, test\.tsv\."):
+        split_files(tmp_path)
+    train, dev = written(tmp_path, "train.tsv", "a\n1\n"), written(tmp_path, "dev_matched.tsv", "a\n1\n")
+    assert split_files(tmp_path) == (train, dev)
+    assert split_files(train) == (train, None)
+    with pytest.raises(ConfigError, match="is neither a file nor a folder"):
+        split_files(tmp_path / "absent")
+
+
+def test_a_file_that_may_not_be_read(tmp_path):
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        read_table(tmp_path / "x.tsv")
+    (tmp_path / "y.tsv").mkdir()
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_table(tmp_path / "y.tsv")
