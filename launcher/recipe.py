@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from launcher.config.groups import recipes_dir
 from launcher.config.messages import nearest, suggestion
+from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.reader import Collate, Indexed, columns
 from launcher.data.tensors import Batch, TensorData
@@ -50,9 +51,11 @@ __all__ = [
     "model",
     "model_builder",
     "recipe",
+    "schedule",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
 Source = TensorData | Indexed  # columns in memory, or a map-style data set of torch or Hugging Face
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
@@ -102,6 +105,7 @@ class Recipe:
     compare_by: str | None = None  # "loss" or the name of a metric; None: accuracy if measured, else the loss
     collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
     lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
+    schedule: Schedule | None = None  # replaces schedule.name of the config, and its warmup_fraction
 
     @property
     def measures(self) -> tuple[Metric | LossMetric, ...]:
@@ -145,6 +149,7 @@ class Registry:
 
     recipes: Mapping[str, Callable[[Config], Recipe]]
     models: Mapping[str, Callable[..., nn.Module]]
+    schedules: Mapping[str, Schedule]
 
 
 def recipe(name: str) -> Callable[[Function], Function]:
@@ -158,6 +163,16 @@ def model(name: str) -> Callable[[Function], Function]:
     Its keyword arguments that the recipe does not give itself are the model's options in the config.
     """
     return _mark("model", name)
+
+
+def schedule(name: str) -> Callable[[Function], Function]:
+    """Offers a schedule of the learning rate under `name` (the config's `schedule.name`).
+
+    `f(step: int, total: int) -> float` gives the factor on optim.lr of each applied step, 0 to total - 1: a
+    finite number of at least 0, the same on all ranks. Skipped steps are not counted. The function decides on
+    the whole course: schedule.warmup_fraction is not applied to it.
+    """
+    return _mark("schedule", name)
 
 
 def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", labels: str = "label") -> Loss:
@@ -174,7 +189,9 @@ def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", label
 
 def load_recipe(config: Config) -> Recipe:
     """The recipe that the config asks for, with its data loaded. ConfigError for an unknown name."""
-    build = _look_up("recipe.uses", config.recipe.uses, registry_of(config.recipes.path).recipes)
+    registry = registry_of(config.recipes.path)
+    build = _look_up("recipe.uses", config.recipe.uses, registry.recipes)
+    named = schedule_named(config.schedule.name, registry)
     built = build(config)
     if not isinstance(built, Recipe):
         raise ConfigError(
@@ -183,7 +200,19 @@ def load_recipe(config: Config) -> Recipe:
         )
     refuse_unusable_metrics(built)
     refuse_unusable_data(built)
-    return built
+    if built.schedule is not None and not callable(built.schedule):
+        raise ConfigError(
+            f"the recipe's schedule={built.schedule!r}: it must be a function of (step, total), or None. "
+            "The name of a schedule belongs into the config: schedule.name."
+        )
+    return built if named is None else replace(built, schedule=named)
+
+
+def schedule_named(name: str, registry: Registry) -> Schedule | None:
+    """The registered schedule; None for those of the launcher. ConfigError for an unknown name."""
+    if name in SCHEDULES:
+        return None
+    return _look_up("schedule.name", name, {**dict.fromkeys(SCHEDULES), **registry.schedules})
 
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:
@@ -282,7 +311,12 @@ def registry_of(user_path: str | None) -> Registry:
     if user_path is not None:
         files.append(_user_file(user_path))
     entries = [(file, *entry) for file in files for entry in _registered_in(_load(file))]
-    return Registry(_by_name("recipe", entries), _by_name("model", entries))
+    schedules = _by_name("schedule", entries)
+    if taken := sorted(schedules.keys() & set(SCHEDULES)):
+        raise ConfigError(
+            f'@schedule("{taken[0]}"): the launcher has a schedule of that name. Choose another.'
+        )
+    return Registry(_by_name("recipe", entries), _by_name("model", entries), schedules)
 
 
 def _mark(kind: str, name: str) -> Callable[[Function], Function]:

@@ -291,7 +291,7 @@ def _assemble(
     heartbeat.beat("building the model")
     model = build.build_model(config, recipe, env, plan)
     heartbeat.beat("comparing the models")
-    stepper = build.build_stepper(config, env, model, plan, course.total_steps)
+    stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     run = Run(config, env, stepper, telemetry, heartbeat, requests)
     continuity = Continuity(run, course, plan.num_samples, fingerprint)
@@ -303,7 +303,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     run = job.run
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
-    for topic, text in decisions(run.config, run.env, devices, run.stepper, job.plan):
+    for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
     run.telemetry.emit(
         "start",

@@ -106,6 +106,37 @@ def test_the_projects_recipes_may_use_an_own_model(tmp_path):
     assert recipe.build_model()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 
 
+OWN_SCHEDULE = """
+from launcher.recipe import recipe, schedule
+@schedule("stairs")
+def stairs(step, total):
+    return 0.1 ** (3 * step // total)
+"""
+
+
+def test_a_schedule_is_found_by_its_name_in_the_config(tmp_path):
+    file = written(tmp_path, OWN_RECIPE + OWN_SCHEDULE)
+    config = config_of("pixels", "perceptron", file)
+    assert load_recipe(config).schedule is None
+    named = load_recipe(replace(config, schedule=replace(config.schedule, name="stairs")))
+    assert named.schedule is not None
+    assert [named.schedule(step, 6) for step in range(6)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    with pytest.raises(ConfigError, match=r"^schedule\.name=stair is not known\. Did you mean stairs\?"):
+        load_recipe(replace(config, schedule=replace(config.schedule, name="stair")))
+
+
+def test_a_name_of_the_launchers_own_schedules_is_taken(tmp_path):
+    file = written(tmp_path, OWN_SCHEDULE.replace('"stairs"', '"cosine"'))
+    with pytest.raises(ConfigError, match=r'@schedule\("cosine"\): the launcher has a schedule of that name'):
+        registry_of(str(file))
+
+
+def test_the_name_of_a_schedule_is_no_schedule(tmp_path):
+    text = OWN_RECIPE.replace("classes=images.classes,", 'classes=images.classes, schedule="cosine",')
+    with pytest.raises(ConfigError, match="the recipe's schedule='cosine': it must be a function"):
+        load_recipe(config_of("pixels", "perceptron", written(tmp_path, text)))
+
+
 def test_registry_lists_what_the_project_has():
     registry = registry_of(None)
     assert set(registry.recipes) >= {"resnet"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from launcher.config.composition import (
     paths_of,
     with_absolute_paths,
 )
-from launcher.config.groups import choice_values
+from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.overrides import choice_problem, form_problem, size_problem, unknown_keys, value_of
+from launcher.config.rules import RULES, SCHEDULES, one_of, value_problem
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 
@@ -165,6 +166,7 @@ def tree_problems(
             recipes = ", ".join(groups.get("recipe", ()))
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
     yield from validation.find_problems(validation.gather_options(tree), found.recorded)
+    yield from schedule_problems(tree, found.recorded)
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
         if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
@@ -173,3 +175,20 @@ def tree_problems(
             written = found.recorded.get(f"{section}.{key}")
             where = f"{path}: there is no such file or directory ({absolute(path)})."
             yield f"{section}.{key}={where if written is None else f'{written}: there is no such file.'}"
+
+
+def schedule_problems(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+    """A schedule.name that no recipe file can have registered: none of them says @schedule.
+
+    Which names they register is known once they are loaded, which takes torch.
+    """
+    schedule, recipes = tree.get("schedule"), tree.get("recipes")
+    name = schedule.get("name") if isinstance(schedule, dict) else None
+    if name in SCHEDULES or not RULES["schedule.name"].holds(name):
+        return
+    own = recipes.get("path") if isinstance(recipes, dict) else None
+    files = [*recipes_dir().glob("*.py"), *([Path(own).expanduser()] if isinstance(own, str) else [])]
+    if not any(file.is_file() and b"schedule(" in file.read_bytes() for file in files):
+        rule = one_of(*SCHEDULES)
+        text = f"{rule.text}, or one that a recipe file of your own (recipes.path) registers with @schedule"
+        yield value_problem("schedule.name", recorded.get("schedule.name", name), replace(rule, text=text))

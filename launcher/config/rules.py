@@ -14,6 +14,7 @@ from typing import Any
 from launcher.config.messages import nearest, show, suggestion
 from launcher.config.schema import OPTIMIZERS
 
+SCHEDULES = ("constant", "linear", "cosine", "onecycle")
 PRECISIONS = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
 
 
@@ -174,7 +175,7 @@ RULES: Mapping[str, Rule] = {
     "optim.eps": positive,
     "optim.weight_decay": not_negative,
     "optim.clip_norm": optional(positive),
-    "schedule.name": one_of("constant", "linear", "cosine", "onecycle"),
+    "schedule.name": name,  # one of SCHEDULES, or of a recipe file's
     "schedule.warmup_fraction": share,
     "precision.name": one_of(*PRECISIONS),
     "precision.emulate": auto_or(flag),

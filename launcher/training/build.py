@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from launcher.config.rules import SCHEDULES
 from launcher.config.schema import AdamWConfig, Config, OptimConfig, SgdConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
@@ -32,7 +33,7 @@ from launcher.errors import ConfigError
 from launcher.recipe import Recipe, loss_of
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
-from launcher.training.lr_schedule import learning_rates
+from launcher.training.lr_schedule import learning_rates, own_rates
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -196,10 +197,24 @@ def shares_communicator(config: Config, env: WorkerEnv) -> bool:
     return config.model.sync_bn and env.group is not None
 
 
+def rates_of(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
+    """One learning rate per applied step, of the recipe's own schedule where it has one."""
+    peak, schedule = config.optim.lr, config.schedule
+    if recipe.schedule is not None:
+        return own_rates(recipe.schedule, named_schedule(config), peak, total_steps)
+    return learning_rates(schedule.name, peak, total_steps, schedule.warmup_fraction)
+
+
+def named_schedule(config: Config) -> str:
+    """What to call a recipe's own schedule."""
+    name = config.schedule.name
+    return "the recipe's schedule" if name in SCHEDULES else f"schedule.name={name}"
+
+
 def build_stepper(
-    config: Config, env: WorkerEnv, model: nn.Module, plan: BatchPlan, total_steps: int
+    config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, total_steps: int
 ) -> Stepper:
-    optim, schedule = config.optim, config.schedule
+    optim = config.optim
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     emulate = config.precision.emulate
     return Stepper(
@@ -210,7 +225,7 @@ def build_stepper(
         scaling=build_scaling(config),
         wire=build_wire(config, env),
         clip_norm=optim.clip_norm,
-        learning_rates=learning_rates(schedule.name, optim.lr, total_steps, schedule.warmup_fraction),
+        learning_rates=rates_of(config, recipe, total_steps),
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],

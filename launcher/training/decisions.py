@@ -14,11 +14,23 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
-from launcher.training.build import TORCH_OPTIMIZERS, compiles_update, shares_communicator
+from launcher.recipe import Recipe
+from launcher.training.build import (
+    TORCH_OPTIMIZERS,
+    compiles_update,
+    named_schedule,
+    rates_of,
+    shares_communicator,
+)
 
 
 def decisions(
-    config: Config, env: WorkerEnv, devices: Sequence[str], stepper: Stepper, plan: BatchPlan
+    config: Config,
+    env: WorkerEnv,
+    devices: Sequence[str],
+    recipe: Recipe,
+    stepper: Stepper,
+    plan: BatchPlan,
 ) -> Iterator[tuple[str, str]]:
     """What was decided for the user, as (topic, sentence with the reason)."""
     kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
@@ -34,6 +46,12 @@ def decisions(
         reason = compiles_update(env.device, numel, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
+    if recipe.schedule is not None:
+        yield (
+            "schedule",
+            f"{named_schedule(config)}: {_course(rates_of(config, recipe, steps))}; schedule.warmup_fraction "
+            "is not applied to it",
+        )
     if config.wire.overlap and shares_communicator(config, env):
         yield (
             "wire",
@@ -47,6 +65,11 @@ def decisions(
         )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
+
+
+def _course(rates: Sequence[float]) -> str:
+    peak = max(range(len(rates)), key=rates.__getitem__)
+    return f"lr {rates[0]:.3g} at first, {rates[peak]:.3g} at most (step {peak}), {rates[-1]:.3g} at the end"
 
 
 def _arithmetic(stepper: Stepper) -> str:

@@ -1,6 +1,7 @@
 """Learning-rate schedules as tables: one rate per applied step, computed before training.
 
-A table can lie on the device, so that a skipped step does not consume a rate and no step asks the host.
+A table can lie on the device, so that a skipped step does not consume a rate and no step asks the host. Also
+the table of a schedule of the recipe's own, with the check of what it returns.
 Imports no torch.
 """
 
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
+
+from launcher.errors import ConfigError
 
 # Each takes the share of the run after warm-up, 0 <= x < 1, and gives the share of the peak rate.
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -30,6 +34,23 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
     shape = _SHAPES[name]
     rising = [peak * (step + 1) / warmup for step in range(warmup)]
     return rising + [peak * shape(step / (steps - warmup)) for step in range(steps - warmup)]
+
+
+def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
+    """`steps` learning rates: `peak` times `schedule(step, steps)` for each step from 0.
+
+    ConfigError, with `name`, for a factor that is no finite number of at least 0.
+    """
+    rates: list[float] = []
+    for step in range(steps):
+        factor = schedule(step, steps)
+        if not isinstance(factor, Real) or isinstance(factor, bool) or not 0 <= peak * factor < math.inf:
+            raise ConfigError(
+                f"{name} gave {factor!r} for step {step} of {steps}: it must return the factor on "
+                f"optim.lr={peak}, a finite number (no tensor) of at least 0."
+            )
+        rates.append(peak * float(factor))
+    return rates
 
 
 def _onecycle(step: int, steps: int, warmup: int) -> float:

@@ -62,6 +62,7 @@ def guarded(recipe: Recipe, log: Path) -> Recipe:
         loss=_keeping_mode(_guarded("loss", recipe.loss, log)),
         train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, log),
         eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, log),
+        schedule=recipe.schedule and _guarded("schedule", recipe.schedule, log),
     )
 
 

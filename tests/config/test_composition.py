@@ -129,6 +129,10 @@ def test_a_section_may_be_given_as_a_whole() -> None:
         ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need a sweep."),
         ("x[", "x[: cannot be read as key=value"),
         ("seed=", "seed=: must be a whole number"),
+        (
+            "schedule.name=cosin",
+            "schedule.name=cosin: must be one of constant, linear, cosine, onecycle, or one that a recipe",
+        ),
         ("train.epochs=ten", "train.epochs=ten: must be a whole number of at least 1."),
         ("data.path=no/where", "data.path=no/where: there is no such file or directory (/"),
         ("recipes.path=mine.py", "recipes.path=mine.py: there is no such file or directory (/"),

@@ -76,10 +76,7 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
             {"optim__name": "adamv"},
             "optim.name=adamv: must be one of sgd, adamw, adam, nadam, radam, rmsprop, adagrad.",
         ),
-        (
-            {"schedule__name": "cosin"},
-            "schedule.name=cosin: must be one of constant, linear, cosine, onecycle.",
-        ),
+        ({"schedule__name": 3}, "schedule.name=3: must be a name of letters"),
         (
             {"precision__scale__init": 1000},
             "precision.scale.init=1000: must be a power of two up to 2**127. Nearest: 512, 1024.",

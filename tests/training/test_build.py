@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,15 @@ import torch
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
-from launcher.training.build import apply_switches
+from launcher.errors import RecipeError
+from launcher.recipe import Recipe, TensorData, cross_entropy
+from launcher.training.build import apply_switches, rates_of
 from launcher.training.decisions import decisions
+from launcher.training.recipe_errors import guarded
 from tests.configs import composed
 from tests.models import mlp
+
+DATA = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
 
 
 @pytest.fixture
@@ -66,8 +73,9 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
 def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size, said) -> None:
     env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
     plan = BatchPlan(64, 8, None, world_size, 0, 0, False)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
     stepper = Stepper(mlp(), SGD(0.1), reference_count=8)
-    lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, stepper, plan))
+    lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, recipe, stepper, plan))
     assert ("compile" in lines) == said
     if said:
         assert lines["compile"].startswith("gradients travel after the backward pass, and all are in memory")
@@ -84,3 +92,24 @@ def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> 
     model[0].weight.register_hook(lambda g: order.append("computed"))
     forward(torch.randn(4, 8)).sum().backward()
     assert order.index("arrived") == int(compiled)
+
+
+def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
+    """In place of the config's and of its warm-up, which is said; at the same rates on every rank."""
+    config = composed("optim.lr=0.2", "schedule.warmup_fraction=0.5", "train.max_steps=4")
+    own = Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: (step + 1) / total)
+    assert rates_of(config, own, 4) == [0.05, 0.1, pytest.approx(0.15), 0.2]
+    assert rates_of(config, replace(own, schedule=None), 4)[:2] == [0.1, 0.2]
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    lines = dict(decisions(config, env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))
+    assert lines["schedule"] == (
+        "the recipe's schedule: lr 0.05 at first, 0.2 at most (step 3), 0.2 at the end; "
+        "schedule.warmup_fraction is not applied to it"
+    )
+
+
+def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
+    own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), tmp_path)
+    with pytest.raises(RecipeError, match=r"the recipe's schedule failed at .*ZeroDivisionError"):
+        rates_of(composed(), own, 4)

@@ -1,11 +1,15 @@
 """Learning-rate tables against torch's own schedulers and against their definition."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.training.lr_schedule import learning_rates
+from launcher.errors import ConfigError
+from launcher.training.lr_schedule import learning_rates, own_rates
 
 NAMES = ["constant", "linear", "cosine", "onecycle"]
 
@@ -57,3 +61,20 @@ def rates_of(optimizer, scheduler, steps: int) -> list[float]:
         if step < steps - 1:
             scheduler.step()
     return rates
+
+
+def test_a_schedule_of_ones_own_is_torchs_lambda() -> None:
+    """The factor of each applied step from 0, on the peak; numbers of NumPy are numbers."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    ours = own_rates(lambda step, total: np.float32(1.0) * 0.9**step, "mine", 0.3, 20)
+    assert ours == pytest.approx(rates_of(optimizer, theirs, 20), rel=1e-6)
+    assert own_rates(lambda step, total: (total - step) / total, "mine", 2.0, 4) == [2.0, 1.5, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "factor", [math.nan, math.inf, -0.1, None, "1", True, 1e308, torch.tensor(1.0)], ids=repr
+)
+def test_what_is_no_factor_is_refused_with_its_step(factor) -> None:
+    with pytest.raises(ConfigError, match=r"^mine gave .* for step 2 of 5: it must return the factor"):
+        own_rates(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)

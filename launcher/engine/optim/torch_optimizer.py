@@ -160,7 +160,7 @@ def updater_of(
 
 
 class AdaptedUpdater:
-    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `fused.Updater`.
+    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `updater.Updater`.
 
     Only for what `refuse_unadaptable` accepts.
     """
