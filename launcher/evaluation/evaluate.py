@@ -19,8 +19,9 @@ from launcher.data.sources import Readable, evaluation_batches
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
+from launcher.errors import DataError
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Guard, Measuring, unguarded
+from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded
 from launcher.recipe import Loss, Recipe, loss_of
 
 
@@ -32,6 +33,7 @@ class Evaluation:
     samples: int
     metrics: dict[str, float]
     higher_is_better: dict[str, bool | None]  # by metric; None: the metric does not say
+    nan_outputs: int = 0  # samples with a NaN among the outputs that metrics read
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
 
@@ -44,13 +46,13 @@ class _Tally:
     """What a rank has found out so far; adding the tallies of all ranks gives the whole."""
 
     loss_sum: Tensor  # fp64 [1]
-    integers: Tensor  # int64 [2 + samples]: loss count, broken off, times seen
+    integers: Tensor  # int64 [3 + samples]: loss count, broken off, NaN outputs, times seen
 
     @classmethod
     def empty(cls, num_samples: int, device: torch.device) -> _Tally:
         return cls(
             torch.zeros(1, dtype=torch.float64, device=device),
-            torch.zeros(2 + num_samples, dtype=torch.int64, device=device),
+            torch.zeros(3 + num_samples, dtype=torch.int64, device=device),
         )
 
     @property
@@ -58,8 +60,12 @@ class _Tally:
         return self.integers[1]
 
     @property
+    def nan_outputs(self) -> Tensor:
+        return self.integers[2]
+
+    @property
     def seen(self) -> Tensor:
-        return self.integers[2:]
+        return self.integers[3:]
 
     def totals(self) -> tuple[float, int]:
         """The sum of the losses and their count. Waits for the device."""
@@ -96,14 +102,32 @@ def evaluate(
                 made = _transformed(recipe, batch)
                 loss = _add(tally, recipe, model, indices, made)
             measuring.update(loss, batch | made)
+            tally.nan_outputs.add_(rows_with_nan(loss.outputs))
         reduce(tally.integers, env.group)
         reduce(tally.loss_sum, env.group)
         if tally.broken_off:
             raise Interrupted
         check_every_sample_once(tally.seen, env.world_size)
         loss_sum, count = tally.totals()
+        refuse_no_loss(count, len(data))
         found = measuring.conclude(loss_sum, count)
-    return Evaluation(loss_sum / count, len(data), found.values, found.higher_is_better, found.confusion)
+    return Evaluation(
+        loss_sum / count,
+        len(data),
+        found.values,
+        found.higher_is_better,
+        int(tally.nan_outputs),
+        found.confusion,
+    )
+
+
+def refuse_no_loss(count: int, num_samples: int) -> None:
+    """Raise DataError where the loss of a whole set has counted nothing: it has no mean."""
+    if count < 1:
+        raise DataError(
+            f"none of the {num_samples} samples to evaluate on carries loss: the counts of Loss(sum, count) "
+            f"add up to {count}. Check what the loss counts, and that the samples can be read."
+        )
 
 
 def check_every_sample_once(seen: Tensor, world_size: int) -> None:

@@ -190,6 +190,15 @@ def readable(outputs: Any, metrics: Sequence[str]) -> Any:
     )
 
 
+def rows_with_nan(outputs: Any) -> Tensor | int:
+    """How many samples have a NaN in some output [n, ...]; a tensor without samples counts as one."""
+    if isinstance(outputs, Mapping):
+        return sum((rows_with_nan(each) for each in outputs.values()), start=0)
+    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+        return 0
+    return outputs.detach().isnan().reshape(len(outputs) if outputs.ndim else 1, -1).any(dim=1).sum()
+
+
 def as_numbers(metric: Any, found: Any) -> dict[str, float]:
     """What `compute` returned as floats by name. Raises RecipeError for anything else."""
     named = found if isinstance(found, Mapping) else {name_of(metric): found}

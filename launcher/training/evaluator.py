@@ -68,6 +68,11 @@ class Evaluator:
         finally:
             self.monitor.restart_timer()
         self.latest = found
+        if found.nan_outputs:
+            self.run.telemetry.warn(
+                f"{found.nan_outputs} of the outputs for {found.samples} held-out samples are NaN, so the "
+                "metrics that read them say nothing. Check the input for NaN, or lower optim.lr."
+            )
         self.run.telemetry.emit(
             "eval",
             position.step,

@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.data.tensors import TensorData
 from launcher.distributed.process_group import WorkerEnv
-from launcher.errors import ConfigError, LauncherError, RecipeError
+from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate
 from launcher.metrics import Classification, Perplexity, Regression
@@ -322,6 +322,26 @@ def test_outputs_that_are_no_tensors_are_refused(outputs) -> None:
     recipe = recipe_of(data, Nameless("a"), loss=lambda network, batch: Loss(torch.ones(()), 1, outputs))
     with pytest.raises(ConfigError, match=r"recipe's metrics \(Nameless\) read outputs, but its loss gave "):
         evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "nan_outputs"), [(1, 2), (0, 0), (-1, 0)], ids=["NaN", "no loss", "less than none"]
+)
+def test_a_set_without_loss_is_refused_and_nan_among_outputs_is_counted(count, nan_outputs) -> None:
+    def loss(network: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
+        outputs = network(batch["x"].float()).half()
+        outputs[:, 1].masked_fill_(batch["label"] == 5, torch.nan)
+        return Loss(outputs.float().nansum(), count * len(outputs), {"a": outputs, "b": outputs.argmax(1)})
+
+    data = points(6)
+    recipe = recipe_of(data, Classification(CLASSES, output="a"), loss=loss)
+    if count < 1:
+        with pytest.raises(DataError, match=f"none of the 6 samples .* add up to {count * 6}"):
+            evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+        return
+    found = evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+    assert found.nan_outputs == (data.columns["label"] == 5).sum()
+    assert all(np.isnan(value) for value in found.metrics.values())
 
 
 class Resettable(Nameless):
