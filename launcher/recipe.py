@@ -57,6 +57,7 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
 Source = TensorData | Indexed  # columns in memory, or a map-style data set of torch or Hugging Face
+ONLY_SET = ""  # the name of a validation set that is the only one
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 
@@ -95,14 +96,14 @@ class Recipe:
 
     build_model: Callable[[], nn.Module]
     train: Source
-    validation: Source
+    validation: Source | Mapping[str, Source]  # of several sets by name the first is the one compared by
     loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
     train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
     eval_transform: Callable[[Batch], Batch] | None = None
     classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
     label: str = "label"  # the column with the true class
     metrics: Sequence[Metric | LossMetric] | None = None  # None: Classification where there are classes
-    compare_by: str | None = None  # "loss" or the name of a metric; None: accuracy if measured, else the loss
+    compare_by: str | None = None  # loss, a metric, or SET/METRIC; None: accuracy if measured, else the loss
     collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
     lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
     schedule: Schedule | None = None  # replaces schedule.name of the config, and its warmup_fraction
@@ -113,6 +114,12 @@ class Recipe:
         if self.metrics is not None:
             return tuple(self.metrics)
         return () if self.classes is None else (Classification(self.classes, self.label),)
+
+    @property
+    def validation_sets(self) -> dict[str, Source]:
+        """The sets to evaluate on, by name; a single one has the name ""."""
+        sets = self.validation
+        return dict(sets) if isinstance(sets, Mapping) else {ONLY_SET: sets}
 
 
 @dataclass(frozen=True)
@@ -232,7 +239,7 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
             refuse_taken_name(name, name_of(metric), declared)
             declared[name] = name_of(metric)
     if all(declared_names(metric) is not None for metric in recipe.measures):
-        refuse_unknown_comparison(recipe.compare_by, declared)
+        refuse_unknown_comparison(recipe.compare_by, declared, recipe.validation_sets)
 
 
 def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
@@ -249,9 +256,10 @@ def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
         )
 
 
-def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str]) -> None:
-    """Raise ConfigError unless `compare_by` is one of the names of the metrics, or the loss."""
+def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets: Iterable[str]) -> None:
+    """Raise ConfigError unless `compare_by` is the loss, or one of the names of the metrics, of some set."""
     known = ["loss", *names]
+    known += [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
     if compare_by is None or compare_by in known:
         return
     close = [name for name in known if name.endswith(f"_{compare_by}")]  # f1 for macro_f1
@@ -262,15 +270,21 @@ def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str]) -> N
 
 
 def refuse_unusable_data(recipe: Recipe) -> None:
-    """Raise DataError for an empty validation set, and for labels without a class."""
-    if hasattr(recipe.validation, "__len__") and len(recipe.validation) == 0:
-        raise DataError(
-            "the validation set of the recipe is empty: an evaluation needs at least one sample. Give it "
-            "some, for instance a part of the training set."
-        )
+    """Raise DataError for an empty or nameless validation set, and for labels without a class."""
+    sets = recipe.validation_sets
+    if not sets:
+        raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
+    for name, data in sets.items():
+        if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):
+            raise DataError(f"{name!r} in Recipe.validation is no name: it must be a text without '/'.")
+        if hasattr(data, "__len__") and len(data) == 0:
+            raise DataError(
+                f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
+                "Give it some, for instance a part of the training set."
+            )
     if recipe.classes is None:
         return
-    for kind, data in (("validation", recipe.validation), ("training", recipe.train)):
+    for kind, data in (*((set_title(name), data) for name, data in sets.items()), ("training", recipe.train)):
         if not isinstance(data, TensorData):
             continue  # it would have to be read
         labels = data.columns.get(recipe.label)
@@ -290,6 +304,11 @@ def refuse_unusable_data(recipe: Recipe) -> None:
                 f"{len(recipe.classes)} classes: a label must lie between 0 and {len(recipe.classes) - 1}. "
                 "Correct the labels, or name all classes in Recipe.classes."
             )
+
+
+def set_title(name: str) -> str:
+    """`validation`, or the same with the name of one of several sets."""
+    return "validation" if name == ONLY_SET else f"validation ({name})"
 
 
 def model_builder(config: Config, **facts: Any) -> ModelBuilder:

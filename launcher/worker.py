@@ -13,7 +13,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -363,11 +363,11 @@ def _first_step_done(run: Run, watchdog: Watchdog) -> None:
     watchdog.tighten()
 
 
-def _finish(job: _Job, monitor: Monitor, evaluation: Evaluation | None, seconds: float) -> None:
+def _finish(job: _Job, monitor: Monitor, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
     """Report the result. All ranks hold the same weights and numbers; rank 0 writes them to files."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
-        run.config, run.env, run.stepper, job.used, job.recipe.compare_by, evaluation, monitor.totals
+        run.config, run.env, run.stepper, job.used, job.recipe.compare_by, evaluations, monitor.totals
     )
     steps = job.course.total_steps
     if result["applied_steps"] < steps / 2:
@@ -377,7 +377,7 @@ def _finish(job: _Job, monitor: Monitor, evaluation: Evaluation | None, seconds:
         )
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if run.env.is_leader:
-        results.write_files(run_dir, result, evaluation, run.telemetry)
+        results.write_files(run_dir, result, results.confusion_of(evaluations), run.telemetry)
     run.telemetry.emit(
         "end",
         steps,

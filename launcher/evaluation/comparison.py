@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from launcher.checkpoint import Metric as Compared
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe import refuse_unknown_comparison
 
 
-def comparison(compare_by: str | None, evaluation: Evaluation) -> Compared:
+def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> Compared:
     """The number named by Recipe.compare_by; None is the accuracy where it was measured, else the loss.
+
+    That of the first set, unless the name is SET/METRIC.
 
     Raises ConfigError for an unknown name, and for a metric that does not say which way it is better. All
     ranks hold the same evaluation, so all raise or none.
     """
-    refuse_unknown_comparison(compare_by, evaluation.metrics)
-    name = compare_by or ("accuracy" if evaluation.higher_is_better.get("accuracy") else "loss")
+    first = next(iter(evaluations.values()))
+    refuse_unknown_comparison(compare_by, first.metrics, evaluations)
+    full_name = compare_by or ("accuracy" if first.higher_is_better.get("accuracy") else "loss")
+    evaluation, name = first, full_name
+    prefix, slash, rest = full_name.partition("/")
+    if slash and prefix in evaluations:
+        evaluation, name = evaluations[prefix], rest
     if name == "loss":
-        return Compared(name, evaluation.loss, lower_is_better=True)
+        return Compared(full_name, evaluation.loss, lower_is_better=True)
     higher = evaluation.higher_is_better[name]
     if higher is None:
         raise ConfigError(
             f"the recipe's compare_by={name!r}: its metric does not say which way is better. Set "
             f"higher_is_better in its class: True, False, or a mapping such as {{{name!r}: True}}."
         )
-    return Compared(name, evaluation.metrics[name], lower_is_better=not higher)
+    return Compared(full_name, evaluation.metrics[name], lower_is_better=not higher)

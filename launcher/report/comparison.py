@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_log_scale
-from launcher.report.reading import Warn, events_of, result_of, silent, text_of
+from launcher.report.reading import Warn, evaluations_of, events_of, result_of, silent, text_of
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import OVERRIDES
 from launcher.telemetry.events import FILE_NAME
@@ -80,7 +80,7 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
 def read_job(directory: Path, warn: Warn = silent) -> Job:
     events = events_of(directory, warn)
     steps = points_of([event for event in events if event["event"] == "step"], "loss")
-    accuracies = points_of([event for event in events if event["event"] == "eval"], "accuracy")
+    accuracies = points_of(evaluations_of(events), "accuracy")
     lines = text_of(directory / OVERRIDES).splitlines()
     return Job(
         directory,

@@ -23,7 +23,7 @@ from launcher.telemetry.step_time import PARTS, time_shares
 
 MAX_OVERFLOWS = 40  # rows; for more, the plot is enough
 MAX_PARAMETERS = 4  # names in a row of the overflow table
-TILES = ("metrics", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
+TILES = ("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
 
 
 @dataclass(frozen=True)

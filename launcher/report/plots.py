@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.report.reading import evaluations_of
 from launcher.run_dir.atomic import read_json, write_content
 from launcher.run_dir.records import RESULT
 from launcher.telemetry.events import FILE_NAME, read_events
@@ -36,7 +37,7 @@ def draw_curves(run_dir: Path) -> Path | None:
     steps = [event for event in events if event["event"] == "step"]
     if not steps:
         return None
-    evaluations = [event for event in events if event["event"] == "eval"]
+    evaluations = evaluations_of(events)
     overflows = [event for event in events if event["event"] == "overflow"]
     figure = figure_of(10.0, 6.6)
     loss, metric, rate, last = figure.subplots(2, 2, sharex=True).flat

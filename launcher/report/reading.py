@@ -6,7 +6,7 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,12 @@ def events_of(run_dir: Path, warn: Warn = silent) -> list[dict[str, Any]]:
     if recording.warning:
         warn(f"{run_dir}: {recording.warning}")
     return recording.events
+
+
+def evaluations_of(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations on the set that runs are compared on: the first one, where there are several."""
+    found = [dict(event) for event in events if event["event"] == "eval"]
+    return [event for event in found if event.get("set") == found[0].get("set")]
 
 
 def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def metric_title(name: str) -> str:
 def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
     """One row of the table of evaluations, as titles and texts; epochs count from 1 for people."""
     cells = {"epoch": number(_shown_epoch(record)), "step": number(record["step"])}
+    if isinstance(record.get("set"), str):
+        cells["set"] = record["set"]
     for name, value in record.items():
         if name not in HIDDEN and (value is None or isinstance(value, int | float)):
             cells[metric_title(name.removeprefix("macro_"))] = metric(name, value)
@@ -65,12 +67,12 @@ def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
 def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[str, int]:
     """The widths of as many columns as fit, by title. Rows with equal widths share one line of titles.
 
-    Columns that do not fit are dropped from the right, down to epoch, step, loss and the first metric; then
-    the epoch is dropped, then the step.
+    Columns that do not fit are dropped from the right, down to epoch, step, set, loss and the first metric;
+    then the epoch is dropped, then the step.
     """
     widths = {title: max(len(title), len(text), NARROWEST) for title, text in cells.items()}
     titles = list(cells)
-    droppable = [*reversed(titles[4:]), *titles[:2]]
+    droppable = [*reversed(titles[4 + ("set" in cells) :]), *titles[:2]]
     while columns is not None and droppable and sum(widths.values()) + 2 * (len(widths) - 1) > columns:
         del widths[droppable.pop(0)]
     return widths

@@ -52,6 +52,9 @@ class StatusFile:
         event, status = record["event"], self._status
         if event == "start":
             return replace(status, state="running", total_steps=record.get("total_steps"))
+        known = status.last.get("eval", record)
+        if event == "eval" and known.get("set") != record.get("set"):
+            return status  # of several sets the first is shown
         if event in ("step", "eval"):
             last = {**status.last, event: _without(record, "event", "time", "epoch")}
             epoch = record.get("epoch", status.epoch)

@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -30,7 +30,7 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError
-from launcher.recipe import Recipe, loss_of
+from launcher.recipe import Recipe, loss_of, set_title
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.lr_schedule import learning_rates, own_rates
@@ -88,7 +88,7 @@ class DataSets:
     """A recipe's sets as batches are made of them."""
 
     train: Readable
-    validation: Readable
+    validation: Mapping[str, Readable]  # by name; ONLY_SET where there is one without
 
 
 def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
@@ -102,7 +102,10 @@ def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
     )
     return DataSets(
         readable(recipe.train, recipe.collate, how, "training"),
-        readable(recipe.validation, recipe.collate, how, "validation"),
+        {
+            name: readable(data, recipe.collate, how, set_title(name))
+            for name, data in recipe.validation_sets.items()
+        },
     )
 
 

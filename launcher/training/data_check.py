@@ -21,13 +21,15 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import DataError
 from launcher.metrics.metric import name_of
-from launcher.recipe import Recipe
+from launcher.recipe import Recipe, set_title
 
 READ = 8  # samples of a data set that has to read them
 COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
 
 
-def compare_data(recipe: Recipe, train: Readable, validation: Readable, env: WorkerEnv) -> dict[str, str]:
+def compare_data(
+    recipe: Recipe, train: Readable, validation: Mapping[str, Readable], env: WorkerEnv
+) -> dict[str, str]:
     """The fingerprint of the data. Raises DataError, on all ranks alike, unless it is that of all ranks.
 
     Compares lengths, classes, and of each column dtype, shape and a digest of some samples, which alone are
@@ -53,7 +55,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     )
 
 
-def fingerprint(recipe: Recipe, train: Readable, validation: Readable) -> dict[str, str]:
+def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
     """What ranks with the same data agree on, by the name under which an error mentions it."""
     known = {
         "the classes": str(recipe.classes),
@@ -61,7 +63,8 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Readable) -> dict[s
         "the name that runs are compared by": str(recipe.compare_by),
         "the label column": recipe.label,
     }
-    for name, data in (("training", train), ("validation", validation)):
+    held_out = [(set_title(name), data) for name, data in validation.items()]
+    for name, data in (("training", train), *held_out):
         known[f"the number of {name} samples"] = str(len(data))
         if isinstance(data, TensorData):
             known[f"the {name} columns"] = ", ".join(sorted(data.columns))

@@ -6,8 +6,9 @@ Owns what becomes of an evaluation; how one is computed is in `launcher.evaluati
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +17,7 @@ from launcher.data.sources import Readable
 from launcher.data.tensors import Batch
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
-from launcher.recipe import Recipe
+from launcher.recipe import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Measured, Position, Standing
@@ -26,17 +27,17 @@ from launcher.training.run import Question, Run, Votes
 
 @dataclass
 class Evaluator:
-    """Evaluates the model on the held-out set. `latest` is the last evaluation that was completed."""
+    """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
 
     run: Run
     course: Course
     recipe: Recipe
-    data: Readable
+    data: Mapping[str, Readable]
     model: nn.Module
     monitor: Monitor
     votes: Votes
     standing: Standing
-    latest: Evaluation | None = None
+    latest: Mapping[str, Evaluation] = field(default_factory=dict)
 
     def after(self, position: Position) -> Measured | None:
         """`evaluate` where an evaluation is due; None, on all ranks, where not or before a stop."""
@@ -44,45 +45,52 @@ class Evaluator:
         return self.evaluate(position) if due else None
 
     def evaluate(self, position: Position) -> Measured | None:
-        """Evaluate and report. None, on all ranks, where one of them was asked to stop meanwhile."""
+        """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop."""
         self.monitor.log_remaining()
-        began = time.perf_counter()
         self.run.stepper.average_buffers()
-        config = self.run.config.data
-        share = config.batch_size // self.run.env.world_size
         try:
-            found = evaluate(
-                self.recipe,
-                self.model,
-                self._context,
-                self.data,
-                self.run.env,
-                config.micro_batch or max(1, share),
-                interrupted=lambda: self.run.requests.stop is not None,
-                guard=self._guard,
-                beat=self._beat,
-            )
+            self.latest = {name: self._evaluate(name, position) for name in self.data}
         except Interrupted:
             self.votes.agree(Question.STOP)
             return None
         finally:
             self.monitor.restart_timer()
-        self.latest = found
+        compared = comparison(self.recipe.compare_by, self.latest)
+        return self.standing.measure(compared, next(iter(self.latest.values())).loss)
+
+    def _evaluate(self, name: str, position: Position) -> Evaluation:
+        """Evaluate on one of the sets, and report. Raises Interrupted on all ranks alike."""
+        began = time.perf_counter()
+        config, telemetry = self.run.config.data, self.run.telemetry
+        share = config.batch_size // self.run.env.world_size
+        found = evaluate(
+            self.recipe,
+            self.model,
+            self._context,
+            self.data[name],
+            self.run.env,
+            config.micro_batch or max(1, share),
+            interrupted=lambda: self.run.requests.stop is not None,
+            guard=self._guard,
+            beat=self._beat,
+        )
         if found.nan_outputs:
-            self.run.telemetry.warn(
-                f"{found.nan_outputs} of the outputs for {found.samples} held-out samples are NaN, so the "
-                "metrics that read them say nothing. Check the input for NaN, or lower optim.lr."
+            telemetry.warn(
+                f"{found.nan_outputs} of the outputs for the {found.samples} samples of the "
+                f"{set_title(name)} set are NaN, so the metrics that read them say nothing. Check the input "
+                "for NaN, or lower optim.lr."
             )
-        self.run.telemetry.emit(
+        telemetry.emit(
             "eval",
             position.step,
             epoch=position.epoch,
+            **({} if name == ONLY_SET else {"set": name}),
             loss=found.loss,
             **found.metrics,
             samples=found.samples,
             seconds=time.perf_counter() - began,
         )
-        return self.standing.measure(comparison(self.recipe.compare_by, found), found.loss)
+        return found
 
     def _context(self) -> AbstractContextManager[object]:
         self._beat()

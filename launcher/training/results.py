@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from launcher.engine import Stepper
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import StorageError, in_words
 from launcher.evaluation.comparison import comparison
+from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe import Used
+from launcher.recipe import ONLY_SET, Used
 from launcher.report.gradient_plot import draw_exponents
 from launcher.report.page import write_report
 from launcher.report.plots import draw_confusion_matrix, draw_curves
@@ -48,7 +50,7 @@ def result(
     stepper: Stepper,
     used: Used,
     compare_by: str | None,
-    evaluation: Evaluation | None,
+    evaluations: Mapping[str, Evaluation],
     totals: Totals,
 ) -> dict[str, Any]:
     """The content of result.json, but for what only the caller knows (steps and seconds).
@@ -64,7 +66,7 @@ def result(
         "data": used.data,
         "precision": config.precision.name,
         "world_size": env.world_size,
-        **_measured(evaluation, compare_by),
+        **_measured(evaluations, compare_by),
         "applied_steps": counters["applied"],
         "skipped_steps": counters["skipped"],
         "scale": stepper.loss_scale,
@@ -74,30 +76,37 @@ def result(
         "state_bytes": stepper.state_bytes(),
         "weights_sha256": weights_sha256(stepper),
     }
-    if evaluation is not None and evaluation.confusion is not None:
-        content["classes"] = list(evaluation.confusion.classes)
-        content["confusion_matrix"] = evaluation.confusion.counts.tolist()
+    confusion = confusion_of(evaluations)
+    if confusion is not None:
+        content["classes"] = list(confusion.classes)
+        content["confusion_matrix"] = confusion.counts.tolist()
     if env.device.type == "cuda":
         content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(env.device)
     return content
 
 
-def _measured(evaluation: Evaluation | None, compare_by: str | None) -> dict[str, Any]:
-    """What the last evaluation found, if there was one."""
-    if evaluation is None:
+def _measured(evaluations: Mapping[str, Evaluation], compare_by: str | None) -> dict[str, Any]:
+    """What the last evaluation found, if there was one: `metrics` of the first set, `sets` of all by name."""
+    if not evaluations:
         return {"metric_name": compare_by, "metric": None, "metrics": {}}
-    compared = comparison(compare_by, evaluation)
-    metrics = {"loss": evaluation.loss, **evaluation.metrics}
-    return {"metric_name": compared.name, "metric": compared.value, "metrics": metrics}
+    compared = comparison(compare_by, evaluations)
+    sets = {name: {"loss": found.loss, **found.metrics} for name, found in evaluations.items()}
+    measured = {"metric_name": compared.name, "metric": compared.value, "metrics": next(iter(sets.values()))}
+    return measured if ONLY_SET in sets else measured | {"sets": sets}
+
+
+def confusion_of(evaluations: Mapping[str, Evaluation]) -> Confusion | None:
+    """Of the first set; None where no classes were measured, and on all ranks but 0."""
+    return next((found.confusion for found in evaluations.values()), None)
 
 
 def write_files(
-    run_dir: Path, content: dict[str, Any], evaluation: Evaluation | None, telemetry: Telemetry
+    run_dir: Path, content: dict[str, Any], confusion: Confusion | None, telemetry: Telemetry
 ) -> None:
     """The classification report, then result.json, which says that the run is done. Raises StorageError."""
     try:
-        if evaluation is not None and evaluation.confusion is not None:
-            text = evaluation.confusion.report()
+        if confusion is not None:
+            text = confusion.report()
             write_text(run_dir / "classification_report.txt", text)
             telemetry.emit("report", content["steps"], text=text)
         write_result(run_dir, content)

@@ -18,7 +18,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate
 from launcher.metrics import Classification, Perplexity, Regression
-from launcher.recipe import Loss, Recipe, refuse_unusable_metrics
+from launcher.recipe import ONLY_SET, Loss, Recipe, refuse_unusable_metrics
 from tests.ranks.harness import run_ranks
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
@@ -291,7 +291,7 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
     with pytest.raises(ConfigError, match="gives the name 'epoch', which every evaluation has"):
         evaluated(Nameless("epoch"))
     with pytest.raises(ConfigError, match=r"compare_by='bleau'.* Nearest: bleu. They have loss, bleu."):
-        comparison("bleau", evaluated(Nameless("bleu")))
+        comparison("bleau", {ONLY_SET: evaluated(Nameless("bleu"))})
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
     [(True, False), (False, True), ({"a": True}, False), ({"b": True}, None), (None, None), ("yes", None)],
 )
 def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, lower) -> None:
-    found = evaluated(Nameless("a", higher_is_better=higher_is_better))
+    found = {ONLY_SET: evaluated(Nameless("a", higher_is_better=higher_is_better))}
     if lower is not None:
         assert comparison("a", found).lower_is_better is lower
         return
@@ -310,10 +310,11 @@ def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, 
 
 
 def test_the_loss_is_compared_where_nothing_else_is_named() -> None:
-    found = evaluated(Nameless("a", higher_is_better=True))
+    found = {ONLY_SET: evaluated(Nameless("a", higher_is_better=True))}
     assert comparison(None, found).name == "loss"
     assert comparison("loss", found).lower_is_better
-    assert comparison(None, evaluated(Classification(CLASSES, output="logits"))).name == "accuracy"
+    classes = evaluated(Classification(CLASSES, output="logits"))
+    assert comparison(None, {ONLY_SET: classes}).name == "accuracy"
 
 
 @pytest.mark.parametrize("outputs", [None, "text", {}, {"a": None}, 3.5])

@@ -15,7 +15,7 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate
-from launcher.recipe import Loss, Recipe, refuse_unusable_metrics
+from launcher.recipe import ONLY_SET, Loss, Recipe, refuse_unusable_metrics
 from tests.ranks.harness import run_ranks
 
 pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")
@@ -129,7 +129,7 @@ def test_they_are_exact_on_several_ranks() -> None:
     better = alone[0].higher_is_better | alone[1].higher_is_better
     assert (better["f1"], better["kappa"], better["MulticlassAccuracy"]) == (True, True, True)
     assert better["MeanSquaredError"] is False
-    assert comparison("MeanSquaredError", alone[1]).lower_is_better
+    assert comparison("MeanSquaredError", {ONLY_SET: alone[1]}).lower_is_better
 
 
 def test_they_read_one_tensor() -> None:

@@ -18,7 +18,8 @@ from launcher.errors import DataError
 from launcher.evaluation.evaluate import evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.run_dir.atomic import read_json
-from launcher.training.data_check import COMPARED, changes, compare_data, fingerprint, refuse_other_data
+from launcher.training.data_check import COMPARED, changes, compare_data, refuse_other_data
+from launcher.training.data_check import fingerprint as fingerprint_of
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks
@@ -32,6 +33,10 @@ def recipe_of(**columns: torch.Tensor) -> Recipe:
     x = torch.arange(NUM_SAMPLES * 3, dtype=torch.float32).reshape(NUM_SAMPLES, 3)
     data = TensorData({"x": x, "label": torch.arange(NUM_SAMPLES) % 2, **columns})
     return Recipe(lambda: torch.nn.Linear(3, 2), data, data, cross_entropy, classes=("a", "b"))
+
+
+def fingerprint(recipe: Recipe) -> dict[str, str]:
+    return fingerprint_of(recipe, recipe.train, recipe.validation_sets)
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
@@ -85,7 +90,7 @@ def test_columns_of_any_kind_have_a_digest(dtype, length) -> None:
 def hold_other_data(env: Any) -> str:
     recipe = recipe_of(extra=torch.full((NUM_SAMPLES,), env.rank == 2))
     try:
-        compare_data(recipe, env)
+        compare_data(recipe, recipe.train, recipe.validation_sets, env)
     except DataError as error:
         return str(error)
     return ""

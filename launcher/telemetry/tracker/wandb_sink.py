@@ -181,14 +181,14 @@ def history_row(record: Record) -> dict[str, Any]:
 def _named(record: Record) -> Iterator[tuple[str, Any]]:
     event = record["event"]
     for key, value in record.items():
-        if key in ("event", "time", "step") or value is None:
+        if key in ("event", "time", "step", "set") or value is None:
             continue
         if event == "step":
             yield STEP_NAMES.get(key) or SCALE_NAMES.get(key) or f"perf/{key}", value
         elif event == "overflow":
             yield SCALE_NAMES.get(key, f"scale/overflow_{key}"), _readable(value)
         elif event == "eval":
-            yield f"eval/{key}", value
+            yield f"eval/{record['set']}/{key}" if "set" in record else f"eval/{key}", value
         elif event == "gpu" or (event == "gradients" and isinstance(value, float)):
             yield f"{event}/{key}", value  # layers and histogram stay in metrics.jsonl
 

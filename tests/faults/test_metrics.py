@@ -1,0 +1,147 @@
+"""Metrics through the whole program: several validation sets, mistakes in a metric, what the files say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher.report.page import write_report
+from launcher.report.plots import draw_curves
+from launcher.telemetry.tracker.wandb_sink import history_row
+from tests.faults.launching import Ended, run
+
+pytestmark = pytest.mark.timeout(90)
+
+RECIPE = """
+import torch
+from torch import nn
+from launcher.recipe import Loss, Recipe, TensorData, Classification, cross_entropy, recipe
+
+class Margin:
+    higher_is_better = True
+
+    def __init__(self):
+        self.margins = torch.zeros(0)
+
+    def update(self, outputs, batch):
+        pass  # UPDATE
+        best = outputs.topk(2, dim=1).values
+        self.margins = torch.cat([self.margins, (best[:, 0] - best[:, 1]).cpu()])
+
+    def compute(self):
+        pass  # COMPUTE
+        return {"margin": self.margins.mean()}
+
+@recipe("measured")
+def measured(config):
+    def points(seed, num_samples):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(num_samples, 4, generator=generator)
+        return TensorData({"image": x, "label": x[:, :3].argmax(1)})
+
+    return Recipe(
+        build_model=lambda: nn.Linear(4, 3),
+        train=points(0, 48),
+        validation=VALIDATION,
+        loss=cross_entropy,
+        classes=("a", "b", "c"),
+        metrics=[Classification(("a", "b", "c")), Margin()],
+        compare_by=COMPARE_BY,
+    )
+"""
+SETS = "{'near': points(1, 30), 'far': points(2, 5)}"
+WORDS = ("recipe.uses=measured", "precision=fp32", "train.max_steps=6")
+
+
+def run_recipe(directory: Path, compare_by="None", validation=SETS, ranks=1, mark="", line="") -> Ended:
+    text = RECIPE.replace("VALIDATION", validation).replace("COMPARE_BY", compare_by)
+    if mark:
+        text = text.replace(f"pass  # {mark}", line)
+    file = directory / "measured.py"
+    file.write_text(text)
+    return run(directory / "run", f"recipes.path={file}", *WORDS, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Ended:
+    found = run_recipe(tmp_path_factory.mktemp("sets"), "'far/margin'", ranks=2)
+    assert found.codes == [0, 0], found
+    return found
+
+
+def test_each_set_has_its_own_evaluation_and_any_may_be_compared_by(ended: Ended) -> None:
+    near, far = ended.events("eval")[-2:]
+    assert (near["set"], near["samples"], far["set"], far["samples"]) == ("near", 30, "far", 5)
+    result = ended.result
+    assert (result["metric_name"], result["metric"]) == ("far/margin", far["margin"])
+    assert result["sets"] == {
+        each["set"]: {name: each[name] for name in result["metrics"]} for each in (near, far)
+    }
+    assert result["metrics"]["margin"] == near["margin"] != far["margin"]
+    assert sum(map(sum, result["confusion_matrix"])) == 30
+    checkpoints = sorted((ended.directory / "checkpoints").iterdir())
+    state = json.loads((checkpoints[-1] / "state.json").read_text())
+    assert (state["metric"]["name"], state["metric"]["lower_is_better"]) == ("far/margin", False)
+
+
+def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
+    near, far = ended.events("eval")[-2:]
+    lines = [line.split() for line in ended.outputs[0].splitlines()]
+    assert [line[2] for line in lines if line[:2] in (["1", "6"], ["2", "6"])] == ["near", "far"]
+    assert any(line[:4] == ["epoch", "step", "set", "loss"] for line in lines)
+    assert ended.status["last"]["eval"]["set"] == "near"
+    assert history_row(near)["eval/near/margin"] == near["margin"]
+    assert not any(key.endswith("/set") for key in history_row(far))
+    page = write_report(ended.directory).read_text()
+    assert re.search(r"<td[^>]*>far</td>", page)
+    assert draw_curves(ended.directory) is not None
+
+
+REFUSED: dict[str, tuple[dict[str, str], int, str]] = {
+    "a comparison with an unknown set": (
+        {"compare_by": "'fra/margin'"},
+        2,
+        "compare_by='fra/margin': its evaluations have no such metric. Nearest: far/margin",
+    ),
+    "no set": ({"validation": "{}"}, 7, "Recipe.validation has no set"),
+    "a set that is empty": (
+        {"validation": "{'near': points(1, 3), 'far': points(1, 3).select}"},
+        7,
+        "validation (far) set is a method, which has no __len__",
+    ),
+    "a name that is none": (
+        {"validation": "{'a/b': points(1, 3)}"},
+        7,
+        "'a/b' in Recipe.validation is no name",
+    ),
+    "an exception in update": (
+        {"mark": "UPDATE", "line": "batch['target']"},
+        7,
+        "the metric Margin's update failed at ",
+    ),
+    "an exception in compute": (
+        {"mark": "COMPUTE", "line": "1 / 0"},
+        1,
+        "the metric Margin's compute failed at ",
+    ),
+    "text instead of a number": (
+        {"mark": "COMPUTE", "line": "return {'margin': 'wide'}"},
+        1,
+        "the metric Margin gave str as 'margin'. compute() has to return one number for each name",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "code", "text"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_message_on_all_ranks(tmp_path: Path, changes, code, text) -> None:
+    ended = run_recipe(tmp_path, ranks=2, **changes)
+    assert ended.codes == [code] * 2, ended
+    assert sum(output.count(text) for output in ended.outputs) == 1, ended
+    assert not any("Traceback" in output for output in ended.outputs), ended
+    assert text in ended.result["error"]
+    if "failed at" in text:
+        assert f"{tmp_path / 'measured.py'}:" in ended.result["error"]
+        assert "The full traceback is in " in ended.result["error"]
