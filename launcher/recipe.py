@@ -57,6 +57,10 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
 Source = TensorData | Indexed  # columns in memory, or a map-style data set of torch or Hugging Face
+# (model, position) -> texts, numbers and pictures by name, for the console, metrics.jsonl and the tracker.
+# Called on rank 0 alone: it must not communicate, and only read the model, which is in evaluation mode.
+# `position.epoch` counts from 0, `position.step` from 1.
+AfterEvaluation = Callable[[nn.Module, Any], Mapping[str, Any]]
 ONLY_SET = ""  # the name of a validation set that is the only one
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
@@ -106,6 +110,7 @@ class Recipe:
     compare_by: str | None = None  # loss, a metric, or SET/METRIC; None: accuracy if measured, else the loss
     collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
     lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
+    after_evaluation: AfterEvaluation | None = None  # what to show of the model; see the type
     schedule: Schedule | None = None  # replaces schedule.name of the config, and its warmup_fraction
 
     @property

@@ -90,7 +90,7 @@ def evaluate(
     """
     tally = _Tally.empty(len(data), env.device)
     measuring = Measuring(recipe, env, guard, beat)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for indices, batch in evaluation_batches(data, env.rank, env.world_size, batch_size):
             if interrupted():
                 tally.broken_off.fill_(1)
@@ -141,7 +141,7 @@ def check_every_sample_once(seen: Tensor, world_size: int) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards each module is in its own mode again, also after an error."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -108,7 +108,7 @@ def _happened(event: dict[str, Any] | None, step: int, evaluates_again: bool) ->
     """Whether a line is kept. Damaged lines are, for inspection."""
     if event is None:
         return True
-    repeated = event["event"] == "eval" and evaluates_again and event["step"] == step
+    repeated = event["event"] in ("eval", "after_evaluation") and evaluates_again and event["step"] == step
     return event["event"] != "end" and int(event["step"]) <= step and not repeated
 
 

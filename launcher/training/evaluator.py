@@ -19,6 +19,7 @@ from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.recipe import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
+from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Measured, Position, Standing
 from launcher.training.recipe_errors import guarding
@@ -55,6 +56,8 @@ class Evaluator:
             return None
         finally:
             self.monitor.restart_timer()
+        AfterEvaluation(self.run, self.recipe, self.model).show(position)
+        self.monitor.restart_timer()
         compared = comparison(self.recipe.compare_by, self.latest)
         return self.standing.measure(compared, next(iter(self.latest.values())).loss)
 

@@ -63,6 +63,8 @@ def guarded(recipe: Recipe, log: Path) -> Recipe:
         train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, log),
         eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, log),
         schedule=recipe.schedule and _guarded("schedule", recipe.schedule, log),
+        after_evaluation=recipe.after_evaluation
+        and _guarded("after_evaluation", recipe.after_evaluation, log),
     )
 
 

@@ -18,7 +18,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate
 from launcher.metrics import Classification, Perplexity, Regression
-from launcher.recipe import ONLY_SET, Loss, Recipe, refuse_unusable_metrics
+from launcher.recipe import ONLY_SET, Loss, Recipe, refuse_unusable_data, refuse_unusable_metrics
 from tests.ranks.harness import run_ranks
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
@@ -276,6 +276,28 @@ REFUSED: dict[str, tuple[list[Any], str | None, str]] = {
 def test_what_metrics_declare_is_checked_before_the_first_step(metrics, compare_by, text) -> None:
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
         refuse_unusable_metrics(recipe_of(points(3), *metrics, compare_by=compare_by))
+
+
+SETS: list[tuple[Any, str | None, str]] = [
+    (
+        {"near": points(3), "far": points(3)},
+        "fra/a",
+        "compare_by='fra/a'.* Nearest: far/a. .* near/a, far/loss",
+    ),
+    ({}, None, "Recipe.validation has no set: give it at least one"),
+    ({"near": points(3), "far": points(0)}, None, r"the validation \(far\) set of the recipe is empty"),
+    ({"near/far": points(3)}, None, "'near/far' in Recipe.validation is no name: .* without '/'"),
+    ({"": points(3)}, None, "'' in Recipe.validation is no name"),
+    ({3: points(3)}, None, "3 in Recipe.validation is no name"),
+]
+
+
+@pytest.mark.parametrize(("sets", "compare_by", "text"), SETS)
+def test_validation_sets_need_samples_and_names(sets, compare_by, text) -> None:
+    recipe = recipe_of(points(3), named("a"), validation=sets, compare_by=compare_by)
+    refuse = refuse_unusable_metrics if compare_by else refuse_unusable_data
+    with pytest.raises((ConfigError, DataError), match=text):
+        refuse(recipe)
 
 
 def evaluated(*metrics: Any) -> Evaluation:

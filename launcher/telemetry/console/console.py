@@ -14,7 +14,7 @@ from typing import TextIO
 from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import Bars, Lines, Progress
 from launcher.telemetry.console.summary import end_lines
-from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
+from launcher.telemetry.formatting import evaluation_cells, number, table_lines, table_widths
 from launcher.telemetry.step_time import PARTS, time_shares
 from launcher.telemetry.stream import Record
 
@@ -41,6 +41,7 @@ class Console:
             "start": self._progress.start,
             "step": self._step,
             "eval": self._evaluation,
+            "after_evaluation": self._after_evaluation,
             "warning": self._warning,
             "report": self._keep_report,
             "end": self._end,
@@ -70,6 +71,11 @@ class Console:
         widths = table_widths(cells, columns_of(self._out))
         self._print(*table_lines(cells, widths, with_titles=widths != self._widths))
         self._widths = widths
+
+    def _after_evaluation(self, record: Record) -> None:
+        shown = {name: number(value) for name, value in record["numbers"].items()}
+        for name, text in (shown | record["texts"] | record["pictures"]).items():
+            self._print(f"{name}: {text}")
 
     def _warning(self, record: Record) -> None:
         self._print(f"warning: {record['text']}")

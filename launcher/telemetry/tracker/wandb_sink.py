@@ -8,6 +8,7 @@ neither delay a step nor end the run.
 from __future__ import annotations
 
 import contextlib
+import html
 import queue
 import secrets
 import string
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 QUEUE_ROWS = 10_000  # rows that may wait while wandb starts or its server is slow
-METRIC_GROUPS = ("train", "scale", "perf", "eval", "gradients", "gpu")
+METRIC_GROUPS = ("train", "scale", "perf", "eval", "after_evaluation", "gradients", "gpu")
 STEP_NAMES = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "epoch": "train/epoch"}
 SCALE_NAMES = {"scale": "scale/value", "skipped": "scale/skipped"}
 
@@ -128,11 +129,38 @@ class WandbSink:
             if isinstance(row, _Used):
                 run.config.update(used_config(self._run.config, row.start), allow_val_change=True)  # type: ignore[no-untyped-call]
             else:
-                run.log(dict(row))
+                run.log({name: _media(value) for name, value in row.items()})
         log = Path(run.dir).parent / "logs" / "debug-internal.log"
         run.finish(exit_code=row.exit_code)
         if run.offline and (loss := unwritten(log)):
             raise TrackerError(f"could not write all of its offline run: {loss}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """To be shown as it is, line by line."""
+
+    content: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The file of a picture."""
+
+    path: str
+
+
+def _media(value: Any) -> Any:
+    """What wandb shows as a text or a picture; other values as they are."""
+    if isinstance(value, Text):
+        from wandb import Html
+
+        return Html(f"<pre>{html.escape(value.content)}</pre>")
+    if isinstance(value, Picture):
+        from wandb import Image
+
+        return Image(value.path)
+    return value
 
 
 @dataclass(frozen=True)
@@ -187,6 +215,9 @@ def _named(record: Record) -> Iterator[tuple[str, Any]]:
             yield STEP_NAMES.get(key) or SCALE_NAMES.get(key) or f"perf/{key}", value
         elif event == "overflow":
             yield SCALE_NAMES.get(key, f"scale/overflow_{key}"), _readable(value)
+        elif event == "after_evaluation" and isinstance(value, dict):
+            as_media = {"texts": Text, "pictures": Picture}.get(key, lambda plain: plain)
+            yield from ((f"{event}/{name}", as_media(item)) for name, item in value.items())
         elif event == "eval":
             yield f"eval/{record['set']}/{key}" if "set" in record else f"eval/{key}", value
         elif event == "gpu" or (event == "gradients" and isinstance(value, float)):

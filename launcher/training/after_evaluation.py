@@ -1,0 +1,189 @@
+"""What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
+
+Owns the call of `Recipe.after_evaluation`, the wait of the other ranks, and the files of the pictures. The
+function cannot change the run: the random generators are restored, and changed weights are an error.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import launcher.errors
+from launcher.checkpoint.generators import restore_states, states
+from launcher.distributed.collectives import send_to_all
+from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.errors import LauncherError, RecipeError
+from launcher.evaluation.evaluate import evaluating
+from launcher.recipe import Recipe
+from launcher.run_dir.atomic import make_folder, write_content
+from launcher.run_dir.records import PICTURES, log_path
+from launcher.training.build import seed_generators
+from launcher.training.progress import Position
+from launcher.training.recipe_errors import guarding
+from launcher.training.replica_check import checksums
+from launcher.training.run import Run
+
+EVENT = "after_evaluation"
+STILL_AT_WORK = b"..."  # no JSON
+BEATS_PER_STALL = 4.0
+
+
+@dataclass
+class AfterEvaluation:
+    """Calls the recipe's function on rank 0 while the other ranks wait. Does nothing without one."""
+
+    run: Run
+    recipe: Recipe
+    model: nn.Module
+
+    def show(self, position: Position) -> None:
+        """Report what the function returns. A collective; raises on all ranks alike."""
+        if self.recipe.after_evaluation is None:
+            return
+        env, failure = self.run.env, None
+        if env.is_leader:
+            try:
+                found = self._call(position)
+                log = log_path(Path(self.run.config.run.dir), env.rank)
+                with guarding("what the recipe's after_evaluation returned", log):
+                    self._report(found, position)
+            except LauncherError as error:
+                failure = error
+            send_to_all(env, _said(failure), sender=0)
+        else:
+            while (told := send_to_all(env, b"", sender=0)) == STILL_AT_WORK:
+                self._beat()
+            failure = _heard(told)
+        if failure is not None:
+            raise failure
+
+    def _beat(self) -> None:
+        self.run.heartbeat.beat("evaluation")
+
+    def _call(self, position: Position) -> Any:
+        """What the function returns. The model's calls are signs of life: a long text takes many of them."""
+        assert self.recipe.after_evaluation is not None
+        device, model = self.run.env.device, self.model
+        generators, before = states(device), _digests(model)
+        seed_generators(self.run.config.seed + position.step)
+        hook = model.register_forward_pre_hook(_SignOfLife(self.run))
+        try:
+            with evaluating(model), torch.no_grad(), self.run.stepper.forward():
+                found = self.recipe.after_evaluation(model, position)
+        finally:
+            hook.remove()
+            restore_states(generators, device)
+        if _digests(model) != before:
+            raise RecipeError(
+                "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
+                "It may only read them: work on a copy.deepcopy of the model."
+            )
+        return found
+
+    def _report(self, found: Any, position: Position) -> None:
+        texts, numbers, pictures = sorted_by_kind(found)
+        paths = {name: self._written(name, content, position) for name, content in pictures.items()}
+        self.run.telemetry.emit(
+            EVENT,
+            position.step,
+            epoch=position.epoch,
+            texts=texts,
+            numbers=numbers,
+            pictures={name: path for name, path in paths.items() if path is not None},
+        )
+
+    def _written(self, name: str, content: bytes, position: Position) -> str | None:
+        """The path of the picture's file; None, with a warning, where it cannot be written."""
+        folder = Path(self.run.config.run.dir) / PICTURES
+        path = folder / f"{re.sub(r'[^0-9A-Za-z_-]+', '_', name)}-{position.step:08d}.png"
+        try:
+            make_folder(folder)
+            write_content(path, content)
+        except OSError as error:
+            self.run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
+            return None
+        return str(path)
+
+
+class _SignOfLife:
+    """Before a forward pass, now and then, lets the other ranks know that rank 0 is still at work."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._every_s = run.config.launch.stall_s / BEATS_PER_STALL
+        self._last = time.monotonic()
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if time.monotonic() - self._last >= self._every_s:
+            send_to_all(self._run.env, STILL_AT_WORK, sender=0)
+            self._run.heartbeat.beat("evaluation")
+            self._last = time.monotonic()
+
+
+def sorted_by_kind(found: Any) -> tuple[dict[str, str], dict[str, float], dict[str, bytes]]:
+    """Texts, numbers, and pictures as PNG. Raises RecipeError for anything else."""
+    if not isinstance(found, Mapping):
+        raise RecipeError(
+            f"the recipe's after_evaluation returned {type(found).__name__}. It has to return a mapping from "
+            "name to text, number or picture."
+        )
+    texts: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    pictures: dict[str, bytes] = {}
+    for key, value in found.items():
+        name = str(key)
+        if isinstance(value, str):
+            texts[name] = value
+        elif isinstance(value, int | float | np.number) or (isinstance(value, Tensor) and value.ndim == 0):
+            numbers[name] = float(value)
+        else:
+            pictures[name] = _png(name, value)
+    return texts, numbers, pictures
+
+
+def _png(name: str, value: Any) -> bytes:
+    """A picture of PIL, a figure of matplotlib, or uint8 [height, width] or [height, width, 3]."""
+    content = io.BytesIO()
+    if isinstance(value, Tensor):
+        value = value.cpu().numpy()
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
+        from PIL import Image
+
+        value = Image.fromarray(value)
+    if hasattr(value, "savefig"):
+        value.savefig(content, format="png")
+    elif hasattr(value, "save"):
+        value.save(content, format="PNG")
+    else:
+        shape = f" {value.dtype} {list(value.shape)}" if hasattr(value, "shape") else ""
+        raise RecipeError(
+            f"the recipe's after_evaluation gave {type(value).__name__}{shape} as {name!r}. It may give "
+            "texts, numbers and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
+        )
+    return content.getvalue()
+
+
+def _digests(model: nn.Module) -> list[int]:
+    tensors = {**named_parameters(model), **named_buffers(model)}
+    found: list[int] = checksums(tensors).tolist() if tensors else []
+    return found
+
+
+def _said(failure: LauncherError | None) -> bytes:
+    return json.dumps(None if failure is None else [type(failure).__name__, str(failure)]).encode()
+
+
+def _heard(told: bytes) -> LauncherError | None:
+    failure = json.loads(told)
+    return None if failure is None else getattr(launcher.errors, failure[0])(failure[1])
