@@ -86,6 +86,10 @@ class PreemptedError(LauncherError):
     exit_code = 75
 
 
+class DataWarning(UserWarning):
+    """Something about a data set that the user should know, and that does not end the run."""
+
+
 def in_words(error: BaseException) -> str:
     """The text of an error and the notes that were added to it."""
     return "\n".join([str(error) or repr(error), *getattr(error, "__notes__", ())])

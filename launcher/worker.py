@@ -45,7 +45,14 @@ from launcher.distributed.process_group import (
 from launcher.distributed.watchdog import Watchdog
 from launcher.engine import EngineWarning, UnusableError, works
 from launcher.engine.diagnostics.step_timer import PARTS
-from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
+from launcher.errors import (
+    CollectiveError,
+    ConfigError,
+    DataWarning,
+    LauncherError,
+    PreemptedError,
+    in_words,
+)
 from launcher.evaluation.evaluate import Evaluation
 from launcher.process.shortage import shortage_of
 from launcher.recipe import Recipe, Used, load_recipe
@@ -70,6 +77,7 @@ from launcher.training.signals import Requests, heeded
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+SHOWN_AS_EVENTS = (EngineWarning, DataWarning)
 PHASE_AFTER = dict(itertools.pairwise((*PARTS, "report")))
 
 log = logging.getLogger("launcher")
@@ -92,7 +100,7 @@ def run(
     heartbeat = heartbeat or Heartbeat()
     with heeded(alone) as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
         try:
-            with _engine_warnings_logged(telemetry, launch.rank):
+            with _warnings_logged(telemetry, launch.rank):
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
@@ -177,8 +185,8 @@ def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
 
 
 @contextmanager
-def _engine_warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
-    """Send what the engine warns of to the telemetry, which rank 0 has; the other ranks have their logs.
+def _warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
+    """Send warnings of engine and data sets to the telemetry, which rank 0 has; the others have their logs.
 
     Warnings of other libraries are shown as ever.
     """
@@ -186,13 +194,14 @@ def _engine_warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
         shown = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
-            if not issubclass(category, EngineWarning):
+            if not issubclass(category, SHOWN_AS_EVENTS):
                 shown(message, category, *place, **options)
                 return
             log.warning("rank %d: %s", rank, message)
             telemetry.warn(str(message))
 
-        warnings.simplefilter("always", EngineWarning)  # each is given once per Stepper
+        for each in SHOWN_AS_EVENTS:
+            warnings.simplefilter("always", each)  # each is given once per Stepper or data set
         warnings.showwarning = show
         yield
 
@@ -303,6 +312,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     run = job.run
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
+        results.write_split(Path(run.config.run.dir), job.recipe)
     for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
     run.telemetry.emit(

@@ -7,6 +7,7 @@ Owns composition and the check of what YAML files must not contain: code, resolv
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,8 +47,15 @@ from launcher.config.schema import Config
 from launcher.errors import ConfigError
 
 HYDRA_VERSION = "1.3"
-PATH_KEYS = (("data", "path"), ("recipes", "path"), ("checkpoint", "resume"))
-NOT_PATHS = ("auto", "never")  # accepted in place of a path
+PATH_KEYS = (
+    ("data", "path"),
+    ("data", "csv"),  # of some data sets
+    ("data", "cache"),
+    ("recipes", "path"),
+    ("checkpoint", "resume"),
+)
+NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SWEEP = "sweep"  # section of an experiment's file, already expanded when a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 
@@ -167,10 +175,18 @@ def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """Make the user's paths absolute: a run's records must not depend on its working directory."""
     resolved = dict(tree)
     for section, key in PATH_KEYS:
-        path = tree[section][key]
-        if path not in NOT_PATHS:
-            resolved[section] = {**resolved[section], key: absolute(path) if path else None}
+        path = tree[section].get(key)
+        if key not in tree[section] or path in NOT_PATHS or not isinstance(path, str | None):
+            continue
+        if key == "path" and tree[section].get("name") == "hf" and path and is_hub_name(path):
+            continue
+        resolved[section] = {**resolved[section], key: absolute(path) if path else None}
     return resolved
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it names a data set of the Hugging Face hub, user/name, and nothing that is here."""
+    return HUB_NAME.fullmatch(path) is not None and not path.startswith(".") and not Path(path).exists()
 
 
 def absolute(path: str) -> str:

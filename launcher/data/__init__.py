@@ -1,6 +1,7 @@
 """Data sets and the order in which ranks read them. Exports what recipes import."""
 
-from launcher.data.images import ImageSet, Normalise, crop_and_flip, load_images
+from launcher.data.image_set import ImageSet, Normalise, crop_and_flip
+from launcher.data.images import load_images
 from launcher.data.reader import columns
 from launcher.data.tensors import Batch, TensorData
 

@@ -1,8 +1,7 @@
-"""Image sets by name, as uint8 tensors in memory, and the transforms of a batch on the device.
+"""Image sets by name: as uint8 tensors in memory, or as photographs that are decoded when they are read.
 
-Owns the source of each set (`digits`, `synthetic`, `cifar10`), the split of sets that come without one,
-normalisation and augmentation. Never communicates: every rank loads the same set. `launcher.data.parquet`
-reads the parquet files.
+Owns the source of each set and the split of sets that come without one. Never communicates: every rank loads
+the same set. `launcher.data.parquet` and `launcher.data.image_folder` read the files.
 """
 
 from __future__ import annotations
@@ -12,65 +11,24 @@ import gzip
 import importlib.util
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from launcher.config.schema import AugmentConfig, DataConfig
+from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
+from launcher.data.image_folder import list_csv, list_folder, stratified
+from launcher.data.image_set import ImageSet, photographs
 from launcher.data.parquet import load_parquet_splits
-from launcher.data.tensors import Batch, TensorData
+from launcher.data.photograph_set import photograph_options
+from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, PreflightError
 
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
-
-Constants = tuple[float, ...]  # one per channel, for pixels in 0..1
-
-
-@dataclass(frozen=True)
-class ImageSet:
-    """Columns "image" (uint8 [n, c, h, w]) and "label" (int64 [n]), split for training and validation."""
-
-    train: TensorData
-    validation: TensorData
-    classes: tuple[str, ...]
-    mean: Constants
-    std: Constants
-
-    @property
-    def channels(self) -> int:
-        """1 for grey images, 3 for colour images."""
-        return self.train.columns["image"].shape[1]
-
-    @property
-    def height(self) -> int:
-        """Height of the images in pixels."""
-        return self.train.columns["image"].shape[2]
-
-    @property
-    def width(self) -> int:
-        """Width of the images in pixels."""
-        return self.train.columns["image"].shape[3]
-
-    def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
-        """(batch, noise fp32 [n, >= 3]) -> batch with randomly cropped, mirrored, normalised fp32 images."""
-        normalise = self.eval_transform()
-
-        def transform(batch: Batch, noise: Tensor) -> Batch:
-            image = crop_and_flip(batch["image"], noise, augment.crop_padding, augment.flip)
-            return normalise({**batch, "image": image})
-
-        return transform
-
-    def eval_transform(self) -> Callable[[Batch], Batch]:
-        """batch -> the same with normalised fp32 images."""
-        normalise = Normalise(self.mean, self.std)
-        return lambda batch: {**batch, "image": normalise(batch["image"])}
 
 
 def load_images(config: DataConfig) -> ImageSet:
@@ -82,8 +40,10 @@ def load_images(config: DataConfig) -> ImageSet:
             f"data.name={config.name} is not a known image set. {advice}Known: {', '.join(IMAGE_SETS)}."
         )
     images = IMAGE_SETS[config.name](config)
-    train, validation = (replace(each, name=config.name) for each in (images.train, images.validation))
-    return replace(images, train=train, validation=validation)
+    if isinstance(images.train, TensorData) and isinstance(images.validation, TensorData):
+        train, validation = (replace(each, name=config.name) for each in (images.train, images.validation))
+        return replace(images, train=train, validation=validation)
+    return images
 
 
 def digits(config: DataConfig) -> ImageSet:
@@ -121,22 +81,33 @@ def cifar10(config: DataConfig) -> ImageSet:
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
+def imagefolder(config: DataConfig) -> ImageSet:
+    """Photographs of any size in class folders, or listed in a CSV."""
+    options, own = photograph_options(config, {"csv": None})
+    if own["csv"] is None and config.path is None:
+        raise ConfigError(
+            "data=imagefolder needs data.path=DIR, a folder with one folder per class, or data.csv=FILE."
+        )
+    folder = None if config.path is None else Path(config.path)
+    if own["csv"] is not None:
+        listing = list_csv(Path(own["csv"]), folder, config.val_fraction)
+    else:
+        assert folder is not None
+        listing = list_folder(folder, config.val_fraction)
+    return photographs(config.name, listing, options)
+
+
 IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
     "digits": digits,
     "synthetic": synthetic,
     "cifar10": cifar10,
+    "imagefolder": imagefolder,
 }
 
 
 def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData]:
-    """Hold out `val_fraction` of each class. The split depends on the data and the fraction only, so that
-    runs with different seeds are evaluated on the same samples."""
-    labels = data.columns["label"]
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in torch.unique(labels).tolist():
-        members = (labels == label).nonzero().flatten()
-        shuffled = members[torch.randperm(len(members), generator=generator_for("split", label))]
-        held_out[shuffled[: round(len(members) * val_fraction)]] = True
+    """Hold out `val_fraction` of each class, as `stratified` says."""
+    held_out = stratified(data.columns["label"], val_fraction)
     if held_out.all() or not held_out.any():
         raise ConfigError(
             f"data.val_fraction={val_fraction} leaves {int((~held_out).sum())} samples for training and "
@@ -146,48 +117,6 @@ def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData
         TensorData(data.select((~held_out).nonzero().flatten())),
         TensorData(data.select(held_out.nonzero().flatten())),
     )
-
-
-def crop_and_flip(images: Tensor, noise: Tensor, padding: int, flip: bool) -> Tensor:
-    """Random crops of images [n, c, h, w] padded with zeros, mirrored for half of them, in one gather.
-
-    noise [n, >= 3] in [0, 1): vertical offset, horizontal offset, mirrored if below 1/2.
-    """
-    if padding == 0 and not flip:
-        return images
-    count, channels, height, width = images.shape
-    device = images.device
-    padded = F.pad(images, (padding,) * 4)
-    # floor(u * k) < k for every fp32 u < 1: the product rounds down below k
-    offsets = (noise[:, :2] * (2 * padding + 1)).long()  # [n, 2]
-    rows = offsets[:, :1] + torch.arange(height, device=device)  # [n, h]
-    columns = torch.arange(width, device=device).expand(count, width)  # [n, w]
-    if flip:
-        columns = torch.where(noise[:, 2:3] < 0.5, width - 1 - columns, columns)
-    columns = offsets[:, 1:] + columns
-    sample = torch.arange(count, device=device).view(-1, 1, 1, 1)
-    channel = torch.arange(channels, device=device).view(1, -1, 1, 1)
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
-
-
-@dataclass(frozen=True)
-class Normalise:
-    """uint8 images [n, c, h, w] -> fp32 with the set's mean 0 and standard deviation 1 per channel."""
-
-    mean: Constants
-    std: Constants
-    _on_device: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        scale, shift = self._constants(images.device)
-        return images.float().mul_(scale).add_(shift)
-
-    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # cached: a copy from the host in every step would synchronize with the device
-        if device not in self._on_device:
-            mean, std = torch.tensor([self.mean, self.std]).view(2, -1, 1, 1).to(device)
-            self._on_device[device] = (1 / (255 * std), -mean / std)
-        return self._on_device[device]
 
 
 def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -23,7 +23,7 @@ from launcher.errors import StorageError, in_words
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe import ONLY_SET, Used
+from launcher.recipe import ONLY_SET, Recipe, Used
 from launcher.report.gradient_plot import draw_exponents
 from launcher.report.page import write_report
 from launcher.report.plots import draw_confusion_matrix, draw_curves
@@ -32,6 +32,8 @@ from launcher.run_dir.records import write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
 from launcher.training.progress import Totals
+
+SPLIT = "split.csv"
 
 
 def weights_sha256(stepper: Stepper) -> str:
@@ -115,6 +117,18 @@ def write_files(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
             "make room and run it again."
         ) from error
+
+
+def write_split(run_dir: Path, recipe: Recipe) -> None:
+    """The files of a data set that lists them, with label and split: split.csv. Raises StorageError."""
+    listing = getattr(recipe.train, "listing", None)
+    text = getattr(listing, "csv_text", None)
+    if not callable(text):
+        return
+    try:
+        write_text(run_dir / SPLIT, text())
+    except OSError as error:
+        raise StorageError(f"{run_dir / SPLIT} cannot be written: {error.strerror}") from error
 
 
 def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:

@@ -16,7 +16,8 @@ from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.batch_plan import epoch_noise
-from launcher.data.images import crop_and_flip, load_images, split
+from launcher.data.image_set import crop_and_flip
+from launcher.data.images import load_images, split
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 

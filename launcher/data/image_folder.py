@@ -1,0 +1,303 @@
+"""Photographs in class folders or listed in a CSV: which files, which labels, which split.
+
+Owns the listing (`DIR/class/any/depth/file`, or `DIR/train/class/...` and `DIR/val/class/...`, or the CSV's
+columns path, label and split), the stratified split of sets that come without one, and the CSV that says what
+was chosen. Reads names, sizes and times; images are opened when they are needed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher.data.batch_plan import generator_for
+from launcher.data.photograph import Source
+from launcher.errors import ConfigError, DataError, DataWarning, listed
+
+SUFFIXES = frozenset(
+    {
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".png",
+        ".bmp",
+        ".gif",
+        ".tif",
+        ".tiff",
+        ".webp",
+        ".ppm",
+        ".pgm",
+        ".tga",
+    }
+)
+TRAIN = "train"
+VALIDATION = ("val", "valid", "validation", "test")  # folders, and words of a CSV; the first that exists
+COLUMNS = ("path", "label")
+SPLIT = "split"
+SHOWN = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class File:
+    """An image and the label that its folder or the CSV gives it. `held_out` is None before a split."""
+
+    path: str  # relative to the folder of the set where it lies in it, with "/"
+    label: str
+    held_out: bool | None
+    size: int  # bytes
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class FolderListing:
+    """The files of a set. Those that are held out come after those for training."""
+
+    root: Path
+    files: tuple[File, ...]
+    classes: tuple[str, ...]  # sorted
+    num_train: int
+
+    @cached_property
+    def labels(self) -> list[int]:
+        """Of each file, as the index of its class."""
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        return [numbers[file.label] for file in self.files]
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of paths, sizes and times, in the order of the paths."""
+        digest = hashlib.sha256(f"{self.root}\n".encode(errors="surrogateescape"))
+        for file in self.files:
+            digest.update(f"{file.path}\0{file.size}\0{file.mtime_ns}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def identity(self, index: int) -> str:
+        """Path within the set, and size."""
+        return f"{self.files[index].path}\0{self.files[index].size}"
+
+    def source(self, index: int) -> tuple[Source, str]:
+        """The file, and its path for messages."""
+        path = self.root / self.files[index].path
+        return path, str(path)
+
+    def csv_text(self) -> str:
+        """The CSV (path, label, split) that `data.csv` reads back as the same set."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow((*COLUMNS, SPLIT))
+        table.writerows((file.path, file.label, "val" if file.held_out else TRAIN) for file in self.files)
+        return text.getvalue()
+
+
+def list_folder(root: Path, val_fraction: float) -> FolderListing:
+    """The images below class folders. Raises ConfigError or DataError for what cannot be trained on."""
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "does not exist"
+        raise ConfigError(f"data.path={root} {kind}. Give the folder that holds one folder per class.")
+    folders = _folders(root)
+    ignored: Counter[str] = Counter()
+    held_out = next((folder for name in VALIDATION for folder in folders if folder.name == name), None)
+    train = next((folder for folder in folders if folder.name == TRAIN), None)
+    if train is None or held_out is None or not _folders(train):
+        files = list(_labelled(root, root, None, ignored))
+    else:
+        files = list(_labelled(root, train, False, ignored))
+        files += _labelled(root, held_out, True, ignored)
+    _report_ignored(root, ignored)
+    return listing_of(root, files, val_fraction, f"data.path={root}")
+
+
+def list_csv(file: Path, root: Path | None, val_fraction: float) -> FolderListing:
+    """The images that a CSV names, relative to `root` or to the CSV's own folder."""
+    root = root or file.parent
+    rows = _rows(file)
+    _check_columns(file, rows[0] if rows else ())
+    path, label = (rows[0].index(name) for name in COLUMNS)
+    split = rows[0].index(SPLIT) if SPLIT in rows[0] else None
+    files: list[File] = []
+    missing: list[str] = []
+    for number, row in enumerate(rows[1:], start=2):
+        where = f"data.csv={file}, line {number}"
+        if len(row) != len(rows[0]) or not row[path] or not row[label]:
+            raise DataError(f"{where}: {row} does not give {', '.join(rows[0])}. Give a value for each.")
+        held_out = None if split is None else _is_held_out(row[split], where)
+        try:
+            found = (root / row[path]).stat()
+        except OSError:
+            missing.append(row[path])
+            continue
+        files.append(File(row[path], row[label], held_out, found.st_size, found.st_mtime_ns))
+    if missing:
+        raise DataError(
+            f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
+            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder."
+        )
+    return listing_of(root, files, val_fraction, f"data.csv={file}")
+
+
+def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: str) -> FolderListing:
+    """Sorted, split and checked. `where` is the key of the config that an error mentions."""
+    files = sorted(files, key=lambda file: file.path)
+    if not files:
+        raise DataError(f"{where} has no images. Known kinds: {', '.join(sorted(SUFFIXES))}.")
+    if any(file.held_out is None for file in files):
+        files = _split(files, val_fraction)
+    train = [file for file in files if not file.held_out]
+    validation = [file for file in files if file.held_out]
+    for part, name in ((train, "training"), (validation, "validation")):
+        if not part:
+            raise DataError(f"{where} has {len(files)} images, but none for {name}. Both need at least one.")
+    classes = tuple(sorted({file.label for file in train}))
+    if unknown := sorted({file.label for file in validation} - set(classes)):
+        raise DataError(
+            f"{where}: {len(unknown)} label(s) of the validation images are not in the training set: "
+            f"{listed(unknown, SHOWN)}. Training knows {listed(classes, SHOWN)}."
+        )
+    if len(classes) < 2:
+        raise DataError(f"{where} has one class, {classes[0]}. At least two are needed to tell apart.")
+    return FolderListing(root, (*train, *validation), classes, len(train))
+
+
+def stratified(labels: Tensor, val_fraction: float) -> Tensor:
+    """Which samples are held out: bool [n], the share `val_fraction` of each class (labels int64 [n]).
+
+    Depends on the labels, their order and the fraction alone, so that runs with different seeds are evaluated
+    on the same samples.
+    """
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in torch.unique(labels).tolist():
+        members = (labels == label).nonzero().flatten()
+        shuffled = members[torch.randperm(len(members), generator=generator_for("split", label))]
+        held_out[shuffled[: round(len(members) * val_fraction)]] = True
+    return held_out
+
+
+def _split(files: Sequence[File], val_fraction: float) -> list[File]:
+    names = sorted({file.label for file in files})
+    numbers = {name: number for number, name in enumerate(names)}
+    labels = torch.tensor([numbers[file.label] for file in files])
+    held_out = stratified(labels, val_fraction)
+    counts = torch.bincount(labels)
+    held_out &= counts[labels] > 1  # the only image of a class is for training
+    bare = [name for name in names if not held_out[labels == numbers[name]].any()]
+    if bare and held_out.any():
+        warnings.warn(
+            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}. The "
+            "evaluation says nothing about them.",
+            DataWarning,
+            stacklevel=2,
+        )
+    return [
+        File(file.path, file.label, bool(out), file.size, file.mtime_ns)
+        for file, out in zip(files, held_out.tolist(), strict=True)
+    ]
+
+
+def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[str]) -> Iterator[File]:
+    """The images of each class folder of `parent`."""
+    classes = _folders(parent)
+    if not classes:
+        raise DataError(
+            f"{parent} has no class folders. Put the images of each class into a folder of its name: "
+            f"{parent}/cats/1.jpg. It has: {listed(sorted(os.listdir(parent)), SHOWN) or 'nothing'}."
+        )
+    ignored.update(_suffix(entry.name) for entry in _entries(parent) if entry.is_file())
+    for folder in classes:
+        files = list(_images(root, folder, held_out, ignored))
+        if not files:
+            raise DataError(
+                f"the class folder {folder} has no images. Remove it, or put some in. Known kinds: "
+                f"{', '.join(sorted(SUFFIXES))}."
+            )
+        yield from files
+
+
+def _images(root: Path, folder: Path, held_out: bool | None, ignored: Counter[str]) -> Iterator[File]:
+    """At any depth below a class folder. Each folder is read once, wherever links lead."""
+    seen = {_identity(root), _identity(folder.parent)}  # a link to them would bring in the other classes
+    todo = [folder]
+    while todo:
+        current = todo.pop()
+        if _identity(current) in seen:
+            continue
+        seen.add(_identity(current))
+        for entry in _entries(current):
+            if entry.is_dir():
+                todo.append(Path(entry.path))
+            elif _suffix(entry.name) not in SUFFIXES or not entry.is_file():
+                ignored[_suffix(entry.name)] += 1
+            else:
+                found = entry.stat()
+                path = Path(entry.path).relative_to(root).as_posix()
+                yield File(path, folder.name, held_out, found.st_size, found.st_mtime_ns)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    about = folder.stat()
+    return about.st_dev, about.st_ino
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(Path(entry.path) for entry in _entries(parent) if entry.is_dir())
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Without those that are hidden, such as .ipynb_checkpoints."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                (entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name
+            )
+    except OSError as error:
+        raise DataError(f"the folder {folder} cannot be read: {error.strerror}.") from error
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _report_ignored(root: Path, ignored: Counter[str]) -> None:
+    if ignored:
+        kinds = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common()]
+        warnings.warn(
+            f"{ignored.total()} file(s) below {root} are not used: {listed(kinds, SHOWN)}. Only images in "
+            "class folders are.",
+            DataWarning,
+            stacklevel=3,
+        )
+
+
+def _rows(file: Path) -> list[list[str]]:
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            return [row for row in csv.reader(lines, strict=True) if row]
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.csv={file} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+    except (OSError, csv.Error) as error:
+        raise DataError(f"data.csv={file} cannot be read: {error}") from error
+
+
+def _check_columns(file: Path, header: Sequence[str]) -> None:
+    if lacking := [name for name in COLUMNS if name not in header]:
+        raise DataError(
+            f"data.csv={file} has no column {' and '.join(lacking)}. Its first line has: "
+            f"{listed(list(header), 20) or 'nothing'}. A column split (train or val) is optional."
+        )
+
+
+def _is_held_out(word: str, where: str) -> bool:
+    if word == TRAIN or word in VALIDATION:
+        return word != TRAIN
+    raise DataError(f"{where}: split={word!r} is not one of {TRAIN}, {', '.join(VALIDATION)}.")

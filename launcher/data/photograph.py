@@ -1,0 +1,149 @@
+"""One photograph: opened, turned upright, cut and resized to a square of RGB pixels.
+
+Owns the ways in which image files differ (modes, 16 bits, EXIF orientation, damage) and the regions that are
+cut from them. Knows neither folders nor labels.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from launcher.errors import DataError
+
+UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
+Source = Path | bytes  # a file, or its content
+
+ATTEMPTS = 10  # at a random region, as in torchvision
+DRAWS = 4 * ATTEMPTS  # uniform numbers that `random_region` may use
+RATIO = (3 / 4, 4 / 3)  # of width to height
+BASE_OVER_CROP = 256 / 224  # the usual resize before a centre crop
+ORIENTATION = 0x0112  # the EXIF tag
+UPRIGHT = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+LIES_DOWN = range(5, 9)  # orientations that exchange width and height
+DAMAGED = (  # Pillow's decoders raise any of these for damaged files
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+class Region(NamedTuple):
+    """A part of an upright image, in pixels from its upper left corner."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+Choice = Callable[[int, int], Region]  # of a region, from the upright width and height
+
+
+def read_photograph(source: Source, name: str, choose: Choice, side: int) -> UInt8Array:
+    """The chosen region, resized with antialiased bilinear filtering: RGB, uint8 [3, side, side].
+
+    Raises DataError, naming the image, where it cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of odd metadata; beyond twice Pillow's limit of pixels it raises
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+                square = _square(image, choose, side)
+    except DAMAGED as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{name} cannot be read as an image: {first}") from error
+    return np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
+
+
+def _square(image: Image.Image, choose: Choice, side: int) -> Image.Image:
+    orientation = image.getexif().get(ORIENTATION, 1)
+    lies_down = orientation in LIES_DOWN
+    width, height = reversed(image.size) if lies_down else image.size
+    region = choose(width, height)
+    needed = math.ceil(width * side / region.width), math.ceil(height * side / region.height)
+    # A JPEG is decoded at a half, a quarter or an eighth, if that is still no smaller than what is needed.
+    image.draft(None, needed[::-1] if lies_down else needed)
+    upright = _as_rgb(image)
+    if orientation in UPRIGHT:
+        upright = upright.transpose(UPRIGHT[orientation])
+    across, down = upright.width / width, upright.height / height
+    right = min((region.left + region.width) * across, upright.width)
+    bottom = min((region.top + region.height) * down, upright.height)
+    box = (region.left * across, region.top * down, right, bottom)
+    return upright.resize((side, side), Image.Resampling.BILINEAR, box=box)
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Eight bits per channel. What is transparent gets the colour that lies below it, as in torchvision."""
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255
+        eight_bits = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+        return Image.fromarray(eight_bits).convert("RGB")
+    if image.mode == "F":
+        raise ValueError(
+            "its pixels are floating-point numbers of unknown range. Convert it to 8 or 16 bits."
+        )
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def centre(share: float) -> Choice:
+    """The square in the middle whose side is this share of the image's shorter side."""
+
+    def choose(width: int, height: int) -> Region:
+        side = min(width, height) * share
+        return Region((width - side) / 2, (height - side) / 2, side, side)
+
+    return choose
+
+
+def random_region(width: int, height: int, draws: Sequence[float], smallest: float) -> Region:
+    """A part of at least the share `smallest` of the area, with `DRAWS` uniform numbers in [0, 1).
+
+    The distribution is that of torchvision's RandomResizedCrop.get_params
+    (https://github.com/pytorch/vision/blob/main/torchvision/transforms/transforms.py), after Szegedy et al.,
+    2014 (arXiv:1409.4842, section 6). Area and logarithm of the ratio are uniform; a part that does not fit
+    is drawn again, at most nine times, and then lies in the centre.
+    """
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    for attempt in range(ATTEMPTS):
+        of_area, of_ratio, of_top, of_left = draws[4 * attempt : 4 * attempt + 4]
+        area = width * height * (smallest + (1 - smallest) * of_area)
+        ratio = math.exp(low + (high - low) * of_ratio)
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            left, top = int(of_left * (width - across + 1)), int(of_top * (height - down + 1))
+            return Region(left, top, across, down)
+    across = min(width, max(1, round(height * RATIO[1])))
+    down = min(height, max(1, round(width / RATIO[0])))
+    return Region((width - across) // 2, (height - down) // 2, across, down)

@@ -1,0 +1,250 @@
+"""Sets of photographs of any size as map-style data sets, and their transforms on the device.
+
+Owns what a sample is made of. With a cache (`data.cache` auto or a folder) it is the square in the middle of
+the photograph, resized once to 256/224 of `image_size`, and the region that the device cuts from it. Without
+one it is the region that a loader process cuts from the photograph itself. Never lists files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from launcher.config.schema import DataConfig
+from launcher.data.image_cache import ImageCache, cache_root, open_cache
+from launcher.data.photograph import (
+    BASE_OVER_CROP,
+    DRAWS,
+    Source,
+    UInt8Array,
+    centre,
+    random_region,
+    read_photograph,
+)
+from launcher.data.tensors import Batch
+from launcher.errors import ConfigError, DataError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
+
+Sample = dict[str, Any]
+
+
+class Listing(Protocol):
+    """All photographs of a set, by index: those for training first."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes."""
+
+    @property
+    def num_train(self) -> int:
+        """How many are for training."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """Of each photograph, as the index of its class."""
+
+    @property
+    def key(self) -> str:
+        """A text that changes with whatever may change a pixel."""
+
+    def identity(self, index: int) -> str:
+        """What tells the image from others, the same on all machines that have the set."""
+
+    def source(self, index: int) -> tuple[Source, str]:
+        """The image and the name by which an error mentions it."""
+
+
+@dataclass(frozen=True)
+class PhotographOptions:
+    """How photographs become images of the model."""
+
+    image_size: int  # height and width that the model sees, in pixels
+    crop_scale: float  # the smallest share of the area that a training crop takes
+    flip: bool  # mirror half of the training images
+    cache: str  # none, auto, or a folder
+
+    @property
+    def base_size(self) -> int:
+        """Height and width of a cached image, of which the evaluation sees the middle."""
+        return round(self.image_size * BASE_OVER_CROP)
+
+    def open_cache(self, listing: Listing) -> ImageCache | None:
+        """The cache of the decoded images. None where it was not asked for or cannot be made."""
+        if self.cache == "none":
+            return None
+        folder = cache_root() / "images" if self.cache == "auto" else Path(self.cache)
+        shape = (3, self.base_size, self.base_size)
+        return open_cache(folder, listing.key, len(listing.labels), shape)
+
+
+def photograph_options(
+    config: DataConfig, own: Mapping[str, str | None]
+) -> tuple[PhotographOptions, dict[str, Any]]:
+    """How photographs are cut and cached, and the values of a set's `own` keys. ConfigError for others."""
+    defaults = {"image_size": 224, "crop_scale": 0.08, "cache": "auto", **own}
+    values = {**defaults, **config.options}
+    for name, value in values.items():
+        if name not in defaults:
+            raise ConfigError(
+                f"data.{name} is not an option of data={config.name}. It has {', '.join(defaults)}."
+            )
+        if problem := _problem(name, value):
+            raise ConfigError(f"data.{name}={value!r} must be {problem}.")
+    if config.augment.crop_padding:
+        raise ConfigError(
+            f"data.augment.crop_padding={config.augment.crop_padding} must be 0 for photographs, of which "
+            "random regions are cut. Set data.crop_scale, the smallest share of the area, instead."
+        )
+    how = PhotographOptions(
+        values["image_size"], values["crop_scale"], config.augment.flip, cache=values["cache"]
+    )
+    return how, {name: values[name] for name in own}
+
+
+def _problem(name: str, value: Any) -> str:
+    """What an option of photographs must be, where `value` is not."""
+    if name == "image_size":
+        return "" if type(value) is int and 1 <= value <= 4096 else "a whole number of 1 to 4096 pixels"
+    if name == "crop_scale":
+        holds = type(value) in (int, float) and 0 < value <= 1
+        return "" if holds else "a number above 0 and at most 1"
+    if name == "cache":
+        return "" if isinstance(value, str) and value else "none, auto, or a folder"
+    return "" if value is None or (isinstance(value, str) and value) else "null or a text"
+
+
+class PhotographSet:
+    """The photographs at `indices`, as the samples of a training or of an evaluation.
+
+    A sample is {"image": uint8 [3, h, w], "label": int}; one for training that comes from the cache has
+    "region" too: fp32 [5], left, top, width and height in pixels of the image, and 1 where it is mirrored.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listing: Listing,
+        indices: Sequence[int],
+        options: PhotographOptions,
+        cache: ImageCache | None,
+        training: bool,
+    ) -> None:
+        self.name = name
+        self.indices = indices
+        self.options = options
+        self.listing = listing
+        self._cache = cache
+        self._training = training
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width that the model sees."""
+        return 3, self.options.image_size, self.options.image_size
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sample(index, torch.default_generator)
+
+    def sample(self, index: int, generator: torch.Generator) -> Sample:
+        """The sample, with its region and mirroring drawn from `generator`."""
+        number = self.indices[index]
+        label = self.listing.labels[number]
+        draws = torch.rand(DRAWS + 1, generator=generator).tolist() if self._training else []
+        if self.options.cache == "none":
+            return {"image": torch.from_numpy(self._cut(number, draws)), "label": label}
+        base = self._base(number)
+        if not self._training:
+            margin = (self.options.base_size - self.options.image_size) // 2
+            end = margin + self.options.image_size
+            return {"image": torch.from_numpy(base[:, margin:end, margin:end].copy()), "label": label}
+        size = self.options.base_size
+        region = random_region(size, size, draws, self.options.crop_scale)
+        mirrored = float(self.options.flip and draws[DRAWS] < 0.5)
+        return {
+            "image": torch.from_numpy(base.copy()),
+            "label": label,
+            "region": torch.tensor([*region, mirrored]),
+        }
+
+    def fingerprint(self) -> str:
+        """Digest of what ranks must have in common; their paths and times may differ."""
+        digest = hashlib.sha256()
+        for number in self.indices:
+            text = f"{self.listing.identity(number)}\0{self.listing.labels[number]}\n"
+            digest.update(text.encode(errors="surrogateescape"))
+        return digest.hexdigest()[:16]
+
+    def _cut(self, number: int, draws: Sequence[float]) -> UInt8Array:
+        """The region from the photograph itself: uint8 [3, image_size, image_size]."""
+        source, name = self.listing.source(number)
+        size = self.options.image_size
+        if not self._training:
+            return read_photograph(source, name, centre(1 / BASE_OVER_CROP), size)
+        region = partial(random_region, draws=draws, smallest=self.options.crop_scale)
+        image = read_photograph(source, name, region, size)
+        mirrored = self.options.flip and draws[DRAWS] < 0.5
+        return np.ascontiguousarray(image[:, :, ::-1]) if mirrored else image
+
+    def _base(self, number: int) -> UInt8Array:
+        """The square in the middle: uint8 [3, base_size, base_size], the same from the cache and without."""
+        if self._cache is not None and (stored := self._cache.get(number)) is not None:
+            return stored
+        source, name = self.listing.source(number)
+        try:
+            base = read_photograph(source, name, centre(1.0), self.options.base_size)
+        except DataError:
+            if self._cache is not None:
+                self._cache.give_up(number)
+            raise
+        if self._cache is not None:
+            self._cache.put(number, base)
+        return base
+
+
+def cut_regions(images: Tensor, regions: Tensor, size: int) -> Tensor:
+    """Regions of images [n, 3, h, w], resized by bilinear interpolation: fp32 [n, 3, size, size], 0..255.
+
+    regions fp32 [n, 5]: left, top, width and height in pixels, and 1 where the result is mirrored. Without
+    antialiasing: from a cached image a region shrinks by 256/224 at most.
+    """
+    height, width = images.shape[-2:]
+    left, top, across, down, mirrored = regions.unbind(1)
+    sign = 1 - 2 * mirrored
+    zero = torch.zeros_like(left)
+    # grid_sample's coordinates are -1 and 1 at the outer edges of the image
+    to_image = torch.stack(
+        [
+            torch.stack([sign * across / width, zero, (2 * left + across) / width - 1], dim=1),
+            torch.stack([zero, down / height, (2 * top + down) / height - 1], dim=1),
+        ],
+        dim=1,
+    )  # [n, 2, 3]
+    grid = F.affine_grid(to_image, [len(images), 3, size, size], align_corners=False)
+    return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def photograph_transform(
+    normalise: Callable[[Tensor], Tensor], size: int
+) -> Callable[[Batch, Tensor], Batch]:
+    """(batch, noise) -> batch with the regions cut and normalised fp32 images. The noise is not used."""
+
+    def transform(batch: Batch, noise: Tensor) -> Batch:
+        rest = {name: column for name, column in batch.items() if name != "region"}
+        image = batch["image"]
+        if "region" in batch:
+            image = cut_regions(image, batch["region"], size)
+        return {**rest, "image": normalise(image)}
+
+    return transform

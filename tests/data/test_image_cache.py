@@ -1,0 +1,213 @@
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.data.batch_plan import generator_for
+from launcher.data.image_cache import open_cache
+from launcher.data.images import load_images
+from launcher.errors import DataWarning
+from tests.data.photographs import corners, data_config, encoded, write_classes
+
+SHAPE = (3, 4, 5)
+
+
+def image(index):
+    return np.full(SHAPE, index, np.uint8)
+
+
+def in_child(work):
+    """The exit code of a forked process that does the work."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        process = multiprocessing.get_context("fork").Process(target=work)
+        process.start()
+    process.join(30)
+    code = process.exitcode
+    process.close()
+    return code
+
+
+def filled(folder, count=3, key="k"):
+    cache = open_cache(folder, key, count, SHAPE)
+    for index in range(count):
+        cache.put(index, image(index))
+    return cache
+
+
+def test_images_come_back_and_the_file_gets_its_name_when_it_is_whole(tmp_path):
+    cache = open_cache(tmp_path, "k", 3, SHAPE)
+    for index in range(3):
+        assert not cache.path.exists()
+        assert cache.get(index) is None
+        cache.put(index, image(index))
+        assert (cache.get(index) == index).all()
+    assert list(tmp_path.iterdir()) == [cache.path]
+    again = open_cache(tmp_path, "k", 3, SHAPE)
+    assert again.num_stored == 3
+    assert all((again.get(index) == index).all() for index in range(3))
+
+
+def test_what_cannot_be_decoded_is_no_reason_to_stay_unfinished(tmp_path):
+    cache = open_cache(tmp_path, "k", 2, SHAPE)
+    cache.give_up(0)
+    cache.put(1, image(1))
+    assert cache.path.exists()
+    again = open_cache(tmp_path, "k", 2, SHAPE)
+    assert again.get(0) is None
+    assert (again.get(1) == 1).all()
+
+
+def test_another_set_has_another_file(tmp_path):
+    filled(tmp_path, 3, "k")
+    for count, key, shape in ((3, "other", SHAPE), (4, "k", SHAPE), (3, "k", (3, 5, 4))):
+        assert open_cache(tmp_path, key, count, shape).num_stored == 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: os.truncate(path, 5000),
+        lambda path: os.truncate(path, 0),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        lambda path: path.write_bytes(path.read_bytes() + b"more"),
+    ],
+    ids=["cut off", "empty", "zeros", "longer"],
+)
+def test_a_file_that_is_not_what_it_should_be_is_replaced(tmp_path, spoil):
+    cache = filled(tmp_path)
+    spoil(cache.path)
+    assert open_cache(tmp_path, "k", 3, SHAPE).num_stored == 0
+    assert filled(tmp_path).num_stored == 3
+    assert open_cache(tmp_path, "k", 3, SHAPE).num_stored == 3
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    cache = filled(tmp_path / "cache")
+    cache.path.unlink()
+    cache.path.symlink_to(victim)
+    with pytest.warns(DataWarning, match="symbolic link"):
+        assert open_cache(tmp_path / "cache", "k", 3, SHAPE) is None
+    assert victim.read_text() == "precious"
+
+
+def test_processes_fill_it_together_and_another_run_goes_on_where_one_was_killed(tmp_path):
+    cache = open_cache(tmp_path, "k", 4, SHAPE)
+
+    def store():
+        cache.put(0, image(0))
+        open_cache(tmp_path, "k", 4, SHAPE).put(1, image(1))
+        os.kill(os.getpid(), 9)
+
+    in_child(store)
+    assert cache.num_stored == 2
+    again = open_cache(tmp_path, "k", 4, SHAPE)
+    assert (again.get(0) == 0).all()
+    again.put(2, image(2))
+    cache.put(3, image(3))
+    assert cache.path.exists()
+    assert (again.get(3) == 3).all()
+
+
+def test_what_an_earlier_boot_left_unfinished_is_not_used(tmp_path, monkeypatch):
+    open_cache(tmp_path, "k", 2, SHAPE).put(0, image(0))
+    (tmp_path / "boot").write_text("another-boot")
+    monkeypatch.setattr("launcher.data.image_cache.BOOT_ID", tmp_path / "boot")
+    cache = filled(tmp_path, 2)
+    assert cache.path.exists()
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_a_disk_that_is_too_small_is_a_warning_before_anything_is_written(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.warns(DataWarning, match=r"takes .* GB, more than half of what is free"):
+        assert open_cache(tmp_path, "k", free // 60, SHAPE) is None
+
+
+def test_a_disk_that_fills_up_ends_the_storing_and_not_the_run(tmp_path):
+    cache = open_cache(tmp_path, "k", 3, SHAPE)
+    cache.put(0, image(0))
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8200, 8200))
+        logging.getLogger("launcher").addHandler(logging.NullHandler())
+        cache.put(2, image(2))
+        assert cache.get(2) is None
+        assert (cache.get(0) == 0).all()
+
+    assert in_child(fill) == 0
+    assert cache.num_stored == 1
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(DataWarning, match=r"no cache of decoded images in .*: (Not a directory|File exists)"):
+        assert open_cache(tmp_path / "file", "k", 3, SHAPE) is None
+
+
+# -- of photographs
+
+
+def samples(images):
+    return [
+        {name: torch.as_tensor(value) for name, value in part.sample(index, generator_for(index)).items()}
+        for part in (images.train, images.validation)
+        for index in range(len(part))
+    ]
+
+
+def equal(one, other):
+    return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
+
+
+def test_the_second_epoch_decodes_nothing_and_sees_the_same(tmp_path):
+    write_classes(tmp_path / "set")
+    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
+    first = load_images(config)
+    decoded = samples(first)
+    for file in (tmp_path / "set").rglob("*.png"):
+        file.rename(file.with_suffix(".gone"))  # nothing is left that could be decoded
+    assert equal(samples(first), decoded)
+    for file in (tmp_path / "set").rglob("*.gone"):
+        file.rename(file.with_suffix(".png"))
+    assert equal(samples(load_images(config)), decoded)
+
+
+def test_without_space_the_same_pixels_come_out(tmp_path):
+    write_classes(tmp_path / "set")
+    (tmp_path / "file").write_text("")
+    with pytest.warns(DataWarning, match="no cache"):
+        without = load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "file")))
+    with_cache = load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "cache")))
+    assert equal(samples(without), samples(with_cache))
+    assert equal(samples(without), samples(with_cache))
+
+
+@pytest.mark.parametrize("change", ["content", "time", "name"])
+def test_a_file_that_changed_is_decoded_again(tmp_path, change):
+    write_classes(tmp_path / "set")
+    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
+    samples(load_images(config))
+    file = tmp_path / "set" / "cat" / "0.png"
+    if change == "content":
+        file.write_bytes(encoded(corners()))
+    elif change == "time":
+        os.utime(file, ns=(1, 1))
+    else:
+        file.rename(file.with_name("other.png"))
+    assert load_images(config).train._cache.num_stored == 0
+
+
+def test_auto_lies_below_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache="auto"))
+    samples(images)
+    assert [file.suffix for file in (tmp_path / "home" / "fp16-launcher" / "images").iterdir()] == [".images"]

@@ -1,0 +1,371 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from launcher.data.batch_plan import BatchPlan, generator_for
+from launcher.data.image_folder import list_csv, list_folder, stratified
+from launcher.data.images import load_images
+from launcher.data.loader import IndexedData, LoadedBatches, Loading
+from launcher.data.photograph_set import cut_regions
+from launcher.errors import ConfigError, DataError, DataWarning
+from tests.data.photographs import QUARTERS, corner_colours, corners, data_config, encoded, write_classes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ANTS_BEES = REPOSITORY.parent / "shared" / "data" / "ants_bees"
+
+
+def listed(folder, val_fraction=0.25):
+    listing = list_folder(folder, val_fraction)
+    return {(file.path, file.label, file.held_out) for file in listing.files}
+
+
+# -- which files, which labels, which split
+
+
+def test_class_folders_are_split_by_class(tmp_path):
+    listing = list_folder(write_classes(tmp_path), 0.25)
+    assert listing.classes == ("cat", "dog")
+    assert [file.held_out for file in listing.files] == [False] * 6 + [True] * 2
+    assert listing.num_train == 6
+    assert [listing.labels[6:], [file.label for file in listing.files[6:]]] == [[0, 1], ["cat", "dog"]]
+    assert {file.path for file in listing.files} == {f"{c}/{i}.png" for c in ("cat", "dog") for i in range(4)}
+
+
+def test_the_split_depends_on_names_and_fraction_alone(tmp_path):
+    first = listed(write_classes(tmp_path / "a", count=20))
+    torch.manual_seed(7)
+    assert listed(write_classes(tmp_path / "b", ("dog", "cat"), count=20)) == first
+    assert listed(tmp_path / "a", 0.5) != first
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
+def test_the_split_of_the_folders_is_kept(tmp_path, name):
+    write_classes(tmp_path / "train", count=3)
+    write_classes(tmp_path / name, count=2)
+    listing = list_folder(tmp_path, 0.25)
+    assert (listing.num_train, len(listing.files)) == (6, 10)
+    assert {file.path.split("/")[0] for file in listing.files[6:]} == {name}
+
+
+def test_val_is_preferred_to_test_and_classes_may_be_called_train(tmp_path):
+    for name in ("train", "val", "test"):
+        write_classes(tmp_path / "split" / name, count=2)
+    assert {file.path.split("/")[0] for file in list_folder(tmp_path / "split", 0.25).files} == {
+        "train",
+        "val",
+    }
+    write_classes(tmp_path / "vehicles", ("train", "car"))
+    assert list_folder(tmp_path / "vehicles", 0.25).classes == ("car", "train")
+
+
+def test_files_at_any_depth_with_any_case_count_and_others_are_counted_in_one_line(tmp_path):
+    write_classes(tmp_path)
+    (tmp_path / "cat" / "deep" / "er").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "deep" / "er" / "A.JPG", "JPEG")
+    for name in ("notes.txt", "cat/a.txt", "cat/b.json", "cat/none"):
+        (tmp_path / name).write_text("no image")
+    (tmp_path / "cat" / ".hidden.png").write_text("no image")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    with pytest.warns(DataWarning, match=r"4 file\(s\) below .* 2 \.txt, 1 \.json, 1 without a suffix"):
+        found = listed(tmp_path)
+    assert len(found) == 9
+    assert "cat/deep/er/A.JPG" in {path for path, _, _ in found}
+
+
+def test_links_are_followed_and_loops_are_bounded(tmp_path):
+    write_classes(tmp_path / "set")
+    write_classes(tmp_path / "elsewhere", ("owl",))
+    (tmp_path / "set" / "owl").symlink_to(tmp_path / "elsewhere" / "owl")
+    (tmp_path / "set" / "cat" / "again").symlink_to(tmp_path / "set" / "cat")
+    (tmp_path / "set" / "dog" / "all").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "cat" / "gone.png").symlink_to(tmp_path / "nothing")
+    with pytest.warns(DataWarning, match=r"1 file\(s\) .* 1 \.png"):
+        listing = list_folder(tmp_path / "set", 0.25)
+    assert listing.classes == ("cat", "dog", "owl")
+    assert [[file.label for file in listing.files].count(name) for name in listing.classes] == [4, 4, 4]
+
+
+def remove(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda d: remove(d / "cat"), DataError, r"class folder .*/cat has no images\. Remove it"),
+        (lambda d: shutil.rmtree(d / "cat"), DataError, r"has one class, dog"),
+        (
+            lambda d: [remove(d / c) or (d / c).rmdir() for c in ("cat", "dog")],
+            DataError,
+            "has no class fold",
+        ),
+        (
+            lambda d: write_classes(d / "train") and (d / "val").mkdir(),
+            DataError,
+            r"val has no class folders",
+        ),
+        (
+            lambda d: write_classes(d / "train") and write_classes(d / "val", ("cat", "owl", "emu")),
+            DataError,
+            r"2 label\(s\) of the validation images are not in the training set: emu, owl\. .* cat, dog",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_trained_on(tmp_path, spoil, error, message):
+    write_classes(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(error, match=message):
+        list_folder(tmp_path, 0.25)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.999])
+def test_a_split_that_leaves_nothing_is_refused(tmp_path, fraction):
+    write_classes(tmp_path, count=2)
+    if fraction < 0.5:
+        with pytest.raises(DataError, match=r"has 4 images, but none for validation"):
+            list_folder(tmp_path, fraction)
+    else:
+        with pytest.raises(DataError, match=r"has 4 images, but none for training"):
+            list_folder(tmp_path, fraction)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.8])
+def test_the_only_image_of_a_class_is_for_training_with_a_warning(tmp_path, fraction):
+    write_classes(tmp_path)
+    write_classes(tmp_path / ".." / tmp_path.name, ("owl",), count=1)
+    with pytest.warns(DataWarning, match=r"no image is held out of 1 class\(es\).*: owl"):
+        listing = list_folder(tmp_path, fraction)
+    assert [file.held_out for file in listing.files if file.label == "owl"] == [False]
+
+
+LIST = """
+import os, sys
+from pathlib import Path
+from launcher.data.image_folder import list_folder
+from launcher.errors import DataError
+os.setuid(65534)
+try:
+    list_folder(Path(sys.argv[1]), 0.25)
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without permission")
+def test_a_folder_without_permission_is_named():
+    folder = write_classes(Path("/tmp") / f"launcher-{os.getpid()}-unreadable")
+    try:
+        (folder / "cat").chmod(0o700)
+        done = subprocess.run(
+            [sys.executable, "-c", LIST, str(folder)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert f"the folder {folder}/cat cannot be read: Permission denied" in done.stdout, done.stderr
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0.05, 0.95))
+def test_stratified_holds_the_same_share_of_every_class_out(labels, fraction):
+    labels = torch.tensor(labels)
+    held_out = stratified(labels, fraction)
+    for label in labels.unique():
+        of_class = labels == label
+        assert abs(int(held_out[of_class].sum()) - fraction * int(of_class.sum())) <= 0.5
+
+
+# -- the CSV
+
+
+def test_the_csv_of_a_run_gives_the_same_set(tmp_path):
+    listing = list_folder(write_classes(tmp_path / "set"), 0.25)
+    file = tmp_path / "split.csv"
+    file.write_text(listing.csv_text())
+    assert file.read_text().splitlines()[0] == "path,label,split"
+    again = list_csv(file, tmp_path / "set", 0.9)
+    assert (again.files, again.labels, again.key) == (listing.files, listing.labels, listing.key)
+
+
+def test_a_csv_may_lie_beside_the_images_and_leave_the_split_to_the_fraction(tmp_path):
+    write_classes(tmp_path)
+    rows = [f"{name},{path.relative_to(tmp_path)}" for name in ("x", "y") for path in tmp_path.rglob("*.png")]
+    (tmp_path / "mine.csv").write_bytes("\n".join(["\ufefflabel,path", *rows]).encode())
+    listing = list_csv(tmp_path / "mine.csv", None, 0.25)
+    assert (listing.classes, len(listing.files), listing.num_train) == (("x", "y"), 16, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"file,class\na,b\n", r"no column path and label\. Its first line has: file, class"),
+        (b"path,class\na,b\n", r"no column label"),
+        (b"", r"Its first line has: nothing"),
+        (b"path,label\ncat/0.png\n", r"line 2: \['cat/0\.png'\] does not give path, label"),
+        (b"path,label\ncat/0.png,\n", r"line 2"),
+        (
+            b"path,label\ncat/9.png,cat\ncat/8.png,cat\n",
+            r"2 file\(s\) that cannot be found .*: cat/9\.png, cat/8",
+        ),
+        (b"path,label,split\ncat/0.png,cat,dev\n", r"line 2: split='dev' is not one of train, val"),
+        (b"path,label,split\ncat/0.png,cat,train\n", r"none for validation"),
+        (b"path,label\n\xff\xfe,cat\n", r"is not UTF-8 \(byte 11\)"),
+        (
+            b"path,label,split\ncat/0.png,cat,train\ndog/0.png,dog,val\n",
+            r"1 label\(s\) .* not in the training set: dog",
+        ),
+    ],
+)
+def test_a_csv_that_cannot_be_used(tmp_path, text, message):
+    write_classes(tmp_path)
+    (tmp_path / "mine.csv").write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        list_csv(tmp_path / "mine.csv", None, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (data_config(), r"needs data\.path=DIR"),
+        (data_config(path="/no/such"), r"data\.path=/no/such does not exist"),
+        (data_config(path=__file__), r"is a file\. Give the folder"),
+        (
+            data_config(path="/tmp", size=3),
+            r"data\.size is not an option of data=imagefolder\. It has image_size",
+        ),
+        (data_config(path="/tmp", image_size=0), r"data\.image_size=0 must be a whole number of 1 to 4096"),
+        (data_config(path="/tmp", crop_scale=1.5), r"data\.crop_scale=1\.5 must be a number above 0"),
+        (data_config(path="/tmp", cache=False), r"data\.cache=False must be none, auto"),
+        (data_config(path="/tmp", csv=3), r"data\.csv=3 must be null or a text"),
+    ],
+)
+def test_bad_config_is_a_config_error(config, message):
+    with pytest.raises(ConfigError, match=message):
+        load_images(config)
+
+
+# -- samples
+
+
+def write_corners(folder, count=4):
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+        for index in range(count):
+            (folder / name / f"{index}.png").write_bytes(encoded(corners(64 + index, 48)))
+    return folder
+
+
+@pytest.mark.parametrize("cache", ["none", "cache"])
+def test_evaluation_sees_the_middle_upright_and_unmirrored(tmp_path, cache):
+    where = cache if cache == "none" else str(tmp_path / cache)
+    images = load_images(data_config(path=write_corners(tmp_path / "set"), cache=where))
+    assert (images.channels, images.height, images.width) == (3, 16, 16)
+    for index in range(len(images.validation)):
+        sample = images.validation[index]
+        assert sample["image"].dtype == torch.uint8
+        assert corner_colours(sample["image"].numpy()) == QUARTERS
+        assert sample["label"] == index
+
+
+@pytest.mark.parametrize("cache", ["none", "cache"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_without_random_crops_training_sees_the_whole_image_mirrored_for_half(tmp_path, cache, flip):
+    where = cache if cache == "none" else str(tmp_path / cache)
+    write_classes(tmp_path / "set")
+    for path in (tmp_path / "set").rglob("*.png"):
+        path.write_bytes(encoded(corners(48, 48)))
+    config = data_config(path=tmp_path / "set", cache=where, flip=flip, crop_scale=1.0)
+    images = load_images(config)
+    transform = images.train_transform(config.augment)
+    mean, std = torch.tensor([images.mean, images.std]).view(2, 3, 1, 1)
+    seen = set()
+    for seed in range(20):
+        sample = images.train.sample(0, generator_for(seed))
+        batch = {name: torch.as_tensor(value)[None] for name, value in sample.items()}
+        result = transform(batch, torch.zeros(1, 4))
+        assert set(result) == {"image", "label"}
+        pixels = ((result["image"] * std + mean) * 255)[0]
+        assert pixels.shape == (3, 16, 16)
+        seen.add(corner_colours(pixels.round().numpy()) == QUARTERS)
+    assert seen == ({True, False} if flip else {True})
+
+
+def test_regions_are_cut_as_pillow_cuts_them():
+    generator = torch.Generator().manual_seed(0)
+    smooth = torch.rand(2, 3, 6, 6, generator=generator) * 255
+    images = torch.nn.functional.interpolate(smooth, size=(48, 48), mode="bilinear").round().to(torch.uint8)
+    regions = torch.tensor([[3.0, 5.0, 30.0, 40.0, 0.0], [0.0, 0.0, 48.0, 20.0, 1.0]])
+    ours = cut_regions(images, regions, 42)
+    for image, region, result in zip(images, regions.tolist(), ours, strict=True):
+        left, top, width, height, mirrored = region
+        whole = Image.fromarray(image.permute(1, 2, 0).numpy())
+        box = (left, top, left + width, top + height)
+        theirs = torch.tensor(
+            list(whole.resize((42, 42), Image.Resampling.BILINEAR, box=box).tobytes()), dtype=torch.float32
+        ).view(42, 42, 3)
+        theirs = theirs.flip(1) if mirrored else theirs
+        assert (result - theirs.permute(2, 0, 1)).abs().mean() < 1.5
+
+
+def test_a_sample_depends_on_its_generator_alone(tmp_path):
+    images = load_images(data_config(path=write_corners(tmp_path / "set")))
+    one, other = (images.train.sample(1, generator_for(seed))["image"] for seed in (0, 1))
+    torch.rand(3)
+    assert torch.equal(images.train.sample(1, generator_for(0))["image"], one)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cache", ["none", "cache"])
+@pytest.mark.parametrize("max_bad", [0, 1])
+def test_a_broken_image_is_named_or_left_out(tmp_path, cache, max_bad):
+    write_classes(tmp_path / "set")
+    path = Path(list_folder(tmp_path / "set", 0.25).source(0)[1])
+    path.write_bytes(b"\xff\xd8\xff\xe0 no image")
+    where = cache if cache == "none" else str(tmp_path / cache)
+    images = load_images(data_config(path=tmp_path / "set", cache=where))
+    how = Loading(workers=0, device=torch.device("cpu"), seed=0, max_bad=max_bad)
+    plan = BatchPlan(6, batch_size=6, micro_batch=None, world_size=1, rank=0, seed=0, drop_last=False)
+    data = IndexedData(images.train, None, how, "training")
+    batches = LoadedBatches(data, plan, images.train_transform(data_config().augment), total_steps=2)
+    if max_bad == 0:
+        with pytest.raises(DataError, match=rf"sample 0.*{path} cannot be read as an image"):
+            batches.step(0, 0)
+        return
+    for epoch in range(2):
+        (batch,) = batches.step(epoch, 0)
+        assert batch["image"].shape == (5, 3, 16, 16)
+        assert batches.take_bad() == 1
+
+
+def test_fingerprints_know_names_labels_and_sizes_but_not_times_or_places(tmp_path):
+    for name in ("here", "there"):
+        write_classes(tmp_path / name)
+    sets = [load_images(data_config(path=tmp_path / name)).train.fingerprint() for name in ("here", "there")]
+    assert sets[0] == sets[1]
+    (tmp_path / "there" / "cat" / "0.png").write_bytes(encoded(corners()))
+    (tmp_path / "there" / "cat" / "1.png").write_bytes(encoded(corners()))
+    assert load_images(data_config(path=tmp_path / "there")).train.fingerprint() != sets[0]
+
+
+@pytest.mark.skipif(not ANTS_BEES.is_dir(), reason=f"no photographs in {ANTS_BEES}")
+def test_the_real_photographs(tmp_path):
+    images = load_images(data_config(path=ANTS_BEES, val_fraction=0.2, cache=str(tmp_path), image_size=32))
+    assert (len(images.train), len(images.validation), images.classes) == (317, 80, ("ants", "bees"))
+    batch = next(iter(DataLoader(images.validation, batch_size=80)))
+    normalised = images.eval_transform()(batch)["image"]
+    assert normalised.shape == (80, 3, 32, 32)
+    assert float(normalised.mean().abs()) < 0.4
+    assert 0.5 < float(normalised.std()) < 1.5
