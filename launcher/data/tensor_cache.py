@@ -1,0 +1,127 @@
+"""What takes long to make from a data set, such as its tokens, kept as tensors in a file that is mapped.
+
+Owns the files: one for each key, written whole or not at all, by one process of a machine while the others
+wait. What is not of the key that is asked for is never read. Never a reason to end a run: where no file can
+be written, the tensors are made in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from launcher.errors import ConfigError
+
+FORMAT = 1  # of what is stored; another number and nothing that is older is read
+POLL_S = 0.1
+PROGRESS_S = 10.0  # between two lines of a process that waits
+
+log = logging.getLogger("launcher")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Named tensors, on the CPU, and named texts."""
+
+    tensors: dict[str, Tensor]
+    texts: dict[str, str]
+
+
+def cache_folder(option: Any) -> Path | None:
+    """The folder that data.cache=none|auto|DIR asks for; None: nothing is kept. Raises ConfigError."""
+    if option == "auto":
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher"
+    if option == "none":
+        return None
+    if not isinstance(option, str) or not option.strip():
+        raise ConfigError(f"data.cache={option!r} must be auto, none or a folder.")
+    return Path(option).expanduser()
+
+
+def cached(folder: Path | None, key: Mapping[str, Any], make: Callable[[], Stored]) -> Stored:
+    """What `make` returns, from the file of this key where there is one; else made and written.
+
+    The key holds everything that decides the content, as JSON values. Tensors of a file are mapped: the
+    processes of a machine share their memory.
+    """
+    if folder is None:
+        return make()
+    text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
+    if (found := _read(path, text)) is not None:
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock"), path):
+            return _read(path, text) or _written(path, text, make())
+    except OSError as error:
+        log.warning("nothing is kept in %s: %s. data.cache=DIR names another folder.", folder, error)
+        return make()
+
+
+def _read(path: Path, key: str) -> Stored | None:
+    try:
+        with safe_open(path, "pt") as file:
+            texts = dict(file.metadata() or {})
+            if texts.pop("key", None) != key:
+                return None
+            return Stored({name: file.get_tensor(name) for name in file.keys()}, texts)  # noqa: SIM118
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        log.warning("%s cannot be read and is made again: %s", path, error)
+        return None
+
+
+def _written(path: Path, key: str, made: Stored) -> Stored:
+    """Write, then read: so that this process maps the file as all others do. In memory where it cannot."""
+    partial = path.with_suffix(".partial")  # of this key alone, whose lock this process holds
+    try:
+        save_file(made.tensors, partial, {**made.texts, "key": key})
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        log.warning("%s cannot be written: %s. data.cache=DIR names another folder.", path, error)
+        return made
+    return _read(path, key) or made
+
+
+@contextlib.contextmanager
+def _locked(lock: Path, made: Path) -> Iterator[None]:
+    """While this process alone may write the file `made`."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _wait_for(descriptor, made)
+        yield
+        if made.exists():  # who locks another file of this name finds what was made before it writes
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for(descriptor: int, made: Path) -> None:
+    began = reported = time.monotonic()
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        now = time.monotonic()
+        if now - reported >= PROGRESS_S:
+            reported = now
+            log.info("waiting for another process, which writes %s: %.0f s", made, now - began)
+        time.sleep(POLL_S)
