@@ -9,12 +9,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-
-from launcher.recipe import Metric
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("", "launcher/engine", "recipes", "conf", "scripts", "tests")
@@ -47,7 +45,6 @@ COMMANDS = list(
 TORCHRUN = [command for command in COMMANDS if "--standalone" in command]
 OWN_RECIPE = next(block.text for block in BLOCKS if block.kind == "python" and "@recipe" in block.text)
 OWN_YAML = next(block.text for block in BLOCKS if block.kind == "yaml")
-OWN_METRIC = next(b.text for b in BLOCKS if b.folder == "recipes" and b.kind == "python")
 OF_ENGINE = [b.text for b in BLOCKS if b.folder == "launcher/engine" and b.kind == "python"]
 
 
@@ -170,18 +167,3 @@ def test_the_tree_names_folders_that_are_there(name) -> None:
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
 def test_every_room_is_in_the_tree(room) -> None:
     assert (f"{room.name}/" if room.is_dir() else room.stem) in TREE.split()
-
-
-def test_the_metric_of_ones_own_is_exact_in_parts() -> None:
-    names: dict[str, Any] = {}
-    exec(compile(OWN_METRIC, "README.md", "exec"), names)
-    outputs = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
-    whole, parts = names["MeanMargin"](), [names["MeanMargin"]() for _ in range(3)]
-    whole.update(outputs, {})
-    for part, rows in zip(parts, outputs.tensor_split(3), strict=True):
-        part.update(rows, {})
-    parts[0].merge(parts[1])
-    parts[0].merge(parts[2])
-    assert parts[0].compute() == pytest.approx(whole.compute())
-    assert isinstance(whole, Metric)
-    assert set(whole.compute()) == set(whole.names)

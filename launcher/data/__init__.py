@@ -4,5 +4,16 @@ from launcher.data.image_set import ImageSet, Normalise, crop_and_flip
 from launcher.data.images import load_images
 from launcher.data.reader import columns
 from launcher.data.tensors import Batch, TensorData
+from launcher.data.text import TextSet, load_text
 
-__all__ = ["Batch", "ImageSet", "Normalise", "TensorData", "columns", "crop_and_flip", "load_images"]
+__all__ = [
+    "Batch",
+    "ImageSet",
+    "Normalise",
+    "TensorData",
+    "TextSet",
+    "columns",
+    "crop_and_flip",
+    "load_images",
+    "load_text",
+]

@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_log_scale
-from launcher.report.reading import (
-    Warn,
-    evaluations_of,
-    events_of,
-    metric_axis,
-    result_of,
-    shown_metric,
-    silent,
-    text_of,
-)
+from launcher.report.reading import Warn, evaluations_of, events_of, result_of, silent, text_of
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import OVERRIDES
 from launcher.telemetry.events import FILE_NAME
@@ -49,8 +40,7 @@ class Job:
     overrides: dict[str, str]
     result: dict[str, Any]
     steps: dict[int, float]  # training loss by step
-    metric: str  # that curves show; "" where there is none
-    measured: dict[int, float]  # its values, held out
+    accuracies: dict[int, float]  # held out
 
 
 @dataclass(frozen=True)
@@ -90,16 +80,14 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
 def read_job(directory: Path, warn: Warn = silent) -> Job:
     events = events_of(directory, warn)
     steps = points_of([event for event in events if event["event"] == "step"], "loss")
-    evaluations = evaluations_of(events)
-    name = shown_metric(evaluations)
+    accuracies = points_of(evaluations_of(events), "accuracy")
     lines = text_of(directory / OVERRIDES).splitlines()
     return Job(
         directory,
         {key: value for key, _, value in (line.partition("=") for line in lines)},
         {"state": "not finished", **result_of(directory, warn)},
         dict(steps),
-        name,
-        dict(points_of(evaluations, name)),
+        dict(accuracies),
     )
 
 
@@ -186,25 +174,22 @@ def as_csv(jobs: Sequence[Job]) -> str:
 
 
 def draw(settings: Sequence[Setting], path: Path) -> Path:
-    """Loss and metric: a colour per setting, a thin line per seed, a bold one for their mean."""
+    """Loss and accuracy: a colour per setting, a thin line per seed, a bold one for their mean."""
     figure = figure_of(11.0, 4.6)
-    loss, held_out = figure.subplots(1, 2)
-    name = next((job.metric for setting in settings for job in setting.jobs if job.metric), "accuracy")
-    label, factor = metric_axis(name)
+    loss, accuracy = figure.subplots(1, 2)
     values = draw_curves_of(loss, settings, [[job.steps for job in s.jobs] for s in settings], 1.0)
-    curves = [[job.measured if job.metric == name else {} for job in s.jobs] for s in settings]
-    draw_curves_of(held_out, settings, curves, factor)
+    draw_curves_of(accuracy, settings, [[job.accuracies for job in s.jobs] for s in settings], 100.0)
     positive = [value for value in values if value > 0]
     if positive and max(positive) / min(positive) > 20:
         use_log_scale(loss, positive)
     loss.set_ylabel("loss, training")
-    held_out.set_ylabel(label)
+    accuracy.set_ylabel("accuracy, held out (%)")
     if any(len(setting.jobs) > 1 for setting in settings):
-        held_out.set_title("thin: one seed, bold: their mean", loc="right", fontsize=9, color=FAINT)
-    for axes in (loss, held_out):
+        accuracy.set_title("thin: one seed, bold: their mean", loc="right", fontsize=9, color=FAINT)
+    for axes in (loss, accuracy):
         axes.set_xlabel("step")
-    if any(axes.lines for axes in (loss, held_out)):
-        (loss if loss.lines else held_out).legend(frameon=False)
+    if any(axes.lines for axes in (loss, accuracy)):
+        (loss if loss.lines else accuracy).legend(frameon=False)
     return save(figure, path)
 
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.report.reading import evaluations_of, metric_axis, shown_metric
+from launcher.report.reading import evaluations_of
 from launcher.run_dir.atomic import read_json, write_content
 from launcher.run_dir.records import RESULT
 from launcher.telemetry.events import FILE_NAME, read_events
-from launcher.telemetry.formatting import metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +42,7 @@ def draw_curves(run_dir: Path) -> Path | None:
     figure = figure_of(10.0, 6.6)
     loss, metric, rate, last = figure.subplots(2, 2, sharex=True).flat
     _draw_loss(loss, steps, evaluations)
-    draw_metric(metric, steps, evaluations)
+    _draw_metric(metric, steps, evaluations)
     _draw_series(rate, steps, "lr", "learning rate")
     if len({event.get("scale") for event in steps} - {None}) > 1 or overflows:
         _draw_scale(last, steps, overflows)
@@ -93,25 +92,22 @@ def _draw_loss(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event])
     axes.legend(frameon=False)
 
 
-def draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
-    """Plot the accuracy or the recipe's first metric, otherwise the speed."""
-    name = shown_metric(evaluations)
-    points = points_of(evaluations, name)
+def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
+    """Plot the accuracy where the task has it, otherwise the speed."""
+    points = points_of(evaluations, "accuracy")
     if not points:
         _draw_series(axes, steps, "samples_per_s", "samples / s")
         return
-    label, factor = metric_axis(name)
     axes.plot(
         [step for step, _ in points],
-        [factor * value for _, value in points],
+        [100 * value for _, value in points],
         color=HELD_OUT,
         marker="o",
         markersize=3.5,
     )
-    axes.set_ylabel(label)
-    step, value = max(points, key=lambda point: point[1]) if name == "accuracy" else points[-1]
-    which = "best" if name == "accuracy" else "last"  # of others the events do not say which way is better
-    axes.set_title(f"{which} {metric(name, value)} at step {step:,}", loc="left", fontsize=10, color=INK)
+    axes.set_ylabel("accuracy, held out (%)")
+    step, best = max(points, key=lambda point: point[1])
+    axes.set_title(f"best {best:.2%} at step {step:,}".replace("%", " %"), loc="left", fontsize=10, color=INK)
 
 
 def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 from launcher.run_dir.atomic import read_json, read_regular
 from launcher.run_dir.records import RESULT
 from launcher.telemetry.events import recording_of
-from launcher.telemetry.formatting import SHARES, metric_title
 
 Warn = Callable[[str], None]
-NO_METRIC = ("time", "step", "epoch", "loss", "samples", "seconds")  # the other numbers of an evaluation
 NUMBER = (int, float, type(None))
 RESULT_KINDS: dict[str, tuple[type, ...]] = {
     "state": (str,),
@@ -49,21 +47,6 @@ def evaluations_of(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The evaluations on the set that runs are compared on: the first one, where there are several."""
     found = [dict(event) for event in events if event["event"] == "eval"]
     return [event for event in found if event.get("set") == found[0].get("set")]
-
-
-def shown_metric(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The metric that curves show: the accuracy, else the recipe's first one; "" where there is none."""
-    recorded = evaluations[-1] if evaluations else {}
-    if "accuracy" in recorded:
-        return "accuracy"
-    others = [name for name, value in recorded.items() if isinstance(value, int | float)]
-    return next((name for name in others if name not in NO_METRIC), "")
-
-
-def metric_axis(name: str) -> tuple[str, float]:
-    """The label of an axis for a metric, and the factor on its values: shares in percent."""
-    percent = name.endswith(SHARES)
-    return f"{metric_title(name)}, held out{' (%)' if percent else ''}", 100.0 if percent else 1.0
 
 
 def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:

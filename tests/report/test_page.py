@@ -11,7 +11,7 @@ from launcher.cli import main
 from launcher.report import gradient_plot, plots
 from launcher.report.gradient_plot import draw_exponents, worst_layers
 from launcher.report.page import write_report
-from launcher.report.plots import draw_confusion_matrix, draw_curves, draw_metric, figure_of
+from launcher.report.plots import draw_confusion_matrix, draw_curves
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry.events import EventLog
 
@@ -269,24 +269,6 @@ def write_gradients(run_dir, *events):
     for event in events:
         log.write(event)
     log.close()
-
-
-@pytest.mark.parametrize(
-    ("metrics", "label", "title"),
-    [
-        ({"perplexity": 12.5, "r2": 0.5}, "perplexity, held out", "last 12.5000 at step 60"),
-        ({"top5_accuracy": 0.75}, "top5 accuracy, held out (%)", "last 75.00 % at step 60"),
-    ],
-)
-def test_the_curves_show_the_first_metric_of_a_recipe_without_accuracy(metrics, label, title) -> None:
-    figure = figure_of(4.0, 3.0)
-    axes = figure.subplots()
-    evaluations = [
-        {"event": "eval", "step": step, "epoch": 0, "loss": 1.0, **metrics, "samples": 9} for step in (30, 60)
-    ]
-    draw_metric(axes, [], evaluations)
-    assert axes.get_ylabel() == label
-    assert axes.get_title(loc="left") == title
 
 
 def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(

@@ -1,0 +1,154 @@
+"""Plain text as tokens: characters, bytes or pieces of words, cut into blocks for a language model.
+
+Owns the files that a text is made of, the vocabulary and the division into training and validation. The
+vocabulary and the tokens depend on the files and the options alone, so that all ranks have the same.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config.schema import DataConfig
+from launcher.data.tables import read_text
+from launcher.data.tensor_cache import Stored, cache_folder, cached
+from launcher.data.tensors import TensorData
+from launcher.data.vocabulary import TOKENIZERS, Vocabulary, vocabulary_from
+from launcher.errors import ConfigError, DataError
+
+SOURCES = "*.py"  # of the standard library
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+TEXTS = (".txt", ".md", ".rst", ".text", ".py")  # read from a folder
+OPTIONS = {
+    "block_size": 128,
+    "tokenizer": "characters",
+    "vocab_size": 4096,
+    "cache": "auto",
+    "sample_tokens": 0,
+}
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """Blocks of tokens: column "tokens", int32 [n, block_size + 1], each token but the first a target."""
+
+    train: TensorData
+    validation: TensorData
+    vocabulary: Vocabulary
+    block_size: int
+    sample_tokens: int  # of a text to show after evaluations; 0: none
+
+
+def load_text(config: DataConfig) -> TextSet:
+    """The text of data.path, a file or a folder; by default the sources of Python's standard library.
+
+    The last `val_fraction` of the text is held out, cut at the start of a line. Raises ConfigError for wrong
+    options, DataError for a text that cannot be read or is too short.
+    """
+    options = text_options(config)
+    files, root = text_files(config.path)
+    key = {
+        "kind": "text",
+        "files": [(file.relative_to(root).as_posix(), *_stamp(file)) for file in files],
+        "tokenizer": TOKENIZERS[options["tokenizer"]].version(),
+        "vocab_size": options["vocab_size"] if options["tokenizer"] == "bpe" else None,
+        "val_fraction": config.val_fraction,
+    }
+    stored = cached(
+        cache_folder(options["cache"]), key, lambda: tokenised(files, config.val_fraction, options)
+    )
+    vocabulary = vocabulary_from(stored.texts)
+    where = config.path or "the standard library"
+    train, validation = (
+        TensorData({"tokens": blocks(stored.tensors[name], options["block_size"], where)}, config.name)
+        for name in ("train", "validation")
+    )
+    return TextSet(train, validation, vocabulary, options["block_size"], options["sample_tokens"])
+
+
+def text_options(config: DataConfig) -> dict[str, Any]:
+    """The options of a text: the defaults updated by the config. Raises ConfigError for invalid ones."""
+    options = {**OPTIONS, **config.options}
+    for name in options:
+        if name not in OPTIONS:
+            raise ConfigError(f"data.{name} is not an option of a text. It has {', '.join(OPTIONS)}.")
+    for name, least in (("block_size", 1), ("vocab_size", 1), ("sample_tokens", 0)):
+        value = options[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"data.{name}={value!r} must be a whole number of at least {least}.")
+    if options["tokenizer"] not in TOKENIZERS:
+        raise ConfigError(f"data.tokenizer={options['tokenizer']!r} must be one of {', '.join(TOKENIZERS)}.")
+    return options
+
+
+def text_files(path: str | None) -> tuple[list[Path], Path]:
+    """The files of a text, sorted by name, and the folder that they are in."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        return [file for file in _below(root, SOURCES) if _is_library(file.relative_to(root))], root
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [given], given.parent
+    if not given.is_dir():
+        raise ConfigError(f"data.path={path} is neither a file nor a folder.")
+    files = [file for file in _below(given, "*") if file.suffix.lower() in TEXTS]
+    if not files:
+        raise DataError(f"data.path={path} has no text below it: no file that ends in {', '.join(TEXTS)}.")
+    return files, given
+
+
+def tokenised(files: Sequence[Path], val_fraction: float, options: dict[str, Any]) -> Stored:
+    """The tokens of both parts, int32, and what the vocabulary is made from again."""
+    text = "".join(_ended(read_text(file)) for file in files)
+    parts = held_out(text, val_fraction)
+    vocabulary = TOKENIZERS[options["tokenizer"]].fitted(text, parts[0], options["vocab_size"])
+    tensors = {
+        name: torch.from_numpy(vocabulary.encode(part))
+        for name, part in zip(("train", "validation"), parts, strict=True)
+    }
+    return Stored(tensors, vocabulary.texts())
+
+
+def held_out(text: str, val_fraction: float) -> tuple[str, str]:
+    """The text and its last part, which begins at the start of a line where there is one near."""
+    cut = round(len(text) * (1 - val_fraction))
+    line = text.rfind("\n", 0, cut) + 1
+    return (text[:line], text[line:]) if line > cut // 2 else (text[:cut], text[cut:])
+
+
+def blocks(tokens: Tensor, size: int, where: str) -> Tensor:
+    """int32 [n, size + 1], without a copy: the last token of a block is the first of the next.
+
+    What is left at the end is not used. Raises DataError for fewer tokens than one block has.
+    """
+    count = (len(tokens) - 1) // size
+    if count < 1:
+        raise DataError(
+            f"{where} has only {len(tokens)} tokens in one of its parts, but data.block_size={size} needs "
+            f"{size + 1}. Give a longer text, or a smaller data.block_size."
+        )
+    return tokens.as_strided((count, size + 1), (size, 1))
+
+
+def _below(root: Path, pattern: str) -> list[Path]:
+    """Sorted by the parts of the path: the same on all machines."""
+    return sorted((file for file in root.rglob(pattern) if file.is_file()), key=lambda file: file.parts)
+
+
+def _is_library(file: Path) -> bool:
+    return not NOT_LIBRARY & set(file.parts[:-1])
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith("\n") or not text else text + "\n"
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
