@@ -98,7 +98,8 @@ class Standing:
         """Record an evaluation. A value that is not a number is never the best."""
         sign = 1 if metric.lower_is_better else -1
         cost = metric.value * sign
-        before = math.inf if self.best is None else self.best.value * sign
+        best = self.best if self.best is not None and self.best.name == metric.name else None
+        before = math.inf if best is None else best.value * sign
         is_best = cost < before
         if is_best:
             self.best = metric

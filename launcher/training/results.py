@@ -90,7 +90,7 @@ def result(
 def _measured(evaluations: Mapping[str, Evaluation], compare_by: str | None) -> dict[str, Any]:
     """What the last evaluation found, if there was one: `metrics` of the first set, `sets` of all by name."""
     if not evaluations:
-        return {"metric_name": compare_by, "metric": None, "metrics": {}}
+        return {"metric_name": compare_by or "loss", "metric": None, "metrics": {}}
     compared = comparison(compare_by, evaluations)
     sets = {name: {"loss": found.loss, **found.metrics} for name, found in evaluations.items()}
     measured = {"metric_name": compared.name, "metric": compared.value, "metrics": next(iter(sets.values()))}

@@ -30,6 +30,14 @@ def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_bett
     assert [each.metric.value for each in found] == pytest.approx(values, nan_ok=True)
 
 
+def test_what_another_metric_has_reached_is_not_compared() -> None:
+    """The recipe may compare by another one when the run is resumed."""
+    standing = Standing()
+    assert standing.measure(Metric("perplexity", 12.0, lower_is_better=True), loss=1.0).is_best
+    assert standing.measure(Metric("accuracy", 0.5, lower_is_better=False), loss=1.0).is_best
+    assert not standing.measure(Metric("accuracy", 0.5, lower_is_better=False), loss=1.0).is_best
+
+
 def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
     before = Standing()
