@@ -126,7 +126,10 @@ class Measuring:
         """The metric without samples."""
         if is_torchmetrics(metric):
             return adapted(metric, self.recipe.label, self.env.device)
-        return metric if isinstance(metric, LossMetric) else fresh(metric)
+        if isinstance(metric, LossMetric):
+            return metric
+        with self.guard(f"the metric {name_of(metric)}'s reset", None):
+            return fresh(metric)
 
     def _read_by_fed(self, batch: Batch) -> Batch:
         """The columns that the metrics without merge read; all where one of them does not say."""

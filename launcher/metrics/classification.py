@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.tensors import Batch
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, DataError
 from launcher.metrics.metric import Outputs, chosen, shape_text
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -41,7 +41,8 @@ class Classification:
     equation 3): the mean of |accuracy - confidence| over 15 bins of equal width, weighted by their samples.
     With a NaN among the logits all are NaN.
 
-    Raises ConfigError for outputs of another shape, and for labels or predictions that name no class.
+    Raises ConfigError for outputs of another shape and predictions that name no class, DataError for labels
+    that name none.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Classification:
         labels = labels.reshape(-1).to(torch.int64)
         predicted = (given.reshape(-1) if logits is None else logits.argmax(dim=1)).to(torch.int64)
         counted = torch.ones_like(labels) if self.ignored is None else (labels != self.ignored).long()
+        self._count(labels, predicted, counted)
         self._add(
             {
-                "cells": self._cells(labels, predicted, counted),
                 "lowest": _extreme("amin", counted, labels, predicted),
                 "highest": _extreme("amax", counted, labels, predicted),
                 "counted": counted.sum(),
@@ -106,14 +107,18 @@ class Classification:
         return {self.prefix + name: value for name, value in found.items()}
 
     def confusion_matrix(self) -> Int64Array:
-        """Counts [classes, classes]: row the true class, column the predicted one. Raises ConfigError."""
+        """Counts [classes, classes]: row the true class, column the predicted one.
+
+        Raises DataError for labels, ConfigError for predictions that name no class.
+        """
         num_classes = len(self.classes)
         if not self._state:
             return np.zeros((num_classes, num_classes), dtype=np.int64)
         for index, name in enumerate(("labels", "predictions")):
             lowest, highest = int(self._state["lowest"][index]), int(self._state["highest"][index])
             if lowest < 0 or highest >= num_classes:
-                raise ConfigError(
+                kind = DataError if name == "labels" else ConfigError
+                raise kind(
                     f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
                     f"have to lie in 0..{num_classes - 1}."
                 )
@@ -135,20 +140,20 @@ class Classification:
             "Loss(sum, count, outputs)."
         )
 
-    def _cells(self, labels: Tensor, predicted: Tensor, counted: Tensor) -> Tensor:
-        """int64 [classes^2 + 1]: the confusion matrix, and in the last place what is not counted."""
+    def _count(self, labels: Tensor, predicted: Tensor, counted: Tensor) -> None:
+        """Add to the cells, int64 [classes^2 + 1]: the confusion matrix, and last what is not counted."""
         num_classes = len(self.classes)
         valid = (labels >= 0) & (labels < num_classes) & (predicted >= 0) & (predicted < num_classes)
         cell = torch.where(valid & (counted > 0), labels * num_classes + predicted, num_classes**2)
-        return torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=cell.device).index_add_(
-            0, cell, torch.ones_like(cell)
-        )
+        if "cells" not in self._state:
+            self._state["cells"] = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=cell.device)
+        self._state["cells"].index_add_(0, cell, torch.ones_like(cell))  # in place: there may be many classes
 
     def _add(self, more: Mapping[str, Tensor]) -> None:
         for name, value in more.items():
             before = self._state.get(name)
             if before is None:
-                self._state[name] = value
+                self._state[name] = value.clone()
             elif name in ("lowest", "highest"):
                 self._state[name] = (torch.minimum if name == "lowest" else torch.maximum)(before, value)
             else:

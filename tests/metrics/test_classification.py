@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn import metrics
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
 from launcher.metrics import Classification
 
@@ -132,6 +132,14 @@ def test_logits_that_are_no_numbers_make_no_good_metric(value):
     assert all(math.isnan(each) for each in found.values())
 
 
+def test_a_merge_copies_what_it_takes():
+    whole, part = Classification(CLASSES), Classification(CLASSES)
+    part.update(torch.tensor([0, 1]), {"label": torch.tensor([0, 1])})
+    whole.merge(part)
+    whole.update(torch.tensor([2]), {"label": torch.tensor([2])})
+    assert (part.confusion_matrix().sum(), whole.confusion_matrix().sum()) == (2, 3)
+
+
 def test_a_prefix_and_an_output_tell_two_of_them_apart():
     labels, logits = logits_of(10, 3)
     one = Classification(CLASSES, output="a", prefix="first_")
@@ -157,5 +165,6 @@ def test_a_prefix_and_an_output_tell_two_of_them_apart():
     ],
 )
 def test_what_names_no_class_is_refused(outputs, labels, message):
-    with pytest.raises(ConfigError, match=message):
+    kind = DataError if "the labels go" in message else ConfigError
+    with pytest.raises(kind, match=message):
         measured(labels, outputs).compute()
