@@ -101,8 +101,9 @@ def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Of my own.\nseed: 1\n")
     text = recipes_text([conf_dir(), tmp_path])
-    assert "  mine         Of my own." in text
-    assert "  resnet18     ResNet-18 on 8 x 8 handwritten digits" in text
+    lines = [line.split(maxsplit=1) for line in text.splitlines()]
+    assert ["mine", "Of my own."] in lines
+    assert ["resnet18", "ResNet-18 on 8 x 8 handwritten digits: recipe=resnet model=resnet18."] in lines
     assert "model.zero_init_residual=true" in text
     assert "data.num_samples=" in text
 
@@ -153,7 +154,7 @@ def test_the_config_is_printed_and_nothing_runs(tmp_path, words: list[str]) -> N
 
 def test_a_part_of_the_config_is_printed(tmp_path) -> None:
     done = ask(["recipe=resnet18", "--cfg", "job", "schedule=linear", "-p", "schedule"], tmp_path)
-    assert yaml.safe_load(done.stdout) == {"name": "linear", "warmup_fraction": 0.2}
+    assert yaml.safe_load(done.stdout) == {"name": "linear", "warmup_fraction": 0.2, "base_batch": None}
 
 
 @pytest.mark.parametrize("words", [["--info", "searchpath"], ["--hydra-help"]])

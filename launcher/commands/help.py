@@ -5,7 +5,7 @@ Reads only the names and the YAML of conf/, so that it is fast; imports neither 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,22 @@ def help_text(directories: Sequence[Path]) -> str:
 
 def recipes_text(directories: Sequence[Path]) -> str:
     """Each recipe with what it is and what it chooses, and the keys of the models and data sets."""
+    choices = group_choices(*directories)
     lines = ["Recipes (recipe=<name>):"]
-    for name in group_choices(*directories).get("recipe", ()):
-        lines += [f"  {name:<12} {description(choice_file(directories, 'recipe', name))}"]
+    names = choices.get("recipe", [])
+    lines += columns((name, description(choice_file(directories, "recipe", name))) for name in names)
     for group in ("model", "data"):
         lines += ["", f"{group.capitalize()} ({group}=<name>) and the keys that it sets:"]
-        for name in group_choices(*directories).get(group, ()):
-            lines += [f"  {name:<12} {', '.join(own_keys(choice_values(directories, group, name), group))}"]
+        values = {name: choice_values(directories, group, name) for name in choices.get(group, ())}
+        lines += columns((name, ", ".join(own_keys(values[name], group))) for name in values)
     return "\n".join(lines) + "\n"
+
+
+def columns(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """One line per row, the texts below each other."""
+    listed = list(rows)
+    width = max((len(name) for name, _ in listed), default=0)
+    return [f"  {name:<{width}}  {text}".rstrip() for name, text in listed]
 
 
 def own_keys(values: Mapping[str, Any], group: str) -> Iterator[str]:

@@ -177,6 +177,7 @@ RULES: Mapping[str, Rule] = {
     "optim.clip_norm": optional(positive),
     "schedule.name": name,  # one of SCHEDULES, or of a recipe file's
     "schedule.warmup_fraction": share,
+    "schedule.base_batch": optional(whole(1)),
     "precision.name": one_of(*PRECISIONS),
     "precision.emulate": auto_or(flag),
     "precision.scale.mode": one_of("dynamic", "static", "none", "auto"),

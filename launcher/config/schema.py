@@ -126,6 +126,7 @@ OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConf
 class ScheduleConfig:
     name: str  # constant, linear, cosine, onecycle
     warmup_fraction: float
+    base_batch: int | None  # the batch that optim.lr is for; null: any
 
 
 @dataclass(frozen=True)

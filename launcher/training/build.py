@@ -202,10 +202,19 @@ def shares_communicator(config: Config, env: WorkerEnv) -> bool:
 
 def rates_of(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
     """One learning rate per applied step, of the recipe's own schedule where it has one."""
-    peak, schedule = config.optim.lr, config.schedule
+    peak, schedule = peak_rate(config), config.schedule
     if recipe.schedule is not None:
         return own_rates(recipe.schedule, named_schedule(config), peak, total_steps)
     return learning_rates(schedule.name, peak, total_steps, schedule.warmup_fraction)
+
+
+def peak_rate(config: Config) -> float:
+    """optim.lr; scaled with the batch where schedule.base_batch says for which one it is.
+
+    The linear rule of Goyal et al., 2017 (arXiv:1706.02677, section 2.1).
+    """
+    base = config.schedule.base_batch
+    return config.optim.lr if base is None else config.optim.lr * config.data.batch_size / base
 
 
 def named_schedule(config: Config) -> str:

@@ -19,6 +19,7 @@ from launcher.training.build import (
     TORCH_OPTIMIZERS,
     compiles_update,
     named_schedule,
+    peak_rate,
     rates_of,
     shares_communicator,
 )
@@ -46,6 +47,12 @@ def decisions(
         reason = compiles_update(env.device, numel, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
+    if (base := config.schedule.base_batch) is not None:
+        yield (
+            "learning rate",
+            f"{peak_rate(config):g}: optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size} "
+            f"/ schedule.base_batch={base}",
+        )
     if recipe.schedule is not None:
         yield (
             "schedule",

@@ -47,7 +47,7 @@ def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, ste
         if not isinstance(factor, Real) or isinstance(factor, bool) or not 0 <= peak * factor < math.inf:
             raise ConfigError(
                 f"{name} gave {factor!r} for step {step} of {steps}: it must return the factor on "
-                f"optim.lr={peak}, a finite number (no tensor) of at least 0."
+                f"the rate {peak:g}, a finite number (no tensor) of at least 0."
             )
         rates.append(peak * float(factor))
     return rates

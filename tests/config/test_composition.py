@@ -31,7 +31,8 @@ def problems(*overrides: str, **settings) -> str:
 def test_the_groups_are_those_of_the_design() -> None:
     groups = {"recipe", "model", "data", "optim", "schedule", "precision", "tracker", "experiment"}
     assert CHOICES.keys() == groups
-    assert CHOICES["recipe"] == ["resnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+    residual = [name for name in CHOICES["recipe"] if name.startswith("resnet")]
+    assert residual == ["resnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     assert set(CHOICES["precision"]) == {"fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"}
 
 
@@ -45,9 +46,9 @@ def test_every_choice_gives_a_valid_config(choice: str) -> None:
     chosen = getattr(config, group)
     assert chosen.name == ("resnet18" if choice == "recipe=resnet" else name)
     if group == "recipe":
-        assert config.model.name == chosen.name
         assert config.precision.name == "fp16"
-        assert config.data.name == "digits"
+    if choice.startswith("recipe=resnet"):
+        assert (config.model.name, config.data.name) == (chosen.name, "digits")
 
 
 def test_the_command_line_has_the_last_word() -> None:
@@ -153,10 +154,8 @@ def test_all_kinds_of_problems_are_told_together_and_once() -> None:
 
 
 def test_a_recipe_must_be_chosen() -> None:
-    assert problems() == (
-        "recipe: none is chosen. Choose one with recipe=<name>: "
-        "resnet, resnet18, resnet34, resnet50, resnet101, resnet152."
-    )
+    names = ", ".join(CHOICES["recipe"])
+    assert problems() == f"recipe: none is chosen. Choose one with recipe=<name>: {names}."
 
 
 def test_an_interpolation_of_another_key_is_allowed() -> None:
