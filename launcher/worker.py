@@ -371,6 +371,7 @@ def _first_step_done(run: Run, watchdog: Watchdog) -> None:
     """All ranks have started and compiled: from now on they wait for launch.stall_s at most."""
     tighten(run.env, run.config.launch.stall_s + _leeway_s(run.heartbeat))
     watchdog.tighten()
+    run.heartbeat.first_step_done()
 
 
 def _finish(job: _Job, monitor: Monitor, evaluations: Mapping[str, Evaluation], seconds: float) -> None:

@@ -31,7 +31,7 @@ PHASES = (
 IN_A_STEP = frozenset(STEP_PARTS)
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_ROW = struct.Struct("=qqd")  # phase, step, seconds of the machine's monotonic clock
+_ROW = struct.Struct("=qqd?")  # phase, step, seconds of the machine's monotonic clock, Beat.under_way
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Beat:
     phase: str
     step: int
     age_s: float
+    under_way: bool = False  # whether the rank has completed a step since it started
 
     @property
     def order(self) -> tuple[int, int]:
@@ -76,11 +77,12 @@ class Heartbeat:
         self._step = 0
         self._phase = PHASES[0]
         self._since_s = time.monotonic()
+        self._under_way = False
 
     @property
     def latest(self) -> Beat:
         """Where this rank is, and for how long. May be called from any thread."""
-        return Beat(self._phase, self._step, time.monotonic() - self._since_s)
+        return Beat(self._phase, self._step, time.monotonic() - self._since_s, self._under_way)
 
     @property
     def steps_done(self) -> int:
@@ -98,9 +100,17 @@ class Heartbeat:
             self._step = step
         self._phase = phase
         self._since_s = time.monotonic()
+        self._write()
+
+    def first_step_done(self) -> None:
+        """Record that this rank has completed a step since it started: other limits hold from then on."""
+        self._under_way = True
+        self._write()
+
+    def _write(self) -> None:
         if self._table is not None:
             # Not pack_into: it clears the row first, and a reader could see a rank that never started.
-            row = _ROW.pack(_NUMBERS[phase], self._step, self._since_s)
+            row = _ROW.pack(_NUMBERS[self._phase], self._step, self._since_s, self._under_way)
             self._table[self._offset : self._offset + _ROW.size] = row
 
 
@@ -124,7 +134,7 @@ class Heartbeats:
         """The latest heartbeat of each rank, by rank."""
         now = time.monotonic()
         rows = (_ROW.unpack_from(self._memory, rank * _ROW.size) for rank in range(self._num_ranks))
-        return [Beat(PHASES[phase], step, now - seconds) for phase, step, seconds in rows]
+        return [Beat(PHASES[phase], step, now - since_s, done) for phase, step, since_s, done in rows]
 
     def steps_done(self) -> int:
         """Steps completed by the rank that is furthest ahead."""

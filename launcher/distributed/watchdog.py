@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -133,7 +133,7 @@ class Watchdog:
             now = time.monotonic()
             since_s = now if now - looked_s > LOOK_EVERY_S + PAUSE_S else since_s
             beat = self._heartbeat.latest
-            beat = Beat(beat.phase, beat.step, min(beat.age_s, now - since_s))
+            beat = replace(beat, age_s=min(beat.age_s, now - since_s))
             self._looks, self._is_looking = self._looks + 1, True
             try:
                 if store is None:

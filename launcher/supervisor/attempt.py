@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from launcher.distributed.handoff import Departure
-from launcher.distributed.heartbeat import IN_A_STEP, PHASES, Beat, limit_s
+from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.distributed.process_group import first_failure
 from launcher.process.lifetime import Orphans
 from launcher.supervisor.child import SHOW_STACKS, Work, departure_key
@@ -29,7 +29,6 @@ SETTLE_S = 0.5  # for the other workers to record their errors, once one has fai
 OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
 STACKS_S = 0.5
 PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
-STEP_PHASES = IN_A_STEP - {"data"}
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
@@ -60,7 +59,7 @@ class Generation:
         self._began_s = self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # ranks whose exit has been seen
-        self._first_step: int | None = None
+        self._under_way = False
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that are left."""
@@ -135,18 +134,13 @@ class Generation:
 
     def _is_overdue(self, now: float) -> bool:
         beats = self._live_beats()
-        if not self._is_under_way(beats):
+        # A rank that evaluates before its first step beats with each batch.
+        done = any(beat.under_way or beat.phase in AFTER_A_STEP for beat in beats)
+        self._under_way |= done or bool(self._exited)
+        if not self._under_way:
             return now - max(self._began_s, self._watched_since_s) >= self._limits.init_timeout_s
         longest = now - self._watched_since_s
         return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
-
-    def _is_under_way(self, beats: Sequence[Beat]) -> bool:
-        """Whether a first step has been completed. After a restart it is not number 1."""
-        steps = [beat.step for beat in beats if beat.phase in STEP_PHASES]
-        if steps and self._first_step is None:
-            self._first_step = min(steps)
-        after = self._first_step is not None and any(step > self._first_step for step in steps)
-        return after or any(beat.phase in AFTER_A_STEP for beat in beats) or bool(self._exited)
 
     def _live_beats(self) -> list[Beat]:
         beats = self._work.heartbeats.read()

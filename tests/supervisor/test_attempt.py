@@ -1,0 +1,82 @@
+"""When a generation of workers counts as hanging: real processes, heartbeats written by hand."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.distributed.heartbeat import Heartbeats
+from launcher.process.lifetime import Orphans
+from launcher.supervisor.attempt import Generation, make_store
+from launcher.supervisor.child import Work
+from tests.configs import composed
+
+INIT_S, STALL_S = 0.3, 0.6
+
+
+@pytest.fixture
+def table() -> Heartbeats:
+    return Heartbeats(2)
+
+
+@pytest.fixture
+def generation(table, tmp_path: Path) -> Iterator[Generation]:
+    config = composed()
+    limits = replace(config.launch, init_timeout_s=INIT_S, stall_s=STALL_S)
+    config = replace(config, launch=limits, run=replace(config.run, dir=str(tmp_path)))
+    work = Work(config, table, tmp_path, 0, ())
+    orphans, store = Orphans(), make_store(work, 0)
+    processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    generation = Generation(0, processes, store, work, orphans)
+    yield generation
+    generation.kill()
+
+
+def beat(table: Heartbeats, phase: str, step: int, under_way: bool = False) -> None:
+    for rank in range(2):
+        heartbeat = table.of(rank)
+        if under_way:
+            heartbeat.first_step_done()
+        heartbeat.beat(phase, step)
+
+
+def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_step(generation, table) -> None:
+    """A run longer than launch.init_timeout_s was ended at the first poll at which all ranks read data."""
+    beat(table, "data", 9, under_way=True)
+    assert generation.poll() is None
+    time.sleep(INIT_S)
+    assert generation.poll() is None
+    beat(table, "data", 10)
+    time.sleep(INIT_S)
+    assert generation.poll() is None
+
+
+@pytest.mark.parametrize(("phase", "step"), [("data", 10), ("compute", 10), ("evaluation", 0)])
+def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, table) -> None:
+    beat(table, phase, step, under_way=phase != "evaluation")
+    time.sleep(INIT_S + 0.1)
+    assert generation.poll() is None
+    time.sleep(STALL_S - INIT_S)
+    verdict = generation.poll()
+    assert verdict is not None
+    assert verdict.exit_code == 6
+    assert "rank 0 (pid" in verdict.text
+    assert "hangs" in verdict.text
+
+
+@pytest.mark.parametrize("phase", ["loading data", "data", "compute"])
+def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(phase, generation, table) -> None:
+    beat(table, "loading data", 0)
+    assert generation.poll() is None
+    time.sleep(INIT_S)
+    beat(table, phase, 10)  # of a resumed run, a moment ago
+    verdict = generation.poll()
+    assert verdict is not None
+    assert verdict.exit_code == 6
