@@ -1,5 +1,5 @@
-# Sourced by the scripts here, which set `root` to the clone: sets up .venv on first use, and again when
-# what it depends on has changed. The argument is the list of extras to install, such as "data dev".
+# Sourced by the scripts here, which set `root` to the clone. Sets up .venv on first use and after changes of
+# its dependencies. The argument is the list of extras to install, such as "data dev".
 
 set_up_environment() {
   local extras=$1 venv="$root/.venv" wanted
@@ -8,7 +8,7 @@ set_up_environment() {
   is_set_up && return
   (
     if command -v flock >/dev/null; then
-      flock 9 # of two first uses at once the second waits here
+      flock 9 # of two concurrent first uses, the second waits here
     fi
     is_set_up && exit
     echo "setting up $venv: once, takes from 10 seconds to minutes" >&2
@@ -16,7 +16,7 @@ set_up_environment() {
     rm -f "$venv"/set-up-for-*
     touch "$venv/unfinished"
     "$venv/bin/python" "$root/scripts/install.py" $extras >&2
-    for extra in $extras; do # last: without these files the next use starts over
+    for extra in $extras; do # last: without these files, the next use starts over
       echo "$wanted" >"$venv/set-up-for-$extra"
     done
     rm "$venv/unfinished"
@@ -27,7 +27,7 @@ is_a_backend() {
   case $1 in
     default | auto | cpu | xpu | cu[0-9]* | rocm[0-9]*) return ;;
   esac
-  echo "error: TORCH_BACKEND=$1 is no build of torch. Use one that uv pip install --torch-backend knows, such" \
+  echo "error: TORCH_BACKEND=$1 is not a build of torch. Use a value of uv pip install --torch-backend, such" \
     "as cu126 or cpu, or default for the one in the package index." >&2
   return 2
 }
@@ -40,8 +40,8 @@ is_set_up() {
   [[ -z "${TORCH_BACKEND-}" || "$(cat "$venv/torch-backend" 2>/dev/null)" == "$TORCH_BACKEND" ]]
 }
 
-# Not where a set-up was interrupted, which leaves packages that only look installed, nor in a copy of
-# another clone, whose programs start that one's Python.
+# False after an interrupted set-up, which leaves incomplete packages, and in a copy of another clone, whose
+# programs start the Python of that clone.
 is_usable() {
   local last
   [[ ! -e "$venv/unfinished" ]] && "$venv/bin/python" -c 'import pip' 2>/dev/null || return 1

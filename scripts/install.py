@@ -1,7 +1,7 @@
 """Installs this project and the given extras into the environment of the Python that runs it.
 
-Chooses the build of torch by what nvidia-smi reports, or takes TORCH_BACKEND. Installs with uv, which pip
-brings where it is missing, under pip's own settings; with pip where uv cannot be had or fails.
+Chooses the build of torch from the output of nvidia-smi or from TORCH_BACKEND. Installs with uv and pip's
+settings. Installs uv with pip where it is missing, and uses pip where uv is unavailable or fails.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from launcher.distributed.torch_build import Capability, choose  # noqa: E402
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 VENV = Path(sys.prefix)
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-BUILD_FILE = VENV / "torch-backend"  # of the last complete installation
-DEFAULT = "default"  # the build that the package index has
+BUILD_FILE = VENV / "torch-backend"  # written after a complete installation
+DEFAULT = "default"  # the build in the package index
 OLDEST_UV = (0, 7, 14)  # the first with a stable --torch-backend
 PROXY = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
-# pip's option: uv's variables for the same
+# pip's option: uv's variables for it
 UV_NAMES = {
     "index-url": ("UV_DEFAULT_INDEX",),
     "extra-index-url": ("UV_INDEX",),
@@ -82,10 +82,10 @@ def parse_gpus(report: str) -> tuple[str | None, list[Capability]]:
 
 
 def with_uv(extras: list[str], backend: str, replace: bool) -> str | None:
-    """Install with uv. Returns why that failed, None where it did not."""
+    """Install with uv. Returns the reason of a failure, or None."""
     uv = find_uv()
     if uv is None:
-        return "uv cannot be had"
+        return "uv is unavailable"
     settings = pip_settings(subprocess.run([*PIP, "config", "list"], capture_output=True, text=True).stdout)
     words = [uv, "pip", "install", "--quiet", "--python", sys.executable, *requirements(extras)]
     if backend != DEFAULT:
@@ -100,12 +100,12 @@ def with_uv(extras: list[str], backend: str, replace: bool) -> str | None:
 
 
 def find_uv() -> str | None:
-    """That of the environment, that of the PATH, or one that pip brings into the environment."""
+    """uv of the environment or of the PATH, otherwise one installed by pip into the environment."""
     own = VENV / "bin" / "uv"
     for candidate in (str(own), shutil.which("uv")):
         if candidate and uv_version(candidate) >= OLDEST_UV:
             return candidate
-    # One retry: where no index answers, pip installs everything else from find-links.
+    # One retry: without an index, pip installs everything from find-links.
     bring = (*PIP, "install", "--quiet", "--retries", "1", "-c", str(CONSTRAINTS), "uv")
     brought = subprocess.run(bring, capture_output=True).returncode == 0
     return str(own) if brought and uv_version(str(own)) >= OLDEST_UV else None
@@ -130,7 +130,7 @@ def pip_settings(config_list: str) -> dict[str, str]:
 
 
 def uv_variables(settings: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that give uv the settings of pip, less those that the user has set for uv."""
+    """uv's variables for pip's settings, without those that the user has set for uv."""
     variables = {}
     for option, names in UV_NAMES.items():
         for name in names if option in settings else ():
@@ -138,7 +138,7 @@ def uv_variables(settings: Mapping[str, str], environ: Mapping[str, str]) -> dic
                 continue
             variables[name] = as_uv_reads_it(option, settings[option])
     if "UV_INDEX" in variables and not environ.get("UV_INDEX_STRATEGY"):
-        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # pip's: the best version that any index has
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip does: the best version of any index
     return variables
 
 
@@ -157,7 +157,7 @@ def with_pip(extras: list[str], backend: str, replace: bool) -> int:
     failed = subprocess.run([*PIP, "install", "--quiet", *requirements(extras), *named]).returncode
     if failed and named:
         print(
-            f"error: pip finds {named[0]} only in an index or a find-links that has it. Make uv available "
+            f"error: pip finds {named[0]} only in an index or find-links with that build. Install uv "
             f"({sys.executable} -m pip install uv), or set TORCH_BACKEND={DEFAULT}.",
             file=sys.stderr,
         )
@@ -177,7 +177,7 @@ def requirements(extras: list[str]) -> list[str]:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # end by the signal, so that the shell stops too
-        print("interrupted: the next use sets up again from the start", file=sys.stderr)
+    except KeyboardInterrupt:  # end with the signal, so that the shell stops too
+        print("interrupted: the next command sets up again from the start", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,8 +1,8 @@
-"""What others run for the same work, as its authors would write it.
+"""Baselines of the benchmarks, written as their authors recommend.
 
-Owns the updates that the update benchmark compares with (a fused optimizer alone, the stock composition of
-torch's parts, the loop over tensors that people write) and whole training steps: autocast with GradScaler, by
-hand, under Accelerate, under Lightning Fabric. They share no code with the engine.
+Owns the updates of the update benchmark (a fused optimizer alone, the composition of torch's own parts, the
+usual loop over tensors) and whole training steps: autocast with GradScaler, in plain torch, under Accelerate
+and under Lightning Fabric. They share no code with the engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StockComposition:
         self._wire = [scaled_gradient(master) for master in self._masters]
         self._optimizer = TORCH_OPTIMIZERS[optimizer](self._masters, fused=True, **options)  # type: ignore[call-arg]
         self._scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE)
-        self._scaler.scale(torch.zeros(()))  # makes the scale; in training the loss does
+        self._scaler.scale(torch.zeros(()))  # creates the scale tensor; in training, scaling the loss does
 
     def step(self) -> None:
         grads = [master.grad for master in self._masters if master.grad is not None]
@@ -65,7 +65,7 @@ class StockComposition:
 
 
 class PerTensor:
-    """What people write: a loop over the tensors for each of the parts, with fresh tensors in between."""
+    """The usual loop: each part iterates over the tensors and allocates new ones."""
 
     def __init__(self, shapes: Sequence[torch.Size], optimizer: str, options: Mapping[str, Any]) -> None:
         self._masters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -86,7 +86,7 @@ class PerTensor:
 
 
 def half_copies(masters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-    """fp16 weights of the matrices, and the masters of which they are rounded copies."""
+    """fp16 weights of the matrices, and the masters that they are rounded from."""
     matrices = [master.detach() for master in masters if master.ndim >= 2]
     return [master.half() for master in matrices], matrices
 
@@ -98,7 +98,7 @@ def scaled_gradient(master: Tensor) -> Tensor:
 
 
 class AutocastLoop:
-    """autocast + GradScaler + fused optimizer + channels_last, nothing waited for between the steps.
+    """autocast + GradScaler + fused optimizer + channels_last, without synchronization between steps.
 
     `half` False is the same loop in fp32, or in TF32 where that is allowed.
     """
@@ -167,7 +167,7 @@ class FabricLoop:
 
 
 def stock_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Torch's fused one, with the options that the engine's side of a comparison has."""
+    """Torch's fused optimizer, with the options of the engine's side."""
     options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
     if name == "sgd":
         options = {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
@@ -175,7 +175,7 @@ def stock_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def channels_last(images: Any) -> Any:
-    """In the memory format of convolutions on tensor cores; what has no images is left alone."""
+    """Convert images and convolutions to channels_last, the format of tensor cores."""
     if isinstance(images, nn.Module) or images.ndim == 4:
         return images.to(memory_format=torch.channels_last)
     return images

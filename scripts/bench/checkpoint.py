@@ -1,10 +1,10 @@
-"""Time of a step that publishes a checkpoint over a normal one, and the host memory that it takes.
+"""Time of a step that publishes a checkpoint relative to a normal step, and the host memory it needs.
 
     python scripts/bench/checkpoint.py [--quick] [--json FILE]
 
 ResNet-50 with AdamW, one process with all cores. A normal step alternates with a step at whose end the state
-is copied to host memory and handed to the thread that writes it; the steps that run beside the writing are
-counted apart. Directory: --directory, by default a temporary one.
+is copied to host memory and passed to the writer thread. Steps during the writing are reported separately.
+Directory: --directory, by default a temporary one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = {False: ("resnet50", 64, 16), True: ("resnet18", 8, 2)}  # by --quick: n
 
 
 class Job:
-    """A model in training, and the parts that save it."""
+    """A model in training, and its checkpoint writer."""
 
     def __init__(self, name: str, pixels: int, batch: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -66,10 +66,10 @@ class Job:
 
 
 class Peak:
-    """The most host memory that the process takes while the context lasts, beyond what it had before."""
+    """Peak growth of the process's memory within the context."""
 
     def __enter__(self) -> Peak:
-        ctypes.CDLL(None).malloc_trim(0)  # or the copy would be made in memory that was used before
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise the copy would reuse freed memory
         self._before = self.bytes = resident_bytes()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
@@ -91,7 +91,7 @@ def resident_bytes() -> int:
 
 
 def measure(job: Job, directory: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds of normal steps, of steps that publish, of their copies, and of steps beside the writing."""
+    """Seconds of normal steps, of steps that publish, of their copies, and of steps during the writing."""
     found: dict[str, list[float]] = {key: [] for key in ("normal", "publishing", "copy", "beside", "written")}
     job.step(), job.step()  # touch the memory for the first time
     with Writer(directory, keep=1) as writer:
@@ -109,7 +109,7 @@ def measure(job: Job, directory: Path, repeats: int) -> dict[str, list[float]]:
                 raise report.error
             found["written"].append(report.seconds)
             size_bytes = report.size_bytes
-        with Peak() as peak:  # no steps beside it: they need memory of their own
+        with Peak() as peak:  # without concurrent steps, which allocate memory too
             writer.publish(job.take)
             writer.wait()
     for key in ("publishing", "copy", "written"):
@@ -139,9 +139,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--directory", type=Path, help="where to write; the disk matters")
-    parser.add_argument(
-        "--quick", action="store_true", help="two repeats, a small model: a test of this file"
-    )
+    parser.add_argument("--quick", action="store_true", help="two repeats, a small model, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,7 +150,7 @@ def main() -> None:
         print(f"{key:40} {value:10.2f}")
     if arguments.json:
         content = {
-            "what": "a step that publishes a checkpoint over a normal one",
+            "what": "a step that publishes a checkpoint, relative to a normal one",
             "model": MODEL[arguments.quick],
             "machine": machine(),
             "n": repeats,

@@ -1,9 +1,9 @@
-"""Whether the program runs on this GPU at all: one check of scripts/bench/gpu per call.
+"""Whether the launcher runs on this GPU: one check of scripts/bench/gpu per call.
 
     python scripts/bench/gpu_road.py kernels|launcher|restart|wires|launches [--json FILE] [--dry-run]
 
-kernels   what torch, Triton and cuDNN say; the update compiled for 32 elements against the plain one
-launcher  a run with a checkpoint, and one that resumes from it
+kernels   versions of torch, Triton and cuDNN; the update compiled for 32 elements against the plain one
+launcher  a run with a checkpoint, and a run that resumes from it
 restart   parent mode: a worker is killed, the next one resumes from the checkpoint
 wires     a group of one, each wire: the same bits as without a group
 launches  kernels and synchronisations of a step, counted by the profiler
@@ -110,7 +110,7 @@ def launch(*words: str) -> str:
 
 
 def restart(device: torch.device, dry_run: bool) -> dict[str, Any]:
-    """The parent must not touch CUDA before it forks, nor after."""
+    """Parent mode on a GPU: the parent must never initialise CUDA."""
     steps = 6 if dry_run else 400
     with tempfile.TemporaryDirectory() as name:
         words = words_of(Path(name), dry_run)
@@ -170,9 +170,9 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def collectives_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A default group of one in which Steppers built within have collectives, as one GPU can run them.
+    """A default group of one whose Steppers run their collectives, as one GPU can.
 
-    A Stepper takes a group of one for no group. Within this it takes the group that it is given.
+    A Stepper otherwise treats a group of one as no group.
     """
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
@@ -205,7 +205,7 @@ def resnet18() -> nn.Module:
 
 
 def tiny_net(in_channels: int = 1, num_classes: int = 10) -> nn.Module:
-    """In place of a ResNet in a dry run: half arithmetic of a CPU is a hundred times slower than a GPU's."""
+    """Replaces a ResNet in a dry run: fp16 arithmetic on a CPU is a hundred times slower than on a GPU."""
     return nn.Sequential(
         nn.Conv2d(in_channels, 8, 3, bias=False),
         nn.BatchNorm2d(8),
@@ -284,7 +284,7 @@ def profiled(step: Callable[[], None], device: torch.device, steps: int = 3) -> 
 
 
 def runtime_calls(step: Callable[[], None], device: torch.device, steps: int) -> Counter[str]:
-    """By name, while so many steps run. With none: those of the profiler itself, which waits at its end."""
+    """Counts by name over some steps. Without steps: those of the profiler, which synchronizes at its end."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     if not arguments.dry_run and not torch.cuda.is_available():
-        print("no CUDA device: --dry-run goes through all of it on a CPU")
+        print("no CUDA device: --dry-run runs all of it on a CPU")
         return SKIPPED
     device = torch.device("cpu") if arguments.dry_run else torch.device("cuda", 0)
     found = CHECKS[arguments.check](device, arguments.dry_run)

@@ -1,10 +1,10 @@
-"""All that is to be known of a GPU, in one command: what fails first, then how fast it is.
+"""All checks and measurements of a GPU in one command.
 
     scripts/bench/gpu [--minutes 9] [--wheels DIR] [--cifar10 DIR] [--only PART ...] [--json FILE] [--dry-run]
 
-Runs its parts one after another, each as a process with a time limit of its own, at most --minutes in all.
-Prints one table, failures first, and writes one JSON, also when it is ended early. --wheels installs
-what a machine without network lacks. --dry-run goes through the same parts on a CPU with tiny sizes.
+Runs its parts one after another, each as a process with a time limit, for at most --minutes in total. Prints
+one table, failures first, and writes one JSON file, also when it is interrupted. --wheels installs packages
+without network. --dry-run runs the same parts on a CPU with tiny sizes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results" / "gpu.json"
 PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "safetensors", "numpy", "accelerate", "lightning")
-TAIL = 2000  # characters of a failed part's output that are kept
+TAIL = 2000  # characters kept of a failed part's output
 ORDER = ("failed", "out of time", "no time", "skipped", "done")
-SKIPPED = 77  # exit code of a part that has nothing to do here
+SKIPPED = 77  # exit code of a part that is skipped
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command of this session. `{json}` in it is where it may write what it found."""
+    """A command of this session. `{json}` in it stands for the file of its results."""
 
     name: str
     command: tuple[str, ...]
@@ -46,19 +46,19 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part; `state` is one of ORDER."""
+    """The outcome of a part; `state` is one of ORDER."""
 
     part: str
     state: str
     seconds: float = 0.0
     exit_code: int | None = None
-    told: str = ""  # the last line that it printed
-    output: str = ""  # the end of all that it printed, where it did not get through
+    told: str = ""  # last line of its output
+    output: str = ""  # end of its output, where it failed
     found: Any = None
 
 
 def parts(arguments: argparse.Namespace) -> list[Part]:
-    """In the order of what must be known first."""
+    """The parts, most important first."""
     dry = ("--dry-run",) if arguments.dry_run else ()
     road, speed = str(HERE / "gpu_road.py"), str(HERE / "gpu_speed.py")
     tests = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "--tb=short")
@@ -88,7 +88,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
 
 
 def run(part: Part, limit_s: float, folder: Path) -> Outcome:
-    """Run one part for at most `limit_s` seconds. Its processes end with it."""
+    """Run one part for at most `limit_s` seconds, then kill all its processes."""
     file = folder / f"{part.name.replace('/', '-')}.json"
     command = [sys.executable, *(word.replace("{json}", str(file)) for word in part.command)]
     began = time.monotonic()
@@ -107,7 +107,7 @@ def run(part: Part, limit_s: float, folder: Path) -> Outcome:
             exit_code = None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it may have left behind, too
+                os.killpg(process.pid, signal.SIGKILL)  # with all its processes
             process.wait()
         output.seek(0)
         text = output.read()
@@ -124,7 +124,7 @@ def run(part: Part, limit_s: float, folder: Path) -> Outcome:
 
 
 def session(todo: Sequence[Part], minutes: float, file: Path, dry_run: bool) -> list[Outcome]:
-    """Run the parts that there is time for. After each of them `file` holds all that is known."""
+    """Run the parts that fit into the time. `file` is rewritten after each of them."""
     deadline = time.monotonic() + 60 * minutes
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="gpu-session-") as folder:
@@ -141,7 +141,7 @@ def session(todo: Sequence[Part], minutes: float, file: Path, dry_run: bool) -> 
 
 
 def report(outcomes: Sequence[Outcome], dry_run: bool) -> dict[str, Any]:
-    """What failed stands first."""
+    """The table of outcomes, failures first."""
     return {
         "what": "parts of scripts/bench/gpu, those that failed first",
         "dry_run": dry_run,
@@ -155,7 +155,7 @@ def failures_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, versions, date. Asked of nvidia-smi: this process leaves the GPU alone."""
+    """Hardware, versions, date. From nvidia-smi, because this process must not use the GPU."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -181,7 +181,7 @@ def row(outcome: Outcome) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its part ends with it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # kills the part as well
     outcomes = session(parts(arguments), arguments.minutes, arguments.json, arguments.dry_run)
     print(f"\n{arguments.json}\n" + "\n".join(map(row, failures_first(outcomes))))
     bad = [outcome for outcome in failures_first(outcomes) if outcome.state in ("failed", "out of time")]
@@ -198,7 +198,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without network")
     parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10, for H10")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write what was found")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the results")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny sizes")
     return parser.parse_args(argv)
 

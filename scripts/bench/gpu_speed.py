@@ -1,9 +1,9 @@
-"""How fast a GPU trains, against what others would write: one row of performance.md's table per call.
+"""Training speed on a GPU compared with standard implementations: one measurement per call.
 
     python scripts/bench/gpu_speed.py H1|H2|H3|H4|H5|H6|H8|H9|H10 [--json FILE] [--dry-run] [--cifar10 DIR]
 
-Both sides of a ratio live in one process and take turns, A B A B; reported are minimum and median. Times are
-those of several steps with one wait at their end, as a training loop has them.
+Both sides of a ratio run in one process and alternate, A B A B. Reports minimum and median, of several steps
+with one synchronization at their end, as in a training loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIMIZERS = {"sgd": SGD(1e-3, 0.9, True, 5e-4), "adamw": AdamW(1e-4, weight_dec
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how much: a dry run is tiny."""
+    """Device and sizes; tiny in a dry run."""
 
     device: torch.device
     dry_run: bool
@@ -55,7 +55,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def times(self, sides: Mapping[str, Step], steps: int = 10) -> dict[str, dict[str, float]]:
-        """Milliseconds of a step by side. The first rounds compile and choose algorithms and do not count."""
+        """Milliseconds of a step by side, without the first rounds, which compile and select algorithms."""
         steps = 1 if self.dry_run else steps
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for repeat in range(-2, self.repeats):
@@ -98,7 +98,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides train on."""
+    """The batch for both sides."""
 
     model: Callable[[], nn.Module]
     inputs: Tensor
@@ -111,7 +111,7 @@ class Task:
         return self.ours_on_device(bench, policy, optimizer, report=True)
 
     def ours_on_device(self, bench: Bench, policy: str, optimizer: str, report: bool) -> Step:
-        """A training step. The launcher reads the report of each one step late, and so does this."""
+        """A training step. The launcher reads each report one step late, and so does this."""
         model = channels_last(self.model().to(bench.device))
         compiled = bench.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         samples = len(self.labels)
@@ -199,11 +199,11 @@ def h4(bench: Bench) -> dict[str, Any]:
 
 
 def h5(bench: Bench) -> dict[str, Any]:
-    """The update alone on BERT-large shapes, AdamW: of the copy's bandwidth, and over torch's fused one."""
+    """The AdamW update on BERT-large shapes: share of copy bandwidth, ratio to torch's fused AdamW."""
     shapes = tiny_shapes() if bench.dry_run else bert_shapes(24, 1024)
     numel = sum(shape.numel() for shape in shapes.values())
     compiled = bench.device.type == "cuda"
-    with torch.device(bench.device):  # the contenders make their tensors where they are told to
+    with torch.device(bench.device):  # the contenders create their tensors on this device
         sides = {
             "copy": Copy(numel).step,
             "ours": Ours(shapes, OPTIMIZERS["adamw"], compiled).step,
@@ -240,13 +240,13 @@ def h6(bench: Bench) -> dict[str, Any]:
 
 
 def h8(bench: Bench) -> dict[str, Any]:
-    """Largest memory in use, ResNet-50: one side after the other, each in an empty process's memory."""
+    """Peak memory of ResNet-50, one side after the other, each with all other memory freed."""
     task = bench.resnet("resnet50", 224, 64)
     found: dict[str, Any] = {}
     for name, build in (("autocast", task.stock), ("ours", task.ours)):
         step = build(bench)
         if bench.device.type == "cuda":
-            step()  # cuDNN tries algorithms with memory of their own in the first one
+            step()  # in the first one, cuDNN tries algorithms that allocate memory
             torch.cuda.reset_peak_memory_stats(bench.device)
         for _ in range(3):
             step()
@@ -259,7 +259,7 @@ def h8(bench: Bench) -> dict[str, Any]:
 
 
 def h9(bench: Bench) -> dict[str, Any]:
-    """Floating-point operations of the model per second, over what a large matrix product reaches."""
+    """The model's floating-point operations per second, relative to a large matrix product."""
     size = 64 if bench.dry_run else 8192
     half = torch.randn(size, size, device=bench.device).half()
     rate = 2 * size**3 / bench.times({"product": lambda: torch.mm(half, half)})["product"]["min_ms"]
@@ -275,7 +275,7 @@ def h9(bench: Bench) -> dict[str, Any]:
 
 
 def flops_of(task: Task, bench: Bench) -> float:
-    """Of a forward and a backward pass of one batch."""
+    """Floating-point operations of a forward and backward pass of one batch."""
     model = task.model().to(bench.device)
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(model(task.inputs.to(bench.device)).float(), task.labels.to(bench.device)).backward()
@@ -283,7 +283,7 @@ def flops_of(task: Task, bench: Bench) -> float:
 
 
 def h10(bench: Bench) -> dict[str, Any]:
-    """CIFAR-10 by the launcher, fp16 against fp32, the same seed: accuracy and time."""
+    """CIFAR-10 with the launcher, fp16 against fp32 with the same seed: accuracy and time."""
     if bench.cifar10 is None and not bench.dry_run:
         raise Skipped("H10 needs --cifar10 DIR")
     tiny = ["data=synthetic", "data.num_samples=64", "data.image_size=8"]
@@ -304,11 +304,11 @@ def h10(bench: Bench) -> dict[str, Any]:
 
 
 class Skipped(Exception):
-    """There is nothing to measure here; the text says why."""
+    """This measurement is skipped; the message says why."""
 
 
 def ratio(rows: Mapping[str, Mapping[str, float]], above: str, below: str) -> float:
-    """Of the medians."""
+    """Ratios of the medians."""
     return rows[above]["median_ms"] / rows[below]["median_ms"]
 
 
@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     if not arguments.dry_run and not torch.cuda.is_available():
-        print("no CUDA device: --dry-run goes through all of it on a CPU")
+        print("no CUDA device: --dry-run runs all of it on a CPU")
         return SKIPPED
     torch.backends.cudnn.benchmark = True
     device = torch.device("cpu") if arguments.dry_run else torch.device("cuda", 0)

@@ -1,12 +1,12 @@
-"""Time from the command, and from the death of a rank, to the first all-reduce, against torchrun.
+"""Time from the command, and from the death of a rank, to the first all-reduce, compared with torchrun.
 
     python scripts/bench/launch.py [--quick] [--json FILE] [--ranks 2 4] [--repeats 8]
 
 One side is `python -m launcher launch.nproc=N` with a tiny recipe whose first line is an all-reduce: config
-composed and checked, run directory claimed, workers started. The other is torchrun with a script that opens a
-process group and does the same all-reduce, nothing else. Then a rank is killed, and both start their workers
-again. The sides take turns, A B A B; reported are minimum and median, and how long the answer to `--help` and
-to a mistake on the command line takes.
+composed and checked, run directory claimed, workers started. The other is torchrun with a script that only
+initialises a process group and does the same all-reduce. Then a rank is killed, and both restart their
+workers. The sides alternate, A B A B. Reports minimum and median, and the time of `--help` and of a wrong
+command line.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ import os, time
 import torch
 import torch.distributed as dist
 
-def all_reduce_and_tell():
+def all_reduce_and_report():
     dist.all_reduce(torch.zeros(1))
     rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     line = f"reduced {rank} {generation} {os.getpid()} {time.monotonic()}\\n"
-    os.write(1, line.encode())  # in one piece: the ranks share the pipe
+    os.write(1, line.encode())  # in one write: the ranks share the pipe
 """
 BARE = (
     TELL
     + """
 dist.init_process_group("gloo")
-all_reduce_and_tell()
+all_reduce_and_report()
 while True:
     dist.all_reduce(torch.zeros(1))
     time.sleep(0.01)
@@ -62,7 +62,7 @@ def loss(network, batch):
 
 @recipe("tiny")
 def tiny(config):
-    all_reduce_and_tell()
+    all_reduce_and_report()
     data = TensorData({"image": torch.zeros(8, 4), "label": torch.zeros(8, dtype=torch.int64)})
     return Recipe(lambda: nn.Linear(4, 2), data, data, loss, classes=("a", "b"))
 """
@@ -92,7 +92,7 @@ SIDES = {"launcher": launcher_command, "torchrun": torchrun_command}
 
 
 class Job:
-    """A launched command in a session of its own, which ends with it."""
+    """A launched command in a new session, which is killed at the end."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.began = time.monotonic()
@@ -121,14 +121,14 @@ class Job:
         self._process.wait()
 
     def first_reduced(self, ranks: int, generation: int) -> tuple[float, dict[int, int]]:
-        """When the last rank of a generation had its first all-reduce, and the process of each."""
+        """When the last rank of an attempt finished its first all-reduce, and each rank's pid."""
         assert self._process.stdout is not None
         pids: dict[int, int] = {}
         latest = 0.0
         while len(pids) < ranks:
             line = self._process.stdout.readline()
             if not line:
-                raise Failed("it ended before its ranks had met")
+                raise Failed("it ended before the first all-reduce")
             match line.split():
                 case ["reduced", rank, number, pid, moment] if int(number) == generation:
                     pids[int(rank)] = int(pid)
@@ -144,11 +144,11 @@ def children_of(pid: int) -> list[int]:
 
 
 class Failed(Exception):
-    """A side did not get as far as its first all-reduce."""
+    """A side failed before its first all-reduce."""
 
 
 def give_up(number: int, frame: object) -> None:
-    raise Failed(f"its ranks had not met after {PATIENCE_S} s")
+    raise Failed(f"no all-reduce within {PATIENCE_S} s")
 
 
 def environment() -> dict[str, str]:
@@ -186,7 +186,7 @@ def answer(words: Sequence[str], folder: Path) -> float:
 
 
 def measure(ranks: int, repeats: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Seconds by event and side. The first round of each brings files into memory and does not count."""
+    """Seconds by event and side. The first round warms the file cache and is not counted."""
     times: dict[str, dict[str, list[float]]] = {
         event: {side: [] for side in SIDES} for event in ("start", "restart")
     }
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             what: [answer(words, folder) for _ in range(repeats + 1)][1:] for what, words in ANSWERS.items()
         }
         cases.append({"event": "answer", "ranks": 0, "rows": summary(answers)})
-        tell("answer of the front door", cases[-1]["rows"])
+        tell("time to answer", cases[-1]["rows"])
     if arguments.json:
         report = {
             "what": "seconds to the first all-reduce",
@@ -252,7 +252,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="two repeats, two ranks: a test of this file")
+    parser.add_argument("--quick", action="store_true", help="two repeats, two ranks, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     return parser.parse_args(argv)
 

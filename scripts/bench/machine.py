@@ -1,4 +1,4 @@
-"""What the figures of a benchmark depend on: written beside every one of them."""
+"""The machine of a benchmark, recorded with its results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
+    """The processor's name as Linux reports it, otherwise as Python does."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

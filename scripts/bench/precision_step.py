@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node=2 scripts/bench/precision_step.py [--quick] [--json FILE]
 
-All policies live in the same processes and take turns, A B C D A B C D, so that they see the same machine.
-Reports the minimum and the median of the repeats, and ratios to fp32. Also measures, by walking over all
-live tensors, the bytes of persistent training state per parameter with AdamW.
+All policies run in the same processes and alternate, A B C D A B C D, under the same load. Reports minimum
+and median of the repeats, and ratios to fp32. Also sums the live tensors after a step: the bytes of
+persistent training state per parameter with AdamW.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def measure(arguments: argparse.Namespace) -> None:
     for repeat in range(repeats + 2):
         for name, contender in contenders.items():
             seconds = contender.step()
-            if repeat >= 2:  # the first two touch memory for the first time
+            if repeat >= 2:  # the first two touch memory for the first time and are not counted
                 times[name].append(seconds)
     if dist.get_rank() == 0:
         tell(times, sizes, arguments)
 
 
 class Contender:
-    """One policy with a model, an optimizer and a batch of its own."""
+    """One policy with its model, optimizer and batch."""
 
     def __init__(self, policy: str, device: torch.device, batch: int) -> None:
         self.model = resnet18(device)
@@ -79,7 +79,7 @@ def train_step(stepper: Stepper, model: nn.Module, images: torch.Tensor, labels:
         logits = model(images).float()
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
     stepper.backward(loss, len(labels))
-    stepper.step().read()  # read at once: on CUDA this waits, so that the clock sees the whole step
+    stepper.step().read()  # synchronizes on CUDA, so that the whole step is timed
 
 
 def resnet18(device: torch.device) -> nn.Module:
@@ -88,7 +88,7 @@ def resnet18(device: torch.device) -> nn.Module:
 
 
 def state_bytes_per_parameter(policy: str, device: torch.device) -> float:
-    """Bytes of all tensors that exist after a step and did not before the model, per parameter."""
+    """Bytes per parameter of all tensors created since before the model and alive after a step."""
     before = live_bytes()
     model = resnet18(device)
     stepper = Stepper(model, AdamW(1e-3), Policy.named(policy), dist.group.WORLD)
@@ -103,7 +103,7 @@ def live_bytes() -> int:
     storages = {
         item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
         for item in gc.get_objects()
-        if issubclass(type(item), torch.Tensor)  # isinstance would wake torch's deprecated lazy names
+        if issubclass(type(item), torch.Tensor)  # isinstance would import torch's deprecated lazy names
     }
     return sum(storages.values())
 
@@ -144,7 +144,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=64, help="samples per rank")
     parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--quick", action="store_true", help="two repeats: a test of the benchmark itself")
+    parser.add_argument("--quick", action="store_true", help="two repeats, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""BERT-base and GPT of 124 M parameters in plain torch, for measurements: no weights, no tokenizer.
+"""BERT-base and GPT of 124 M parameters in plain torch, for benchmarks: no pretrained weights, no tokenizer.
 
 Shapes and operations are those of the originals: Devlin et al. 2018 (post-norm), Radford et al. 2019
 (pre-norm). Dropout is left out on both sides of every comparison.
@@ -74,7 +74,7 @@ def gpt_small() -> nn.Module:
 
 
 def tiny_transformer(causal: bool) -> Callable[[], nn.Module]:
-    """For a test of the benchmark itself: 100 words."""
+    """A tiny model with 100 tokens, to test the benchmark."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -1,13 +1,12 @@
-"""Time of the whole update (check, norm, clip, optimizer, fp16 weights) against what stock torch offers.
+"""Time of the whole update (check, norm, clip, optimizer, fp16 weights) compared with stock torch.
 
     python scripts/bench/update.py [--quick] [--json FILE] [--threads 2 1] [--models resnet50 bert_base]
 
 On the parameter shapes of ResNet-50 and BERT-base, for AdamW and for SGD with Nesterov momentum. All
-contenders live in one process and take turns, A B C A B C, so that they see the same machine; compared are
-minima and medians. Where a process's memory lies moves these ratios by a tenth and more, so each case is
-measured in several processes, one after another: reported are the median process, the best and the worst.
-The bytes per parameter are those that a copy would move in the same time. The compiled pass is watched: a
-compilation after the warm-up ends the benchmark with an error.
+contenders run in one process and alternate, A B C A B C, under the same load. Compares minima and medians.
+The memory layout of a process changes these ratios by a tenth or more, so each case is measured in several
+processes: reported are the median process, the best and the worst. Bytes per parameter are those that a copy
+would move in the same time. A recompilation after the warm-up ends the benchmark with an error.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Shapes = dict[str, torch.Size]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer under torch's options and as the engine's value."""
+    """An optimizer as torch's options and as the engine's value."""
 
     torch_options: Mapping[str, Any]
     ours: Optimizer
@@ -93,7 +92,7 @@ def bert_shapes(layers: int, width: int) -> Shapes:
 
 
 def tiny_shapes() -> Shapes:
-    """For a test of the benchmark itself."""
+    """A tiny model, to test the benchmark."""
     return convolution("conv", "bn", 40, 30, 3) | linear("fc", 200, 90)
 
 
@@ -121,7 +120,7 @@ class Contender(Protocol):
 
 
 class Copy:
-    """The measure of the machine's memory: as many fp32 elements as there are parameters, copied."""
+    """Memory bandwidth: a copy of as many fp32 elements as there are parameters."""
 
     def __init__(self, num_parameters: int) -> None:
         self._source, self._target = torch.randn(num_parameters), torch.zeros(num_parameters)
@@ -131,7 +130,7 @@ class Copy:
 
 
 class Ours:
-    """The engine's update as a step runs it after the wire: one look at the gradient, then one pass."""
+    """The engine's update as in a step: one read of the gradient for check and norm, then one pass."""
 
     def __init__(self, shapes: Shapes, optimizer: Optimizer, compiled: bool) -> None:
         self._layout = Layout(holder_of(shapes), Policy.fp16())
@@ -178,7 +177,7 @@ def contenders_for(shapes: Shapes, optimizer: str, slow: bool) -> dict[str, Cont
 
 
 def measure(contenders: Mapping[str, Contender], repeats: int) -> dict[str, list[float]]:
-    """Seconds by contender. They take turns; the first two rounds touch memory, compile, and do not count."""
+    """Seconds by contender, which alternate; without the first two rounds, which touch memory and compile."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     compiled = 0
     for repeat in range(-2, repeats):
@@ -190,7 +189,7 @@ def measure(contenders: Mapping[str, Contender], repeats: int) -> dict[str, list
             if repeat >= 0:
                 times[name].append(time.perf_counter() - began)
     if num_compilations() != compiled:
-        raise RuntimeError(f"{num_compilations() - compiled} graphs were compiled again between steps")
+        raise RuntimeError(f"{num_compilations() - compiled} graphs were recompiled between steps")
     return times
 
 
@@ -222,7 +221,7 @@ class Case:
     slow: bool  # with the slowest contender
 
     def run(self) -> dict[str, dict[str, float]]:
-        """In this process."""
+        """Measure in this process."""
         torch.set_num_threads(self.threads)
         make, num_parameters = MODELS[self.model]
         shapes = make()
@@ -231,14 +230,14 @@ class Case:
         return summary(times, num_parameters)
 
     def run_in_processes(self, count: int) -> list[dict[str, dict[str, float]]]:
-        """In fresh processes, one after another."""
+        """Measure in new processes, one after another."""
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as executor:
             return list(executor.map(Case.run, [self] * count))
 
 
 def medians(processes: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of each figure, over the processes."""
+    """Median of each figure over the processes."""
     return {
         name: {key: statistics.median(rows[name][key] for rows in processes) for key in row}
         for name, row in processes[0].items()
@@ -291,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "processes": processes,
             }
         )
-        if arguments.json:  # after each case: a long run that is ended has shown something
+        if arguments.json:  # after each case, so that an interrupted run has results
             arguments.json.write_text(json.dumps(report(done, case.repeats), indent=2) + "\n")
 
 
@@ -313,7 +312,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=12, help="in each process")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--skip-per-tensor", action="store_true", help="leave the slowest contender out")
-    parser.add_argument("--quick", action="store_true", help="two repeats, a tiny model: a test of this file")
+    parser.add_argument("--quick", action="store_true", help="two repeats, a tiny model, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     return parser.parse_args(argv)
 

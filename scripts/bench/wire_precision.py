@@ -1,12 +1,12 @@
-"""What a wire does to gradients at 8, 64, 512 and 4096 ranks: error, zeros, and the loss scale it survives.
+"""Effect of a wire on gradients at 8 to 4096 ranks: error, zeros, and the largest loss scale.
 
     python scripts/bench/wire_precision.py [--quick] [--out DIR]
 
 Trains ResNet-18 on digits in the fp16 policy, then captures the gradients of different mini-batches at the
-run's loss scale, as they would leave a rank. The sum over the ranks is simulated in one process, with every
-rounding of each wire, and compared with the sum in fp64. Where there are more ranks than captured
-mini-batches, each is used as often as any other; so the noise averages out less than in a real run of that
-size. A sample of the elements is followed: drawn at random for error and zeros, the largest for overflow.
+run's loss scale, as a rank would send them. Simulates the sum over the ranks in one process, with every
+rounding of each wire, and compares it with the sum in fp64. With more ranks than captured mini-batches, each
+is used equally often, so the noise averages out less than in a real run of that size. Uses a sample of the
+elements: random ones for error and zeros, the largest for overflow.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from launcher.recipe import load_recipe
 from scripts.bench.machine import machine
 
 WORLD_SIZES = (8, 64, 512, 4096)
-SCALE_EXPONENTS = range(25)  # those that the loss scale may have
+SCALE_EXPONENTS = range(25)  # the exponents of valid loss scales
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is captured."""
+    """The amount of captured data."""
 
     training_steps: int
     num_batches: int
@@ -68,8 +68,8 @@ class Wire:
     """A way to sum fp16 gradients over W ranks.
 
     `before(W)` multiplies in fp16 before the sum, `after(W)` the sum in fp16 (None: it stays as it is);
-    `wide` sums in fp32 and rounds once, after `after`. What is left of 1 / W goes into the fp32 multiplier
-    of the update, and costs no rounding here.
+    `wide` sums in fp32 and rounds once, after `after`. The remaining factor of 1 / W is part of the
+    fp32 multiplier of the update, without rounding here.
     """
 
     label: str
@@ -88,7 +88,7 @@ class Wire:
         if self.wide:
             rows = rows.float()
         total = rows[order[0]].clone()
-        for row in order[1:].tolist():  # hop by hop, each rounded to the dtype of the sum
+        for row in order[1:].tolist():  # each hop rounds to the dtype of the sum
             total += rows[row]
         if self.after is not None:
             total, divided = total * self.after(world_size), divided * self.after(world_size)
@@ -96,7 +96,7 @@ class Wire:
 
 
 def fp16_inverse(world_size: int) -> float:
-    """What an average in fp16 multiplies with."""
+    """The factor of an average in fp16."""
     return float(torch.tensor(1 / world_size).half())
 
 
@@ -118,7 +118,7 @@ WIRES = {
 
 
 def capture(size: Size) -> Captured:
-    """Train for a while, then collect gradients of different mini-batches at the same weights."""
+    """Train some steps, then capture gradients of different mini-batches at the same weights."""
     torch.manual_seed(0)
     (config,) = compose_jobs(Request(("recipe=resnet18", "data=digits")))
     recipe = load_recipe(config)
@@ -137,7 +137,7 @@ def capture(size: Size) -> Captured:
 
     for number in range(size.training_steps):
         step(number)
-    stepper.lr = 0.0  # from here on the weights stay as they are
+    stepper.lr = 0.0  # the weights are constant from here on
     elements, rows = None, []
     for number in itertools.count(size.training_steps):
         report = step(number)
@@ -167,7 +167,7 @@ def sample_of(gradient: Tensor, size: Size) -> Tensor:
 
 
 def simulate(captured: Captured, wire: Wire, world_size: int, exponent: int) -> dict[str, float]:
-    """One reduction at the loss scale 2^exponent, against fp64 at the captured scale."""
+    """One reduction at the loss scale 2^exponent, compared with fp64 at the captured scale."""
     order = ranks_order(len(captured.gradients), world_size)
     factor = 2.0 ** (exponent - captured.exponent)
     exact = captured.gradients.double()
@@ -186,7 +186,7 @@ def simulate(captured: Captured, wire: Wire, world_size: int, exponent: int) -> 
 
 
 def ranks_order(num_batches: int, world_size: int) -> Tensor:
-    """Which captured mini-batch each rank holds: all as often as each other, in random order."""
+    """The captured mini-batch of each rank: equally often, in random order."""
     generator = torch.Generator().manual_seed(2)
     return torch.arange(world_size).remainder(num_batches)[torch.randperm(world_size, generator=generator)]
 
@@ -235,7 +235,7 @@ def tell(rows: Sequence[dict[str, Any]], captured: Captured) -> None:
 def draw(rows: Sequence[dict[str, Any]], captured: Captured, path: Path) -> None:
     """Two rows of panels against the loss scale, a column for each number of ranks.
 
-    A curve ends where the wire overflows. Wires that agree lie upon each other, the first the widest.
+    A curve ends where the wire overflows. Equal curves overlap, the first one drawn widest.
     """
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -262,7 +262,7 @@ def draw(rows: Sequence[dict[str, Any]], captured: Captured, path: Path) -> None
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False)
     figure.suptitle(
-        "What each wire loses, and where it overflows (x)\n"
+        "Error of each wire, and overflow (x)\n"
         f"ResNet-18 on digits after {captured.step} steps; dotted: the run's loss scale"
     )
     figure.tight_layout(rect=(0, 0.08, 1, 1))
@@ -302,7 +302,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="few batches and elements: a test of this file")
+    parser.add_argument("--quick", action="store_true", help="few batches and elements, to test this file")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="a folder")
     return parser.parse_args(argv)
 

@@ -1,6 +1,6 @@
-"""What must hold after a run, whatever has happened to it: read from its files and from the processes alive.
+"""Checks after a run, independent of its faults: of its files and of the living processes.
 
-What is found wrong comes as words; an empty list means that all is well.
+Each check returns its failures as messages; an empty list means success.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.format import DAMAGED
 from launcher.telemetry.events import read_events
 
-MARK = "LAUNCHER_SOAK"  # the environment variable by which every process of a run is found
+MARK = "LAUNCHER_SOAK"  # the environment variable that marks every process of a run
 LEFTOVERS = (".unfinished-*", ".deleted-*")
 TEMPORARY = ".*.tmp"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the undisturbed run came to."""
+    """The outcome of the undisturbed run."""
 
     digest: str
     steps: int
-    skipped: tuple[int, ...]  # the steps that were not applied
+    skipped: tuple[int, ...]  # the skipped steps
 
 
 def expected_of(run_dir: Path) -> Expected:
@@ -41,7 +41,7 @@ def skipped_steps(run_dir: Path) -> tuple[int, ...]:
 
 
 def problems_of_run(run_dir: Path, expected: Expected, damaged: Collection[str]) -> list[str]:
-    """All that is wrong with a run that has ended well. `damaged`: checkpoints that were hurt on purpose."""
+    """All failed checks of a run that ended with success. `damaged`: checkpoints damaged on purpose."""
     return [
         *problems_of_result(run_dir, expected),
         *problems_of_events(run_dir, expected),
@@ -51,7 +51,7 @@ def problems_of_run(run_dir: Path, expected: Expected, damaged: Collection[str])
 
 
 def problems_of_result(run_dir: Path, expected: Expected) -> list[str]:
-    """Of result.json and status.json: done, with the bits of the undisturbed run."""
+    """Check result.json and status.json: done, with the bits of the undisturbed run."""
     result = json.loads((run_dir / "result.json").read_text())
     status = json.loads((run_dir / "status.json").read_text())
     skipped = len(expected.skipped)
@@ -70,12 +70,12 @@ def differences(name: str, values: dict[str, Any], **wanted: Any) -> list[str]:
 
 
 def problems_of_events(run_dir: Path, expected: Expected) -> list[str]:
-    """Of metrics.jsonl: each step told once and in order, no sink given up, one end."""
+    """Check metrics.jsonl: each step recorded once and in order, no sink dropped, one end."""
     events = read_events(run_dir / "metrics.jsonl")
     steps, skipped = steps_of(events, "step"), steps_of(events, "overflow")
     problems = []
     if twice := repeated(steps):
-        problems.append(f"metrics.jsonl: steps {twice} are told twice")
+        problems.append(f"metrics.jsonl: steps {twice} are recorded twice")
     missing = sorted(set(range(1, expected.steps + 1)) - set(steps))
     if missing:
         problems.append(f"metrics.jsonl: steps {missing} are missing")
@@ -84,9 +84,9 @@ def problems_of_events(run_dir: Path, expected: Expected) -> list[str]:
     if tuple(skipped) != expected.skipped:
         problems.append(f"metrics.jsonl: steps {skipped} were skipped, not {list(expected.skipped)}")
     if twice := repeated(steps_of(events, "eval")):
-        problems.append(f"metrics.jsonl: the evaluations of steps {twice} are told twice")
+        problems.append(f"metrics.jsonl: the evaluations of steps {twice} are recorded twice")
     if [event["event"] for event in events].count("end") != 1 or events[-1]["event"] != "end":
-        problems.append("metrics.jsonl does not end with its one end")
+        problems.append("metrics.jsonl does not end with its only end event")
     given_up = [event["text"] for event in events if "is given up" in event.get("text", "")]
     return problems + given_up
 
@@ -100,7 +100,7 @@ def repeated(steps: list[int]) -> list[int]:
 
 
 def problems_of_checkpoints(directory: Path, damaged: Collection[str], last_step: int) -> list[str]:
-    """What bears the name of a checkpoint is whole; what was damaged no longer bears it; nothing is left."""
+    """Check the checkpoints: intact under their names, damaged ones renamed, no temporary files."""
     names = sorted(path.name for path in directory.iterdir())
     problems = [
         f"{path.name}: {'; '.join(found)}"
@@ -112,7 +112,7 @@ def problems_of_checkpoints(directory: Path, damaged: Collection[str], last_step
         if len(aside) != list(damaged).count(name):
             problems.append(f"{name} was damaged and is not set aside")
     unhurt = [name for name in names if name.startswith(DAMAGED) and name[len(DAMAGED) :][:13] not in damaged]
-    problems += [f"{name} was not damaged by us" for name in unhurt]
+    problems += [f"{name} was not damaged on purpose" for name in unhurt]
     problems += [
         f"{path.name} is left over" for pattern in LEFTOVERS for path in sorted(directory.glob(pattern))
     ]
@@ -122,14 +122,14 @@ def problems_of_checkpoints(directory: Path, damaged: Collection[str], last_step
 
 
 def alive_with(mark: str) -> list[int]:
-    """The processes that have inherited this mark, zombies aside."""
+    """The processes that have inherited this mark, except zombies."""
     needle = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
                 variables = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # gone, or another user's
+            except OSError:  # ended, or of another user
                 continue
             if needle in variables:
                 found.append(int(entry.name))

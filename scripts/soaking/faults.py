@@ -1,7 +1,7 @@
-"""The faults: each hurts the run in one way, from outside, and waits for what must come of it.
+"""The faults: each one is injected from outside, and its expected outcome is awaited.
 
-Every function takes the run and a source of chance, and returns the seconds from the fault to the next step.
-It raises Failed where the run does not take it as promised, and Finished where the run ended meanwhile.
+Every function takes the run and a random generator, and returns the seconds from the fault to the next step.
+It raises Failed where the run does not react as specified, and Finished where the run has ended meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.soaking.run import (
 Fault = Callable[[Run, Random], float]
 FILE_LIMIT_BYTES = 1_200_000  # less than the weights, more than any other file
 FILLER = "filler"
-NOT_SAVED = 128 + signal.SIGTERM  # stopped before a checkpoint could be written
+NOT_SAVED = 128 + signal.SIGTERM  # stopped before a checkpoint was written
 
 
 def kill_worker(run: Run, random: Random) -> float:
@@ -49,12 +49,12 @@ def lose_worker(run: Run, random: Random, how: signal.Signals) -> float:
 
 
 def kill_worker_twice(run: Run, random: Random) -> float:
-    """The second time while the new workers start, from the fork to their first steps."""
+    """Kill a worker, and again while the new workers start, between fork and first steps."""
     before = run.all_workers()
     victim = random.choice(before)
     run.signal(victim, signal.SIGKILL)
     run.wait_for_restart(victim)
-    run.until(lambda: len(run.workers()) == len(before), "all new workers are there")
+    run.until(lambda: len(run.workers()) == len(before), "all new workers are running")
     victim = random.choice(run.workers())
     time.sleep(random.uniform(0, 0.6))
     hurt_s = run.signal(victim, signal.SIGKILL)
@@ -63,7 +63,7 @@ def kill_worker_twice(run: Run, random: Random) -> float:
 
 
 def kill_in_a_save(run: Run, random: Random) -> float:
-    """The leader, as soon as a checkpoint that is not finished lies there."""
+    """Kill the leader as soon as an unfinished checkpoint exists."""
     leader = run.all_workers()[0]
     folder = run.run_dir / FOLDER
     deadline = time.monotonic() + 30
@@ -85,7 +85,7 @@ def kill_parent(run: Run, random: Random) -> float:
 
 
 def kill_at_the_end(run: Run, random: Random) -> float:
-    """The parent or a worker, once all steps are done and saved: there is no further step to be seen."""
+    """Kill the parent or a worker after the last step has been done and saved. No further step follows."""
     run.until(lambda: run.newest_checkpoint() == run.plan.steps, "all steps are done", ROUND_LIMIT_S)
     time.sleep(random.uniform(0, 1))
     victim = random.choice([run.parent.pid, *run.workers()])
@@ -101,7 +101,7 @@ def kill_at_the_end(run: Run, random: Random) -> float:
 
 
 def pause_worker(run: Run, random: Random) -> float:
-    """Stopped, but for less than a stall: nothing may come of it."""
+    """Suspend a worker for less than `stall_s`: the run must not restart."""
     workers = run.all_workers()
     victim = random.choice(workers)
     hurt_s = run.signal(victim, signal.SIGSTOP)
@@ -111,13 +111,13 @@ def pause_worker(run: Run, random: Random) -> float:
 
 
 def slow_rank(run: Run, random: Random) -> float:
-    """A rank that sleeps in user code, for less than a stall: nothing may come of it."""
+    """Make a rank sleep in user code for less than `stall_s`: the run must not restart."""
     workers = run.all_workers()
     marker = run.directory / f"slow-rank{random.randrange(len(workers))}"
     seconds = random.uniform(0.1, 0.5) * STALL_S
     write_text(marker, str(seconds))
     run.hurt = True
-    run.until(lambda: not marker.exists(), "the rank has read that it is to sleep")
+    run.until(lambda: not marker.exists(), "the rank has read its sleep file")
     asleep_s = seconds / 2
     return asleep_s + run.undisturbed_s(time.time() + asleep_s, workers)
 
@@ -127,12 +127,12 @@ def ask_parent_to_stop(run: Run, random: Random) -> float:
 
 
 def ask_worker_to_stop(run: Run, random: Random) -> float:
-    """All ranks stop after the same step although only one was asked."""
+    """SIGTERM to one worker: all ranks must stop after the same step."""
     return _stopped(run, run.signal(random.choice(run.all_workers()), signal.SIGTERM))
 
 
 def ask_to_stop_and_kill(run: Run, random: Random) -> float:
-    """A worker dies while the run is about to stop: it may be saved or not, and resumes in either case."""
+    """Kill a worker while the run stops: the run resumes, whether it was saved or not."""
     victim = random.choice(run.all_workers())
     run.signal(run.parent.pid, signal.SIGTERM)
     time.sleep(random.uniform(0, 0.3))
@@ -141,7 +141,7 @@ def ask_to_stop_and_kill(run: Run, random: Random) -> float:
 
 
 def ask_to_stop_in_start(run: Run, random: Random) -> float:
-    """A new parent, from its first moments to the first steps of its workers."""
+    """SIGTERM to a new parent, before the first steps of its workers."""
     run.signal(run.parent.pid, signal.SIGKILL)
     if (code := run.exit_code()) != -signal.SIGKILL:
         run.finish_or_fail(code)
@@ -152,7 +152,7 @@ def ask_to_stop_in_start(run: Run, random: Random) -> float:
 
 
 def ask_to_save(run: Run, random: Random) -> float:
-    """The parent or a worker. A checkpoint comes of it that is not in the schedule."""
+    """SIGUSR1 to the parent or a worker: an unscheduled checkpoint must follow."""
     workers = run.all_workers()
     target = random.choice([run.parent.pid, *workers])
     asked_s = run.signal(target, signal.SIGUSR1)
@@ -160,24 +160,24 @@ def ask_to_save(run: Run, random: Random) -> float:
     def saved() -> bool:
         return any(not is_scheduled(event["step"]) for event in run.since(asked_s, "checkpoint"))
 
-    for _ in range(4):  # it may fall on a step of the schedule
+    for _ in range(4):  # it may coincide with a scheduled one
         try:
-            run.until(saved, "a checkpoint that was asked for", limit_s=8)
+            run.until(saved, "a requested checkpoint", limit_s=8)
             break
         except Failed:
             run.signal(target, signal.SIGUSR1)
     else:
-        raise Failed(f"pid {target} was asked four times for a checkpoint, and none came")
+        raise Failed(f"pid {target} received four requests for a checkpoint and wrote none")
     return run.undisturbed_s(asked_s, workers)
 
 
 def damage_newest(run: Run, random: Random) -> float:
-    """A bit flipped, a file cut short or removed, and then a kill: the older checkpoint is taken.
+    """Flip a bit, truncate or delete a file, then kill: the run must resume from the older checkpoint.
 
-    The leader is stopped first, so that what is damaged stays the newest.
+    The leader is suspended first, so that the damaged checkpoint remains the newest.
     """
     folder = run.run_dir / FOLDER
-    run.until(lambda: len(list(folder.glob("step-*"))) >= 2, "there are two checkpoints")
+    run.until(lambda: len(list(folder.glob("step-*"))) >= 2, "two checkpoints exist")
     workers = run.all_workers()
     run.signal(workers[0], signal.SIGSTOP)
     run.until(lambda: _is_stopped(workers[0]), "the leader is stopped", limit_s=10)
@@ -193,12 +193,12 @@ def damage_newest(run: Run, random: Random) -> float:
         seconds = _go_on_after_kill(run, hurt_s)
     taken = [event["path"] for event in run.since(hurt_s, "restart")]
     if not taken or Path(taken[0]).name != second.name:
-        raise Failed(f"{first.name} was damaged and {second.name} intact, but the run went on from {taken}")
+        raise Failed(f"{first.name} was damaged and {second.name} intact, but the run resumed from {taken}")
     return seconds
 
 
 def damage(file: Path, random: Random) -> None:
-    """In place, in one of three ways."""
+    """Damage the file in place, in one of three ways."""
     size_bytes = file.stat().st_size
     how = random.choice(("flip", "cut", "remove"))
     if how == "remove":
@@ -214,7 +214,7 @@ def damage(file: Path, random: Random) -> None:
 
 
 def fill_disk(run: Run, random: Random) -> float:
-    """No room for checkpoints until the run has said so: it continues, and saves again later."""
+    """Fill the disk until the run warns: it must continue, and save again later."""
     workers = run.all_workers()
     filler = run.run_dir / FOLDER / FILLER
     hurt_s, run.hurt = time.time(), True
@@ -228,7 +228,7 @@ def fill_disk(run: Run, random: Random) -> float:
 
 
 def limit_files(run: Run, random: Random) -> float:
-    """The leader may write no file as long as the weights, for a while."""
+    """Limit the leader's file size below that of the weights, for a while."""
     workers = run.all_workers()
     hurt_s, run.hurt = time.time(), True
     try:
@@ -236,12 +236,12 @@ def limit_files(run: Run, random: Random) -> float:
         resource.prlimit(workers[0], resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, before[1]))
         run.until(lambda: _could_not_save(run, hurt_s), "the run says that it cannot save")
         resource.prlimit(workers[0], resource.RLIMIT_FSIZE, before)
-    except ProcessLookupError:  # it has come to its end
+    except ProcessLookupError:  # it has ended
         run.until(lambda: False, "the run is done")
     return _saves_again(run, hurt_s, workers)
 
 
-AT_THE_END = "SIGKILL of anybody after the last step"  # once in each round
+AT_THE_END = "SIGKILL of any process after the last step"  # once in each round
 FAULTS: dict[str, Fault] = {
     "SIGKILL of a worker": kill_worker,
     "SIGKILL of a worker, and again while it restarts": kill_worker_twice,
@@ -278,9 +278,9 @@ def _go_on_after_kill(run: Run, hurt_s: float) -> float:
 
 
 def _stopped(run: Run, asked_s: float) -> float:
-    """Exit 75, saved after the last step; then the same command resumes."""
+    """Expect exit 75 and a checkpoint of the last step; then run the same command again."""
     code = run.exit_code()
-    if code == 0:  # it had nothing left to do
+    if code == 0:  # it was already done
         raise Finished
     if code != PREEMPTED:
         raise Failed(f"the run was asked to stop, but its exit code is {code}")
@@ -298,14 +298,14 @@ def _stopped_somehow(run: Run, asked_s: float, codes: tuple[int, ...]) -> float:
 
 
 def _given_again(run: Run, since_s: float) -> float:
-    """The same command: seconds from the fault to the first step that is its own."""
+    """Run the same command; returns the seconds from the fault to its first step."""
     given_s = time.time()
     run.start()
     return given_s - since_s + run.recovery_s(given_s)
 
 
 def _is_stopped(pid: int) -> bool:
-    """All its threads: the one that writes checkpoints too."""
+    """Apply to all threads, including the one that writes checkpoints."""
     try:
         return all(state_of(int(task)) == "T" for task in os.listdir(f"/proc/{pid}/task"))
     except FileNotFoundError:

@@ -1,16 +1,16 @@
-"""A soak of parent mode: real faults at random moments, and the bits of the undisturbed run at the end.
+"""A soak test of parent mode: real faults at random times; the final bits must equal an undisturbed run's.
 
     scripts/soak [--minutes 10] [--seed 1] [--nproc 2] [--keep DIR] [--quick]
 
-First the tiny recipe beside this file is trained undisturbed, once. Then it is trained again and again from
-the start, a round each, while every few seconds something is killed, stopped, asked to stop, damaged or
-filled up. After each round the run must have ended with exit code 0 and the same digest, and left its files
-whole and no process behind. Which faults, and on whom, follows from the seed; the moments are the machine's.
-Batches that are not a number are a part of the recipe's data, so they are met in both kinds of run.
+First the tiny recipe beside this file is trained once undisturbed. Then each round trains it from the start,
+while every few seconds a process is killed, suspended or asked to stop, a file is damaged, or the disk is
+filled. Each round must end with exit code 0 and the same digest, with intact files and without orphaned
+processes. The seed determines the faults and their targets, but not their exact times. The recipe's data
+contains NaN batches, so both kinds of run skip steps.
 
-Exit code 0 if all was survived. Otherwise 1: what did not hold is said, and the directory of the round stays.
-Nothing listens but the ranks on the loopback device. CPU only. As root, a small file system of its own is
-filled up too; it is mounted in a name space of this process and vanishes with it.
+Exit code 0 if all faults were survived. Otherwise 1: the failed check is printed, and the round's directory
+is kept. CPU only; only the ranks listen, on the loopback device. As root, a small file system is filled up
+too; it is mounted in a private mount namespace and disappears with this process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from scripts.soaking.run import ROUND_LIMIT_S, Failed, Finished, Plan, Run
 STEPS, QUICK_STEPS = 600, 150
 PAUSE_S, QUICK_PAUSE_S = (0.2, 2.5), (0.0, 0.3)  # between a new checkpoint and the next fault
 MAX_FAULTS = 60  # in one round
-LAST_STEPS = 100  # so late the disk is not filled: a run that cannot save its end warns, and is done
+LAST_STEPS = 100  # the disk is not filled later: a run that cannot save its last checkpoint warns and ends
 DISK = "32m"
 CLONE_NEWNS = 0x20000
 
 
 @dataclass
 class Tally:
-    """What has been injected so far, and what came of it."""
+    """The faults injected so far, and their outcomes."""
 
     rounds: int = 0
     restarts: int = 0
@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Failed as failure:
         print(table(tally))
         print(f"soak: failed in round {tally.rounds} (seed {seed}): {failure}")
-        print(f"what was done to it: {'; '.join(tally.story) or 'nothing'}")
-        print(f"its directory: {directory}")
+        print(f"injected faults: {'; '.join(tally.story) or 'nothing'}")
+        print(f"directory: {directory}")
         return 1
     if options.keep is None:
         shutil.rmtree(directory)
@@ -116,11 +116,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10, help="no new fault after so long (10)")
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; each has the next one (1)")
+    parser.add_argument("--minutes", type=float, default=10, help="no new fault after this many minutes (10)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the first round; each round adds one (1)"
+    )
     parser.add_argument("--nproc", type=int, default=2, help="workers (2)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave all runs there")
-    parser.add_argument("--quick", action="store_true", help="one short round: a test of this program")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all runs in this directory")
+    parser.add_argument("--quick", action="store_true", help="one short round, to test this program")
     return parser.parse_args(argv)
 
 
@@ -180,13 +182,13 @@ def refuse_differences(run: Run, expected: Expected) -> None:
     problems = problems_of_run(run.run_dir, expected, run.damaged)
     lines = run.restart_lines()
     if len(lines) != run.restarts:
-        problems.append(f"{run.restarts} restarts were to be expected, but: {lines}")
+        problems.append(f"{run.restarts} restarts were expected, but: {lines}")
     if problems:
         raise Failed("; ".join(problems))
 
 
 def drawn(faults: Sequence[str], random: Random, once: bool) -> Iterator[str]:
-    """All of them in random order, and again in another one."""
+    """All faults in random order, repeatedly in new random orders."""
     for _ in range(1 if once else -(-MAX_FAULTS // len(faults))):
         yield from random.sample(faults, len(faults))
 
@@ -196,7 +198,7 @@ def is_too_late(name: str, step: int, plan: Plan) -> bool:
 
 
 def inject(name: str, run: Run, random: Random, tally: Tally, began: float) -> None:
-    """One fault, and what must come of it. Raises Failed, and Finished where the run has ended well."""
+    """Inject one fault and check its outcome. Raises Failed, and Finished after a successful end."""
     when = f"round {tally.rounds}, {time.monotonic() - began:5.1f} s: {name}"
     run.hurt = False
     try:
@@ -216,13 +218,13 @@ def inject(name: str, run: Run, random: Random, tally: Tally, began: float) -> N
 
 def wait_for_the_end(run: Run) -> None:
     try:
-        run.until(lambda: False, "the run has done all its steps", limit_s=ROUND_LIMIT_S)
+        run.until(lambda: False, "the run has finished all its steps", limit_s=ROUND_LIMIT_S)
     except Finished:
         return
 
 
 def mount_for_ourselves() -> bool:
-    """Make this process's mounts its own, to go with it. False where that is not allowed."""
+    """Enter a private mount namespace. False where that is not permitted."""
     if os.geteuid() != 0 or ctypes.CDLL(None).unshare(CLONE_NEWNS):
         return False
     if subprocess.run(["mount", "--make-rprivate", "/"], check=False, capture_output=True).returncode:
@@ -238,7 +240,7 @@ def mount_for_ourselves() -> bool:
 
 @contextmanager
 def small_disk(directory: Path, wanted: bool) -> Iterator[None]:
-    """A file system with little room at `directory`; what it holds at the end stays there."""
+    """A small file system at `directory`; its content is copied there at the end."""
     if not wanted:
         yield
         return
@@ -255,7 +257,7 @@ def small_disk(directory: Path, wanted: bool) -> Iterator[None]:
 
 
 def table(tally: Tally) -> str:
-    """A line per kind of fault, then what they have in common."""
+    """One line per kind of fault, then the totals."""
     lines = [f"{'fault':52} {'injected':>8} {'survived':>8} {'median s':>8} {'longest s':>9}"]
     for name in FAULTS:
         if name in tally.injected:
@@ -269,10 +271,10 @@ def table(tally: Tally) -> str:
         lines.append(f"{'all':52} {number} {statistics.median(every):8.1f} {max(every):9.1f}")
     lines.append(
         f"{tally.rounds} rounds, {tally.restarts} restarts of the workers; "
-        f"{tally.skipped} steps skipped (a batch that is not a number, an overflow), "
+        f"{tally.skipped} steps skipped (NaN batches, overflows), "
         "the same as in the undisturbed run"
     )
-    lines.append("seconds: from the fault to the next step, the time of a stop or a sleep included")
+    lines.append("seconds: from the fault to the next step, including the time of a stop or a sleep")
     return "\n".join(lines)
 
 

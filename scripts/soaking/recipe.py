@@ -1,12 +1,12 @@
-"""The recipe of the soak, as user code: tiny, and with everything that a run has to keep.
+"""The recipe of the soak test, as user code: tiny, with every kind of state that a run must keep.
 
-BatchNorm, dropout, augmentation noise, a counter and a sum over each rank's own samples, on both of which the
-forward pass depends: so buffers, random states and the position in the data all change the weights. One
-training sample is not a number: the step whose batch holds it is skipped, once an epoch, on whichever rank
-gets it. That is a part of the data, the same in the undisturbed run and in the others, so all of them end
-with the same bits.
+It has BatchNorm, dropout, augmentation noise, a counter and a sum over each rank's samples. The forward pass
+depends on the last two, so buffers, random states and the position in the data all affect the weights. One
+training sample is NaN: the step with it is skipped once an epoch, on all runs alike, so all runs end with the
+same bits.
 
-A file `slow-rank<k>` in the working directory makes rank k sleep once, for as many seconds as it says.
+A file `slow-rank<k>` in the working directory makes rank k sleep once, for the seconds that the file
+contains.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from launcher.recipe import Batch, Config, Loss, Recipe, TensorData, cross_entropy, recipe
 
 SAMPLES, FEATURES, CLASSES = 392, 6, 3
-POISONED = 7  # the sample that is not a number
-STEP_S = 0.03  # so long that faults fall into steps, without taking the processor for it
+POISONED = 7  # the NaN sample
+STEP_S = 0.03  # steps last long enough for faults to hit them, without using the processor
 BALLAST = 350_000  # fp32 values: 1.4 MB, more than any other file of the run
 
 
 class Noisy(nn.Module):
-    """[n, 6] features to 3 classes. `passes` counts the passes in training, `seen` sums up their input."""
+    """[n, 6] features to 3 classes. `passes` counts forward passes in training, `seen` sums their input."""
 
     passes: Tensor
     seen: Tensor

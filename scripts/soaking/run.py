@@ -1,7 +1,7 @@
-"""The run under test as the world outside sees it: its command, its processes, its files.
+"""The run under test, seen from outside: its command, its processes, its files.
 
-Owns the processes of a round. Every wait has a time limit; leaving the context ends what is left. The kernel
-ends them too if the soak itself dies.
+Owns the processes of a round. Every wait has a time limit. Leaving the context ends all processes; the kernel
+ends them if the soak test dies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 EVERY_STEPS = 15  # a checkpoint
 STEPS_PER_EPOCH, EVAL_EVERY_EPOCHS = 25, 2
 KEEP = 3
-STALL_S = 6.0  # drawing the report is a phase as well, and has to fit
+STALL_S = 6.0  # includes drawing the report, which is one phase
 PREEMPTED = 75
-GONE_S = 5.0  # for the workers of a parent that is no more
-RECOVERY_S = 60.0  # for whatever must come of a fault
+GONE_S = 5.0  # for the workers of a parent that has ended
+RECOVERY_S = 60.0  # for the outcome of a fault
 ROUND_LIMIT_S = 900.0
 TAIL_BYTES = 65536
 LOOK_EVERY_S = 0.04
@@ -39,16 +39,16 @@ PR_SET_PDEATHSIG = 1
 
 
 class Failed(Exception):
-    """Something did not hold."""
+    """A check failed."""
 
 
 class Finished(Exception):
-    """The run has come to its end, as it should."""
+    """The run has ended with success."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs of a soak have in common."""
+    """The settings that all runs of a soak test share."""
 
     num_ranks: int
     steps: int
@@ -79,18 +79,18 @@ class Plan:
 
 
 def is_scheduled(step: int) -> bool:
-    """Whether a checkpoint of this step may be there without anybody having asked for it."""
+    """Whether a checkpoint of this step is scheduled."""
     return step % EVERY_STEPS == 0 or step % (STEPS_PER_EPOCH * EVAL_EVERY_EPOCHS) == 0
 
 
 class Run:
-    """One run in `directory`, over all the commands that it takes."""
+    """One run in `directory`, over all its commands."""
 
     def __init__(self, plan: Plan, directory: Path, mark: str, limit_s: float) -> None:
         self.plan = plan
         self.directory = directory
         self.run_dir = directory / "run"
-        self.restarts = 0  # that our faults have led to
+        self.restarts = 0  # caused by injected faults
         self.damaged: list[str] = []
         self.hurt = False  # whether the fault under way has been injected
         self._mark = mark
@@ -106,7 +106,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Kill the parent, by which its workers go too, and whoever has not gone with a parent."""
+        """Kill the parent, which ends its workers, and all orphans."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(GONE_S)
@@ -123,14 +123,14 @@ class Run:
         return self._process
 
     def start(self) -> None:
-        """Give the command, the same as before."""
+        """Start the command, the same each time."""
         self._number += 1
         environ = os.environ | {
             MARK: self._own_mark,
             "PYTHONPATH": str(ROOT),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self.directory),  # what a killed parent leaves there goes with the round
+            "TMPDIR": str(self.directory),  # deleted with the round, even if the parent is killed
         }
         with open(self.directory / "command.out", "ab") as out, open(self._stderr, "ab") as err:
             self._process = subprocess.Popen(
@@ -140,12 +140,12 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # Ctrl-C is for the soak
+                start_new_session=True,  # Ctrl-C is for this program
                 preexec_fn=_die_with_parent,
             )
 
     def exit_code(self, limit_s: float = RECOVERY_S) -> int:
-        """Wait for the parent; then none of its processes is left after a moment."""
+        """Wait for the parent, and for the end of all its processes."""
         try:
             code = self.parent.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -167,12 +167,12 @@ class Run:
         return [int(child) for child in children if state_of(int(child)) not in ("Z", "X", "gone")]
 
     def all_workers(self) -> list[int]:
-        """The workers once they are all there."""
-        self.until(lambda: len(self.workers()) == self.plan.num_ranks, "all workers are there")
+        """Wait until all workers are running; returns them."""
+        self.until(lambda: len(self.workers()) == self.plan.num_ranks, "all workers are running")
         return self.workers()
 
     def signal(self, pid: int, number: signal.Signals) -> float:
-        """Send a signal; returns when, in unix seconds. One that has ended takes it without a word."""
+        """Send a signal; returns the time in unix seconds. Ignores a process that has ended."""
         now, self.hurt = time.time(), True
         if pid == self.parent.pid:
             self.parent.send_signal(number)
@@ -181,7 +181,7 @@ class Run:
                 os.kill(pid, number)
         return now
 
-    # What it tells
+    # Output
 
     def tail(self) -> list[dict[str, Any]]:
         """The latest events of metrics.jsonl."""
@@ -198,12 +198,12 @@ class Run:
         return [event for event in self.tail() if event["time"] > time_s and event["event"] in kinds]
 
     def restarted_since(self, time_s: float) -> bool:
-        """Whether a step was done by workers that have started after this moment."""
+        """Whether workers started after this time have done a step."""
         starts = [event["time"] for event in self.since(time_s, "start")]
         return bool(starts) and bool(self.since(max(starts), "step"))
 
     def newest_checkpoint(self) -> int:
-        """Its step; 0 if there is none."""
+        """Step of the newest checkpoint; 0 without one."""
         names = (path.name for path in (self.run_dir / FOLDER).glob("step-*"))
         return max((int(name[5:]) for name in names), default=0)
 
@@ -211,7 +211,7 @@ class Run:
         return dict(json.loads((self.run_dir / "status.json").read_text()))
 
     def restart_lines(self) -> list[str]:
-        """What the parents have said about restarts so far."""
+        """The parents' messages about restarts so far."""
         return re.findall(r"^restart \d+ of .*$", self.told(), re.MULTILINE)
 
     def told(self) -> str:
@@ -221,7 +221,7 @@ class Run:
     # Waiting
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float = RECOVERY_S) -> None:
-        """Wait until something holds. Raises Finished if the run does first, Failed if it ends otherwise."""
+        """Wait for a condition. Raises Finished if the run succeeds first, Failed if it ends otherwise."""
         deadline = min(time.monotonic() + limit_s, self._deadline_s)
         while not holds():
             if self.parent.poll() is not None:
@@ -234,30 +234,30 @@ class Run:
         self.until(lambda: self.newest_checkpoint() > step, f"a checkpoint after step {step}")
 
     def finish_or_fail(self, code: int) -> None:
-        """Judge an exit that nobody has asked for."""
+        """Raise Finished or Failed for an exit that was not requested."""
         if code == 0:
             raise Finished
         raise Failed(f"the parent has ended with exit code {code}")
 
     def wait_for_restart(self, victim: int) -> None:
-        """The parent says that it starts its workers again, and names who was hurt."""
+        """Expect the parent's message about a restart, which must name the victim."""
         self.until(lambda: len(self.restart_lines()) > self.restarts, "the parent restarts its workers")
         self.restarts += 1
         line = self.restart_lines()[self.restarts - 1]
         if f"(pid {victim})" not in line:
-            raise Failed(f"pid {victim} was hurt, but the parent says: {line}")
+            raise Failed(f"the fault hit pid {victim}, but the parent reports: {line}")
 
     def recovery_s(self, since_s: float) -> float:
-        """Seconds from a fault to the next step that new workers have done."""
+        """Seconds from a fault to the next step of new workers."""
         self.until(lambda: self.restarted_since(since_s), "new workers have done a step")
         start = self.since(since_s, "start")[-1]
         return float(self.since(start["time"], "step")[0]["time"]) - since_s
 
     def undisturbed_s(self, since_s: float, workers: list[int]) -> float:
-        """Seconds to the next step that the same workers have done."""
-        self.until(lambda: self.since(since_s, "step"), "the same workers go on")
+        """Seconds to the next step of the same workers."""
+        self.until(lambda: self.since(since_s, "step"), "the same workers continue")
         if self.workers() != workers:
-            raise Failed(f"workers {workers} were to go on, but now there are {self.workers()}")
+            raise Failed(f"workers {workers} had to continue, but now they are {self.workers()}")
         return float(self.since(since_s, "step")[0]["time"]) - since_s
 
     @property

@@ -80,15 +80,15 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "not done": (rewrite("result.json", state="failed"), "result.json: state is failed"),
     "a skip more": (rewrite("result.json", skipped_steps=2), "skipped_steps is 2, not 1"),
     "a status of before": (rewrite("status.json", state="running"), "status.json: state is running"),
-    "a step told twice": (tell(lambda told: [told[0], *told]), "steps [1] are told twice"),
+    "a step told twice": (tell(lambda told: [told[0], *told]), "steps [1] are recorded twice"),
     "a step never told": (tell(lambda told: told[1:]), "steps [1] are missing"),
     "steps out of order": (tell(lambda told: [told[1], told[0], *told[2:]]), "not in order"),
     "no skip": (tell(lambda told: [*told[:2], *told[3:]]), "steps [] were skipped, not [2]"),
     "an evaluation told twice": (
         tell(lambda told: [*told[:-1], told[-2], told[-1]]),
-        "the evaluations of steps [6] are told twice",
+        "the evaluations of steps [6] are recorded twice",
     ),
-    "no end": (tell(lambda told: told[:-1]), "one end"),
+    "no end": (tell(lambda told: told[:-1]), "its only end event"),
     "a sink given up": (
         tell(lambda told: [{"event": "warning", "step": 0, "text": "x is given up: no room"}, *told]),
         "x is given up",
@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
             )
             and None
         ),
-        "damaged-step-00000004 was not damaged by us",
+        "damaged-step-00000004 was not damaged on purpose",
     ),
     "an unfinished checkpoint": (
         lambda run_dir: (run_dir / "checkpoints" / ".unfinished-step-00000006-ab").mkdir(),
@@ -178,7 +178,7 @@ def test_a_verdict_on_somebody_else_is_noticed(tmp_path: Path) -> None:
     line = "restart 1 of 9: rank 0 was killed by SIGKILL (pid 12) in wire of step 3; resuming from the start"
     (tmp_path / "command.err").write_text(f"{line}\n{line}\n")
     run.wait_for_restart(12)
-    with pytest.raises(Failed, match="pid 34 was hurt, but the parent says: restart 1 of 9: rank 0"):
+    with pytest.raises(Failed, match="the fault hit pid 34, but the parent reports: restart 1 of 9: rank 0"):
         run.wait_for_restart(34)
 
 
@@ -194,8 +194,8 @@ def test_a_failure_is_told_with_its_seed_and_its_files_stay(tmp_path: Path, monk
     assert soak.main(["--quick", "--seed", "5", "--keep", str(tmp_path / "kept")]) == 1
     told = capsys.readouterr().out
     assert "soak: failed in round 1 (seed 5): something did not hold" in told
-    assert "what was done to it: round 1,   2.0 s: SIGUSR1" in told
-    assert f"its directory: {tmp_path / 'kept'}" in told
+    assert "injected faults: round 1,   2.0 s: SIGUSR1" in told
+    assert f"directory: {tmp_path / 'kept'}" in told
     assert (tmp_path / "kept").is_dir()
 
 

@@ -60,7 +60,7 @@ class Compiles:
 
 @COMPILER
 def test_a_compilation_between_steps_ends_the_benchmark() -> None:
-    with pytest.raises(RuntimeError, match="compiled again"):
+    with pytest.raises(RuntimeError, match="recompiled"):
         update.measure({"copy": update.Copy(8), "compiles": Compiles()}, repeats=2)
 
 

@@ -93,7 +93,7 @@ def test_wheels_are_installed_first_and_without_network(tmp_path) -> None:
 
 def test_without_a_gpu_the_parts_are_skipped(tmp_path, capsys) -> None:
     assert main(["--only", "H3", "--json", str(tmp_path / "gpu.json")]) == 0
-    assert "no CUDA device: --dry-run goes through all of it" in capsys.readouterr().out
+    assert "no CUDA device: --dry-run runs all of it" in capsys.readouterr().out
 
 
 @pytest.mark.slow

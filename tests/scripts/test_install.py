@@ -123,7 +123,7 @@ def test_no_build_is_named_where_nvidia_smi_sees_no_gpu(clone) -> None:
 def test_a_word_that_is_no_build_changes_nothing(clone) -> None:
     code, errors = clone.set_up(TORCH_BACKEND="cuda12")
     assert code == 2
-    assert errors.startswith("error: TORCH_BACKEND=cuda12 is no build of torch.")
+    assert errors.startswith("error: TORCH_BACKEND=cuda12 is not a build of torch.")
     assert not (clone.root / ".venv").exists()
 
 
@@ -149,7 +149,7 @@ def test_pip_installs_where_uv_fails_and_its_failure_leaves_nothing_that_looks_s
     code, errors = clone.set_up(**offline, TORCH_BACKEND="cu126")
     assert code == 1
     assert "uv failed with exit code 3: installing with pip, which takes minutes" in errors
-    assert "error: pip finds torch==2.13.0+cu126 only in an index or a find-links that has it" in errors
+    assert "error: pip finds torch==2.13.0+cu126 only in an index or find-links with that build" in errors
     assert not list((clone.root / ".venv").glob("set-up-for-*"))
     clone.uv()
     assert clone.set_up()[0] == 0
@@ -158,7 +158,7 @@ def test_pip_installs_where_uv_fails_and_its_failure_leaves_nothing_that_looks_s
 def test_a_uv_that_is_too_old_is_not_asked(clone) -> None:
     code, errors = clone.set_up(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(clone.bin), UV_VERSION="0.4.30")
     assert code == 1
-    assert "uv cannot be had: installing with pip" in errors
+    assert "uv is unavailable: installing with pip" in errors
     assert clone.called() == []
 
 
@@ -180,7 +180,7 @@ def test_an_interrupted_set_up_ends_by_the_signal_and_is_made_again_from_the_sta
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=20)
     assert (process.returncode, output) == (-signal.SIGINT, ""), errors
-    assert ("interrupted: the next use sets up again from the start" in errors) == (during != "creation")
+    assert ("interrupted: the next command sets up again from the start" in errors) == (during != "creation")
 
     clone.uv()
     python.write_text(complete)
