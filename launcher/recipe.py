@@ -28,6 +28,7 @@ from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.reader import Collate, Indexed, columns
 from launcher.data.tensors import Batch, TensorData
+from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError, LauncherError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
 from launcher.metrics.metric import RESERVED, declared_names, name_of
@@ -41,6 +42,7 @@ __all__ = [
     "Loss",
     "LossMetric",
     "Metric",
+    "ParameterGroup",
     "Perplexity",
     "Recipe",
     "Regression",
@@ -111,6 +113,7 @@ class Recipe:
     collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
     lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
     after_evaluation: AfterEvaluation | None = None  # what to show of the model; see the type
+    groups: Sequence[ParameterGroup] = ()  # rates of parameters by name; those of optim.groups come first
     schedule: Schedule | None = None  # replaces schedule.name of the config, and its warmup_fraction
 
     @property
@@ -216,6 +219,13 @@ def load_recipe(config: Config) -> Recipe:
         raise ConfigError(
             f"the recipe's schedule={built.schedule!r}: it must be a function of (step, total), or None. "
             "The name of a schedule belongs into the config: schedule.name."
+        )
+    if not isinstance(built.groups, list | tuple) or not all(
+        isinstance(group, ParameterGroup) for group in built.groups
+    ):
+        raise ConfigError(
+            f"Recipe.groups={built.groups!r}: it must be a list of ParameterGroup, for example "
+            '[ParameterGroup("*.bias", weight_decay=0.0)].'
         )
     return built if named is None else replace(built, schedule=named)
 

@@ -105,6 +105,8 @@ def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
 def texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
+    elif isinstance(value, Mapping):  # of a list
+        yield from texts(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from texts(item)

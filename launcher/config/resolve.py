@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from launcher.config import messages as texts
-from launcher.config import validation
+from launcher.config import parameter_groups, validation
 from launcher.config.composition import (
     NOT_PATHS,
     PATH_KEYS,
@@ -144,6 +144,8 @@ def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findin
 def unknown_problem(key: str, value: Any, choices: tuple[str, ...], composer: Composer) -> str:
     """The message for a key that the tree lacks: the choices that have it, or the nearest keys."""
     written = f"{key}={texts.show(value)}"
+    if key.startswith(f"{parameter_groups.KEY}."):
+        return f"{written}: {parameter_groups.KEY} is one list, set as a whole: {parameter_groups.EXAMPLE}."
     group, _, inner = key.partition(".")
     directories = composer.request.directories
     having = [

@@ -175,6 +175,9 @@ RULES: Mapping[str, Rule] = {
     "optim.eps": positive,
     "optim.weight_decay": not_negative,
     "optim.clip_norm": optional(positive),
+    "optim.groups": Rule("a list of groups", lambda value: isinstance(value, list | tuple)),
+    "optim.decay_vectors": flag,
+    "optim.layer_decay": optional(number("above 0 and at most 1", lambda value: 0 < value <= 1)),
     "schedule.name": name,  # one of SCHEDULES, or of a recipe file's
     "schedule.warmup_fraction": share,
     "schedule.base_batch": optional(whole(1)),

@@ -68,6 +68,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Parameters with rates of their own; the first group that matches a parameter has it."""
+
+    match: tuple[str, ...]  # patterns of names, as of fnmatch
+    lr_scale: float  # times optim.lr
+    weight_decay: float | None  # null: optim.weight_decay
+    frozen: bool
+
+
+@dataclass(frozen=True)
 class SgdConfig:
     name: str
     lr: float
@@ -75,6 +85,9 @@ class SgdConfig:
     nesterov: bool
     weight_decay: float
     clip_norm: float | None
+    groups: tuple[GroupConfig, ...]
+    decay_vectors: bool
+    layer_decay: float | None
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,9 @@ class AdamWConfig:
     eps: float
     weight_decay: float
     clip_norm: float | None
+    groups: tuple[GroupConfig, ...]
+    decay_vectors: bool
+    layer_decay: float | None
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,9 @@ class AdamConfig:
     eps: float
     weight_decay: float
     clip_norm: float | None
+    groups: tuple[GroupConfig, ...]
+    decay_vectors: bool
+    layer_decay: float | None
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,9 @@ class RmspropConfig:
     momentum: float
     weight_decay: float
     clip_norm: float | None
+    groups: tuple[GroupConfig, ...]
+    decay_vectors: bool
+    layer_decay: float | None
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,9 @@ class AdagradConfig:
     eps: float
     weight_decay: float
     clip_norm: float | None
+    groups: tuple[GroupConfig, ...]
+    decay_vectors: bool
+    layer_decay: float | None
 
 
 OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConfig

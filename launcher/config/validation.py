@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
+from launcher.config import parameter_groups
 from launcher.config.messages import show, summary, unknown_key
 from launcher.config.rules import PRECISIONS, RULES, is_number, value_problem
 from launcher.config.schema import Config, from_dict, section_types
@@ -32,7 +33,14 @@ def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config: 
     problems = find_problems(gathered, recorded)
     if problems:
         raise ConfigError(summary(problems))
-    values = {**gathered, "run": {"dir": gathered["run"]["dir"] or ""}, "from_environment": dict(recorded)}
+    groups = parameter_groups.completed(gathered["optim"]["groups"])
+    optim = {**gathered["optim"], "groups": groups}
+    values = {
+        **gathered,
+        "optim": optim,
+        "run": {"dir": gathered["run"]["dir"] or ""},
+        "from_environment": dict(recorded),
+    }
     return from_dict(values)
 
 
@@ -46,11 +54,12 @@ def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -
     if wrong_keys:
         return wrong_keys
     leaves = dict(flatten(values))
+    in_groups = list(parameter_groups.problems(leaves.pop(parameter_groups.KEY)))
     wrong_values = {path: value for path, value in leaves.items() if not RULES[path].holds(value)}
     lines = [
         value_problem(path, recorded.get(path, value), RULES[path]) for path, value in wrong_values.items()
     ]
-    return lines + [line for paths, line in relations(leaves) if not paths & wrong_values.keys()]
+    return lines + in_groups + [line for paths, line in relations(leaves) if not paths & wrong_values.keys()]
 
 
 def key_problems(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -34,6 +34,7 @@ from launcher.recipe import Recipe, loss_of, set_title
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.lr_schedule import learning_rates, own_rates
+from launcher.training.parameter_groups import parameter_groups
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -154,7 +155,7 @@ def build_optimizer(optim: OptimConfig) -> SGD | AdamW | TorchOptimizer:
     if isinstance(optim, AdamWConfig):
         return AdamW(optim.lr, optim.betas, optim.eps, optim.weight_decay)
     options = dataclasses.asdict(optim)
-    for ours in ("name", "lr", "clip_norm"):
+    for ours in ("name", "lr", "clip_norm", "groups", "decay_vectors", "layer_decay"):
         del options[ours]
     return TorchOptimizer(TORCH_OPTIMIZERS[optim.name], optim.lr, options)
 
@@ -241,6 +242,7 @@ def build_stepper(
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],
+        groups=parameter_groups(optim, recipe.groups, model).groups,
     )
 
 

@@ -23,6 +23,7 @@ from launcher.training.build import (
     rates_of,
     shares_communicator,
 )
+from launcher.training.parameter_groups import parameter_groups
 
 
 def decisions(
@@ -53,6 +54,7 @@ def decisions(
             f"{peak_rate(config):g}: optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size} "
             f"/ schedule.base_batch={base}",
         )
+    yield from parameter_groups(config.optim, recipe.groups, stepper.model).sentences
     if recipe.schedule is not None:
         yield (
             "schedule",

@@ -10,8 +10,9 @@ import pytest
 from launcher.config.composition import Request
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs, swept_keys
-from launcher.config.schema import AdamWConfig, Config
+from launcher.config.schema import AdamWConfig, Config, GroupConfig
 from launcher.errors import ConfigError
+from launcher.run_dir.records import config_yaml
 from launcher.sweep.hydra_sweep import fixed_keys, job_directory
 
 CHOICES = group_choices(conf_dir())
@@ -61,6 +62,27 @@ def test_the_command_line_has_the_last_word() -> None:
 def test_a_section_may_be_given_as_a_whole() -> None:
     config = composed("recipe=resnet18", "data.augment={crop_padding:2,flip:true}")
     assert (config.data.augment.crop_padding, config.data.augment.flip) == (2, True)
+
+
+def test_parameter_groups_are_a_list_on_the_command_line() -> None:
+    config = composed(
+        "recipe=resnet18",
+        'optim.groups=[{match:"*.bias",weight_decay:0},{match:["fc.*","conv1.*"],lr_scale:0.5,frozen:true}]',
+        "optim.layer_decay=1",
+    )
+    assert config.optim.groups == (
+        GroupConfig(("*.bias",), 1.0, 0.0, False),
+        GroupConfig(("fc.*", "conv1.*"), 0.5, None, True),
+    )
+    assert (config.optim.layer_decay, config.optim.decay_vectors) == (1.0, True)
+
+
+def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_PATTERN", "fc.*")
+    config = composed("recipe=resnet18", "optim.groups=[{match:'${oc.env:OWN_PATTERN}',lr_scale:2}]")
+    assert config.optim.groups[0].match == ("fc.*",)
+    assert "fc.*" not in config_yaml(config)
+    assert "${oc.env:OWN_PATTERN}" in config_yaml(config)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +152,18 @@ def test_a_section_may_be_given_as_a_whole() -> None:
         ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need a sweep."),
         ("x[", "x[: cannot be read as key=value"),
         ("seed=", "seed=: must be a whole number"),
+        (
+            "optim.groups={match:a}",
+            'optim.groups.match=a: optim.groups is one list, set as a whole: [{match:"*.bias",weight_decay',
+        ),
+        (
+            'optim.groups=[{match:"*",weight_decy:0}]',
+            "optim.groups[0].weight_decy: there is no such key. Nearest: weight_decay.",
+        ),
+        (
+            "optim.groups=[{match:{_target_:x}}]",
+            "optim.groups=[{match:{_target_:x}}]: configs cannot name code",
+        ),
         (
             "schedule.name=cosin",
             "schedule.name=cosin: must be one of constant, linear, cosine, onecycle, or one that a recipe",

@@ -76,6 +76,32 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
             {"optim__name": "adamv"},
             "optim.name=adamv: must be one of sgd, adamw, adam, nadam, radam, rmsprop, adagrad.",
         ),
+        (
+            {"optim__groups": None},
+            'optim.groups=null: must be a list of groups, for example [{match:"*.bias"',
+        ),
+        (
+            {"optim__groups": ["*.bias"]},
+            "optim.groups[0]=*.bias: must be a mapping with the keys match, lr_s",
+        ),
+        ({"optim__groups": [{"lr_scale": 2}]}, "optim.groups[0]: the key match is missing: patterns of"),
+        (
+            {"optim__groups": [{"match": []}]},
+            "optim.groups[0].match=[]: must be a pattern of parameter names",
+        ),
+        (
+            {"optim__groups": [{"match": "a"}, {"match": "b", "lrscale": 2}]},
+            "optim.groups[1].lrscale: there is no such key. Nearest: lr_scale. A group has match",
+        ),
+        (
+            {"optim__groups": [{"match": "a", "frozen": "yes"}]},
+            "optim.groups[0].frozen=yes: must be true or false.",
+        ),
+        (
+            {"optim__layer_decay": 1.5},
+            "optim.layer_decay=1.5: must be null or a number above 0 and at most 1.",
+        ),
+        ({"optim__decay_vectors": None}, "optim.decay_vectors=null: must be true or false."),
         ({"schedule__name": 3}, "schedule.name=3: must be a name of letters"),
         (
             {"precision__scale__init": 1000},
@@ -167,8 +193,9 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
     )
     tree["model"] |= {f"own_{key}": value for key, value in options.items()}
     if adamw:
-        own = {"name": "adamw", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1}
-        tree["optim"] = own
+        del tree["optim"]["momentum"], tree["optim"]["nesterov"]
+        tree["optim"] |= {"name": "adamw", "betas": [0.9, 0.95], "eps": 1e-8, "clip_norm": 1}
+        tree["optim"]["groups"] = [{"match": "*.bias", "weight_decay": 0}, {"match": ["a", "b"]}]
     tree["optim"]["lr"] = lr
     config = parse(tree)
     assert isinstance(config, Config)

@@ -148,7 +148,18 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
     "fp16 on two ranks": (2, (), (1, 8, EPOCH, 2 * EPOCH)),
     "fp32 in micro-batches": (1, ("precision=fp32", "data.micro_batch=6"), (7,)),
     "a scale found by itself": (1, ("precision=amp_fp16", "precision.scale.mode=auto"), (1,)),
-    "sharded, adamw, clipped": (2, ("wire.shard=true", "optim=adamw", "optim.clip_norm=0.5"), (8,)),
+    "sharded, adamw, clipped, in groups": (
+        2,
+        (
+            "wire.shard=true",
+            "optim=adamw",
+            "optim.clip_norm=0.5",
+            'optim.groups=[{match:"outer.*",lr_scale:2}]',
+            "optim.decay_vectors=false",
+            "optim.layer_decay=0.9",
+        ),
+        (8,),
+    ),
     "fp32 sums, overflows after the stop": (
         2,
         ("wire.sum=fp32", "precision.scale.init=16777216", "precision.scale.growth_interval=2"),

@@ -74,7 +74,7 @@ class Grouping:
         """Raises UnusableError for a pattern that matches nothing, and for a group that is left empty."""
         if not groups:
             return cls()
-        owners = _owners(all_names(model), groups)
+        owners = owners_of(all_names(model), groups)
         frozen = {name for name, owner in owners.items() if groups[owner].frozen}
         trained = [n for n, p in named_parameters(model).items() if p.requires_grad and n not in frozen]
         found = {name: _rates_of(groups, owners.get(name)) for name in reversed(trained)}
@@ -93,8 +93,11 @@ def _rates_of(groups: Sequence[ParameterGroup], owner: int | None) -> Rates:
     return Rates() if owner is None else Rates(float(groups[owner].lr_scale), groups[owner].weight_decay)
 
 
-def _owners(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGroup]) -> dict[str, int]:
-    """The number of the group that each parameter belongs to, by name; those in none are left out."""
+def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGroup]) -> dict[str, int]:
+    """The number of the group that each parameter belongs to, by name; those in none are left out.
+
+    `names` are all names of each parameter by its first. Raises UnusableError as `Grouping.of`.
+    """
     owners: dict[str, int] = {}
     for number, group in enumerate(groups):
         for pattern in group.match:
