@@ -35,11 +35,6 @@ UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
 log = logging.getLogger("launcher")
 
 
-def cache_root() -> Path:
-    """The folder of what may be deleted at any time and is made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher"
-
-
 def open_cache(folder: Path, key: str, count: int, shape: tuple[int, int, int]) -> ImageCache | None:
     """The cache of `count` images, uint8 [3, h, w], that `key` describes. None, with a warning, where there
     is no space or the folder cannot be written."""

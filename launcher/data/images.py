@@ -76,8 +76,10 @@ def synthetic(config: DataConfig) -> ImageSet:
 
 def cifar10(config: DataConfig) -> ImageSet:
     """50,000 + 10,000 photographs of 32 x 32 pixels, or other images in parquet files with these columns."""
-    _check_options(config, {})
-    (train, validation), classes = load_parquet_splits(config.path, hub_name="uoft-cs/cifar10")
+    cache = config.options.get("cache", "auto")
+    rest = {name: value for name, value in config.options.items() if name != "cache"}
+    _check_options(replace(config, options=rest), {}, also=("cache",))
+    (train, validation), classes = load_parquet_splits(config.path, "uoft-cs/cifar10", cache)
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -147,12 +149,14 @@ def _refuse_path(config: DataConfig, reason: str) -> None:
         )
 
 
-def _check_options(config: DataConfig, defaults: Mapping[str, int]) -> dict[str, int]:
+def _check_options(
+    config: DataConfig, defaults: Mapping[str, int], also: tuple[str, ...] = ()
+) -> dict[str, int]:
     """The options of a set: `defaults` updated by the config. Raises ConfigError for invalid ones."""
     values = {**defaults, **config.options}
     for name, value in values.items():
         if name not in defaults:
-            known = f"It has {', '.join(defaults)}." if defaults else "It has no options."
+            known = f"It has {', '.join((*defaults, *also))}." if (*defaults, *also) else "It has no options."
             raise ConfigError(f"data.{name} is not an option of data={config.name}. {known}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"data.{name}={value!r} must be a whole number of at least 1.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import socket
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 
@@ -36,11 +38,38 @@ UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def load_parquet_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str, ...]]:
+def load_parquet_splits(
+    path: str | None, hub_name: str, cache: str = "none"
+) -> tuple[Splits, tuple[str, ...]]:
     """(train, test) with columns image uint8 [n, 3, h, w] and label int64 [n], and the names of the classes.
 
     path: a folder with train*.parquet and test*.parquet; None: `hub_name` from the hub or its cache.
+    cache: where the decoded images of a folder are kept: none, auto or a folder.
     """
+    if path is None:
+        return _decoded_splits(path, hub_name)
+    files = [file for name in SPLITS for file in _split_files(Path(path).expanduser(), name)]
+
+    def make() -> Stored:
+        splits, classes = _decoded_splits(path, hub_name)
+        tensors = {
+            f"{name}/{column}": values
+            for name, data in zip(SPLITS, splits, strict=True)
+            for column, values in data.columns.items()
+        }
+        return Stored(tensors, {"classes": json.dumps(classes)})
+
+    about = [(file, file.stat()) for file in files]
+    times = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in about]
+    stored = cached(cache_folder(cache), {"images of": times}, make)
+    train, test = (
+        TensorData({column: stored.tensors[f"{name}/{column}"] for column in ("image", "label")})
+        for name in SPLITS
+    )
+    return (train, test), tuple(json.loads(stored.texts["classes"]))
+
+
+def _decoded_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str, ...]]:
     datasets = _datasets_library()
     with _from_hub(datasets, hub_name) if path is None else _from_folder(datasets, path) as dataset:
         parts = [_read_split(dataset[name], f"{path or hub_name} ({name})") for name in SPLITS]

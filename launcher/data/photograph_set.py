@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from launcher.config.schema import DataConfig
-from launcher.data.image_cache import ImageCache, cache_root, open_cache
+from launcher.data.image_cache import ImageCache, open_cache
 from launcher.data.photograph import (
     BASE_OVER_CROP,
     DRAWS,
@@ -30,6 +29,7 @@ from launcher.data.photograph import (
     random_region,
     read_photograph,
 )
+from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
 
@@ -80,9 +80,9 @@ class PhotographOptions:
 
     def open_cache(self, listing: Listing) -> ImageCache | None:
         """The cache of the decoded images. None where it was not asked for or cannot be made."""
-        if self.cache == "none":
+        folder = cache_folder(self.cache)
+        if folder is None:
             return None
-        folder = cache_root() / "images" if self.cache == "auto" else Path(self.cache)
         shape = (3, self.base_size, self.base_size)
         return open_cache(folder, listing.key, len(listing.labels), shape)
 

@@ -210,4 +210,4 @@ def test_auto_lies_below_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     images = load_images(data_config(path=write_classes(tmp_path / "set"), cache="auto"))
     samples(images)
-    assert [file.suffix for file in (tmp_path / "home" / "fp16-launcher" / "images").iterdir()] == [".images"]
+    assert [file.suffix for file in (tmp_path / "home" / "fp16-launcher").iterdir()] == [".images"]

@@ -67,6 +67,14 @@ def write_pair(folder, images, labels, **how):
         write_parquet(folder / f"{name}.parquet", images, labels, **how)
 
 
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path_factory, monkeypatch):
+    """Where `data.cache=auto` keeps what it decoded."""
+    home = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
+
+
 # -- digits and synthetic
 
 
@@ -200,6 +208,46 @@ def test_train_transform_keeps_the_other_columns_and_the_stored_images():
 # -- parquet
 
 
+def test_decoded_images_are_kept_and_read_without_the_library(tmp_path, cache_home, monkeypatch):
+    write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1])
+    config = data_config("cifar10", tmp_path)
+    first = load_images(config)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    again = load_images(config)
+    for part, same in ((first.train, again.train), (first.validation, again.validation)):
+        assert all(torch.equal(part.columns[name], same.columns[name]) for name in ("image", "label"))
+    assert again.classes == first.classes
+    assert len(list(cache_home.rglob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("change", ["the files", "a cut-off cache", "another cache", "none"])
+def test_what_is_kept_is_not_trusted_after_a_change(tmp_path, cache_home, change):
+    write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1])
+    config = data_config("cifar10", tmp_path)
+    load_images(config)
+    (kept,) = cache_home.rglob("*.safetensors")
+    write_pair(tmp_path, [png(value) for value in (40, 50, 60)], [0, 2, 1])
+    (tmp_path / "train.parquet").touch()
+    if change == "a cut-off cache":
+        load_images(config)
+        for each in cache_home.rglob("*.safetensors"):
+            os.truncate(each, each.stat().st_size // 2)
+    elif change == "another cache":
+        load_images(config)
+        (new,) = set(cache_home.rglob("*.safetensors")) - {kept}
+        new.write_bytes(kept.read_bytes())
+    elif change == "none":
+        config = data_config("cifar10", tmp_path, cache="none")
+    assert load_images(config).train.columns["image"][:, 0, 0, 0].tolist() == [40, 50, 60]
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path):
+    write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1])
+    (tmp_path / "file").write_text("")
+    images = load_images(data_config("cifar10", tmp_path, cache=str(tmp_path / "file")))
+    assert len(images.train) == 3
+
+
 @pytest.mark.parametrize("class_names", [CLASS_NAMES, None], ids=["hub layout", "plain struct"])
 def test_parquet_is_read(tmp_path, class_names):
     write_pair(tmp_path, [png(value) for value in (10, 20, 30)], [0, 2, 1], class_names=class_names)
@@ -289,7 +337,7 @@ def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
     [
         (data_config("cifar10", "/no/such/folder"), r"data\.path=/no/such/folder does not exist"),
         (data_config("cifar10", __file__), r"is a file\. Give the folder"),
-        (data_config("cifar10", "/no/such/folder", image_size=3), r"data\.image_size .* It has no options"),
+        (data_config("cifar10", "/no/such/folder", image_size=3), r"data\.image_size .* It has cache\."),
         (data_config("digits", "/tmp"), r"data\.path=/tmp is set, but data=digits"),
         (data_config("digits", size=3), r"data\.size is not an option of data=digits"),
         (
@@ -307,6 +355,7 @@ def test_bad_config_is_a_config_error(config, message):
 
 
 def test_missing_datasets_package_names_the_line_that_installs_it(monkeypatch, tmp_path):
+    write_pair(tmp_path, [png()], [0])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(PreflightError, match=r"pip install 'fp16-launcher\[data\]'"):
         load_images(data_config("cifar10", tmp_path))
@@ -344,7 +393,7 @@ LOAD_FOLDER = """
 import sys
 from tests.data.test_images import data_config
 from launcher.data.images import load_images
-images = load_images(data_config("cifar10", sys.argv[1]))
+images = load_images(data_config("cifar10", sys.argv[1], cache="none"))
 print(len(images.train), int(images.train.columns["image"].sum()))
 """
 
