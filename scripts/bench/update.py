@@ -1,6 +1,6 @@
 """Time of the whole update (check, norm, clip, optimizer, fp16 weights) compared with stock torch.
 
-    python scripts/bench/update.py [--quick] [--json FILE] [--threads 2 1] [--models resnet50 bert_base]
+    python scripts/bench/update.py [--quick] [--groups] [--json FILE] [--threads 2 1] [--models resnet50]
 
 On the parameter shapes of ResNet-50 and BERT-base, for AdamW and for SGD with Nesterov momentum. All
 contenders run in one process and alternate, A B C A B C, under the same load. Compares minima and medians.
@@ -25,10 +25,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy
+from launcher.engine import SGD, AdamW, ParameterGroup, Policy
+from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.layout import Layout, Piece
 from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.updater import Updater
+from launcher.engine.optim.updater import Stretches, Updater
 from launcher.engine.wire.grad_norm import SumOfSquares
 from scripts.bench.baselines import CLIP_NORM, LOSS_SCALE, FusedAlone, PerTensor, StockComposition
 from scripts.bench.machine import machine
@@ -91,6 +92,11 @@ def bert_shapes(layers: int, width: int) -> Shapes:
     return shapes | linear("pooler", width, width)
 
 
+def mlp_shapes() -> Shapes:
+    """784 to 10 through three layers of 1024."""
+    return linear("0", 1024, 784) | linear("2", 1024, 1024) | linear("4", 1024, 1024) | linear("6", 10, 1024)
+
+
 def tiny_shapes() -> Shapes:
     """A tiny model, to test the benchmark."""
     return convolution("conv", "bn", 40, 30, 3) | linear("fc", 200, 90)
@@ -111,6 +117,7 @@ def linear(name: str, out: int, width: int) -> Shapes:
 MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
     "resnet50": (resnet50_shapes, 25_557_032),
     "bert_base": (bert_base_shapes, 109_482_240),
+    "mlp": (mlp_shapes, 2_913_290),
     "tiny": (tiny_shapes, 29_080),
 }
 
@@ -132,8 +139,16 @@ class Copy:
 class Ours:
     """The engine's update as in a step: one read of the gradient for check and norm, then one pass."""
 
-    def __init__(self, shapes: Shapes, optimizer: Optimizer, compiled: bool) -> None:
-        self._layout = Layout(holder_of(shapes), Policy.fp16())
+    def __init__(
+        self,
+        shapes: Shapes,
+        optimizer: Optimizer,
+        compiled: bool,
+        groups: Sequence[ParameterGroup] = (),
+    ) -> None:
+        holder = holder_of(shapes)
+        grouping = Grouping.of(holder, groups)
+        self._layout = Layout(holder, Policy.fp16(), grouping=grouping)
         for segment in self._layout.segments:
             for slot in segment.slots:  # gaps between the slots stay zero
                 slot.flat(segment.grad).normal_()
@@ -143,7 +158,9 @@ class Ours:
             for segment in self._layout.segments
         ]
         pieces = [Piece(segment.weight, segment.master, segment.grad) for segment in self._layout.segments]
-        self._updater = Updater(pieces, optimizer, compiled)
+        by_piece = [self._layout.stretches(segment) for segment in self._layout.segments]
+        stretches = Stretches(grouping.rates, by_piece) if grouping.rates else None
+        self._updater = Updater(pieces, optimizer, compiled, stretches)
         self._lr = torch.tensor(optimizer.lr, dtype=torch.float64)
         self._number = torch.ones((), dtype=torch.int64)
 
@@ -163,7 +180,21 @@ def holder_of(shapes: Shapes) -> nn.Module:
     return holder
 
 
-def contenders_for(shapes: Shapes, optimizer: str, slow: bool) -> dict[str, Contender]:
+def groups_for(shapes: Shapes) -> list[ParameterGroup]:
+    """Vectors without decay, and four rates by the place of a parameter: up to eight groups."""
+    names = [name.replace(".", "_") for name in shapes]
+    groups = []
+    for quarter in range(4):
+        own = names[quarter * len(names) // 4 : (quarter + 1) * len(names) // 4]
+        vectors = [name for name in own if len(list(shapes.values())[names.index(name)]) <= 1]
+        matrices = [name for name in own if name not in vectors]
+        scale = 0.75 ** (3 - quarter)
+        groups += [ParameterGroup(vectors, scale, 0.0)] if vectors else []
+        groups += [ParameterGroup(matrices, scale)] if matrices else []
+    return groups
+
+
+def contenders_for(shapes: Shapes, optimizer: str, slow: bool, groups: bool) -> dict[str, Contender]:
     rule, sizes = RULES[optimizer], list(shapes.values())
     contenders: dict[str, Contender] = {
         "copy": Copy(sum(size.numel() for size in sizes)),
@@ -173,6 +204,10 @@ def contenders_for(shapes: Shapes, optimizer: str, slow: bool) -> dict[str, Cont
         "ours, plain": Ours(shapes, rule.ours, compiled=False),
         "ours, compiled": Ours(shapes, rule.ours, compiled=True),
     }
+    if groups:
+        for form in ("plain", "compiled"):
+            ours = Ours(shapes, rule.ours, form == "compiled", groups_for(shapes))
+            contenders[f"{form}, groups"] = ours
     return contenders if slow else {k: v for k, v in contenders.items() if k != "per tensor"}
 
 
@@ -203,6 +238,12 @@ def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, 
     for name, seconds in times.items():
         row = {"min_ms": 1e3 * min(seconds), "median_ms": 1e3 * statistics.median(seconds)}
         row["bytes_per_parameter_at_copy_speed"] = 8 * min(seconds) / min(times["copy"])
+        if name.endswith(", groups"):
+            without = times[f"ours, {name.removesuffix(', groups')}"]
+            row["min_over_no_groups"] = min(seconds) / min(without)
+            row["median_over_no_groups"] = statistics.median(
+                one / other for one, other in zip(seconds, without, strict=True)
+            )
         for other in ("fused alone", "stock composition"):
             key = other.replace(" ", "_")
             row[f"min_over_{key}"] = min(seconds) / min(times[other])
@@ -219,6 +260,7 @@ class Case:
     threads: int
     repeats: int
     slow: bool  # with the slowest contender
+    groups: bool  # ours with parameter groups too
 
     def run(self) -> dict[str, dict[str, float]]:
         """Measure in this process."""
@@ -226,7 +268,7 @@ class Case:
         make, num_parameters = MODELS[self.model]
         shapes = make()
         assert sum(shape.numel() for shape in shapes.values()) == num_parameters
-        times = measure(contenders_for(shapes, self.optimizer, self.slow), self.repeats)
+        times = measure(contenders_for(shapes, self.optimizer, self.slow, self.groups), self.repeats)
         return summary(times, num_parameters)
 
     def run_in_processes(self, count: int) -> list[dict[str, dict[str, float]]]:
@@ -261,10 +303,17 @@ def tell(title: str, processes: Sequence[Mapping[str, Mapping[str, float]]]) -> 
             f"{name:18} {row['min_ms']:7.1f} {row['bytes_per_parameter_at_copy_speed']:5.1f}",
             *(f"{with_range([rows[name][key] for rows in processes]):>19}" for key in ratios),
         )
+    for name in [name for name in middle if name.endswith(", groups")]:
+        for key in ("min_over_no_groups", "median_over_no_groups"):
+            values = [rows[name][key] for rows in processes]
+            print(f"{name}: {key.replace('_', ' ')} {with_range(values, 3)}")
 
 
-def with_range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def with_range(values: Sequence[float], digits: int = 2) -> str:
+    middle, low, high = (
+        f"{each:.{digits}f}" for each in (statistics.median(values), min(values), max(values))
+    )
+    return f"{middle} ({low} to {high})"
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -272,7 +321,9 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     for threads in arguments.threads:
         for model in ["tiny"] if arguments.quick else arguments.models:
             for optimizer in RULES:
-                yield Case(model, optimizer, threads, repeats, slow=not arguments.skip_per_tensor)
+                yield Case(
+                    model, optimizer, threads, repeats, not arguments.skip_per_tensor, arguments.groups
+                )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -312,6 +363,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=12, help="in each process")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--skip-per-tensor", action="store_true", help="leave the slowest contender out")
+    parser.add_argument("--groups", action="store_true", help="ours with parameter groups beside it")
     parser.add_argument("--quick", action="store_true", help="two repeats, a tiny model, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     return parser.parse_args(argv)

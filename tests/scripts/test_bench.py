@@ -38,7 +38,7 @@ def test_the_shapes_are_those_of_the_architecture(model) -> None:
 @pytest.mark.slow
 def test_update_compares_all_contenders(tmp_path) -> None:
     file = tmp_path / "update.json"
-    printed = run("update.py", "--threads", "1", "--json", str(file))
+    printed = run("update.py", "--threads", "1", "--groups", "--json", str(file))
     content = json.loads(file.read_text())
     assert [case["optimizer"] for case in content["cases"]] == ["adamw", "sgd"]
     for case in content["cases"]:
@@ -46,6 +46,8 @@ def test_update_compares_all_contenders(tmp_path) -> None:
             case["rows"]
         )
         assert all(name in printed and row["min_ms"] > 0 for name, row in case["rows"].items())
+        assert {"plain, groups", "compiled, groups"} < set(case["rows"])
+        assert case["rows"]["plain, groups"]["median_over_no_groups"] > 0
     assert {"cpu", "torch", "date"} <= set(content["machine"])
     assert content["n"] == 2
 
