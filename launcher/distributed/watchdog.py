@@ -1,10 +1,10 @@
-"""A thread of each rank that ends it where its main thread no longer can.
+"""A thread of each rank that ends the rank if its main thread no longer can.
 
-Over NCCL a lost rank raises nothing in those that wait for it: they sit in a wait of C, where no handler of
-a signal runs, and torch's own watchdog would abort the process without naming anyone. This one looks for the
-failure of another rank, for signs of life of its own main thread, and for signals that one has not taken.
-It writes verdict and stacks, and leaves without waking the main thread: a collective that was aborted returns
-garbage without an error, and what nobody reads cannot be applied or saved.
+Over NCCL a lost rank raises no error in ranks that wait for it: they block in C code, where no Python signal
+handler runs, and torch's watchdog would abort the process without naming a rank. This thread polls for the
+failure of another rank, for heartbeats of its main thread, and for signals that the main thread has not
+handled. It writes verdict and stacks, and exits without waking the main thread: an aborted collective returns
+garbage without an error, which must not be applied or saved.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from launcher.run_dir.status import FILE_NAME, mark_failed
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-LOOK_EVERY_S = 1.0
-SILENT_LOOKS = 7  # within one call of the store: longer than a roll call, ANSWER_S, takes
-LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, and knows more
-SETTLE_S = 3.0  # for the same after another rank has failed
-DEAF_S = 5.0  # without a sign of life after a signal: who is slow is not lost
+POLL_EVERY_S = 1.0
+SILENT_POLLS = 7  # polls during one call of the store: longer than a roll call takes, ANSWER_S
+LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, with more details
+SETTLE_S = 3.0  # the same, after another rank has failed
+UNRESPONSIVE_S = 5.0  # without a heartbeat after a signal: a slow rank is not lost
 ASK_AGAIN_S = 5.0
 CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
-PAUSE_S = 3.0  # who has not looked for longer was stopped itself
-SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills who was asked to stop
+PAUSE_S = 3.0  # after a longer pause this process itself was stopped
+SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
 WRITE_S = 10.0
 
 log = logging.getLogger("launcher")
@@ -63,7 +63,7 @@ log = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why this rank leaves, and with which exit code. `writer` writes the run's files, if it can."""
+    """Why this rank exits, and with which code. Rank `writer` writes the run's files."""
 
     text: str
     exit_code: int
@@ -71,7 +71,7 @@ class Verdict:
 
 
 class Watchdog:
-    """Watches the main thread of this rank while the context lasts. Does nothing where `store` is None."""
+    """Monitors the main thread of this rank within the context. Does nothing if `store` is None."""
 
     def __init__(
         self, config: Config, launch: LaunchEnv, store: dist.Store | None, job: str, heartbeat: Heartbeat
@@ -84,13 +84,13 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._asked: tuple[float, signal.Signals] | None = None
         self._other_failed_s: float | None = None
-        self._asked_roll_s = float("-inf")
-        self._looks = 0  # at the store, so far
-        self._is_looking = False  # within one
+        self._roll_called_s = float("-inf")
+        self._polls = 0  # polls of the store so far
+        self._is_polling = False  # during one
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        # Where the parent watches, it sees the signs of life of all ranks and ends them.
+        # If there is a parent, it monitors the heartbeats of all ranks and ends them.
         if self._store is not None and not self._heartbeat.watched:
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._woken_before = _wake(self._write)
@@ -107,11 +107,11 @@ class Watchdog:
             self._over.set()
             thread, self._thread = self._thread, None
             os.write(self._write, b"\0")
-            thread.join(LEAVE_S + CLEAN_UP_S)  # longer where the store does not answer: it ends by itself
+            thread.join(LEAVE_S + CLEAN_UP_S)  # longer if the store is silent: the thread ends by itself
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
-        """Say at once that this rank fails, where it does: cleaning up may take long."""
+        """Record a failure of this rank at once, because cleaning up may take long."""
         try:
             yield
         except BaseException as error:
@@ -120,7 +120,7 @@ class Watchdog:
             raise
 
     def tighten(self) -> None:
-        """The first step is done: from here on launch.stall_s holds."""
+        """Apply launch.stall_s from now on: the first step is done."""
         self._under_way = True
 
     def _watch(self) -> None:
@@ -128,24 +128,24 @@ class Watchdog:
 
         assert self._store is not None
         store: dist.Store | None = None
-        looked_s = since_s = time.monotonic()
-        while not self._told_to_end():
+        polled_s = since_s = time.monotonic()
+        while not self._wait_for_end():
             now = time.monotonic()
-            since_s = now if now - looked_s > LOOK_EVERY_S + PAUSE_S else since_s
+            since_s = now if now - polled_s > POLL_EVERY_S + PAUSE_S else since_s
             beat = self._heartbeat.latest
             beat = replace(beat, age_s=min(beat.age_s, now - since_s))
             self._looks, self._is_looking = self._looks + 1, True
             try:
                 if store is None:
-                    # A connection of its own: a wait of the main thread holds the lock of the other one.
+                    # A separate connection: a wait of the main thread holds the lock of the other one.
                     store = self._store.clone()  # type: ignore[attr-defined]
                     limit_silence(self._limits.stall_s)
                     roll_call = RollCall(store, self._job, self._launch.rank, self._launch.world_size)
-                verdict = self._look(store, roll_call, beat)
+                verdict = self._poll(store, roll_call, beat)
             except DistError:
                 verdict = self._of_lost_store(beat)
-            looked_s = time.monotonic()  # an answer of the store that takes long is no pause
-            self._is_looking = False
+            polled_s = time.monotonic()  # a slow answer of the store does not count as a pause
+            self._is_polling = False
             if verdict is not None:
                 self._leave(verdict, store)
         if store is not None:
@@ -155,22 +155,22 @@ class Watchdog:
         os.close(self._write)
 
     def _watch_the_store(self) -> None:
-        """End this rank where the store takes connections and never answers, as that of a frozen host.
+        """End this rank if the store accepts connections but never answers, as on a frozen host.
 
-        A call waits there in C without a limit, in the main thread too. Counts its own looks, not seconds:
-        after a pause of this process the store gets the same time to answer as before.
+        A store call then blocks in C without a limit, in the main thread too. Counts polls, not seconds, so
+        that after a pause of this process the store has as much time to answer as before.
         """
         silent, previous = 0, 0
-        while not self._over.wait(LOOK_EVERY_S):
-            silent = silent + 1 if self._is_looking and self._looks == previous else 0
-            previous = self._looks
+        while not self._over.wait(POLL_EVERY_S):
+            silent = silent + 1 if self._is_polling and self._polls == previous else 0
+            previous = self._polls
             beat = self._heartbeat.latest
-            if silent >= SILENT_LOOKS and (self._failed is not None or self._is_overdue(beat)):
+            if silent >= SILENT_POLLS and (self._failed is not None or self._is_overdue(beat)):
                 self._leave(self._lost_store(beat), None)
 
-    def _told_to_end(self) -> bool:
-        """Wait for the next look; note signals, whose numbers the interpreter writes into the pipe."""
-        if not select.select([self._read], [], [], LOOK_EVERY_S)[0]:
+    def _wait_for_end(self) -> bool:
+        """Wait for the next poll; record signals, whose numbers the interpreter writes to the pipe."""
+        if not select.select([self._read], [], [], POLL_EVERY_S)[0]:
             return False
         arrived = os.read(self._read, 4096)
         for number in arrived:
@@ -178,19 +178,19 @@ class Watchdog:
                 self._asked = time.monotonic(), signal.Signals(number)
         return 0 in arrived
 
-    def _look(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Verdict | None:
+    def _poll(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Verdict | None:
         roll_call.answer(beat)
         if self._failed is not None:
             return self._of_slow_clean_up(*self._failed)
         if verdict := self._of_other_failure(store, beat):
             return verdict
-        if not (self._is_overdue(beat) or self._is_deaf(beat)):
+        if not (self._is_overdue(beat) or self._is_unresponsive(beat)):
             return None
-        if time.monotonic() - self._asked_roll_s < ASK_AGAIN_S:
+        if time.monotonic() - self._roll_called_s < ASK_AGAIN_S:
             return None
         places = roll_call.ask(beat)
-        self._asked_roll_s = time.monotonic()
-        if self._heartbeat.latest.age_s < ANSWER_S:  # the main thread has come on meanwhile
+        self._roll_called_s = time.monotonic()
+        if self._heartbeat.latest.age_s < ANSWER_S:  # the main thread has made progress meanwhile
             return None
         writer = min(places)
         if self._is_overdue(beat) and (text := who_stalls(places, self._launch.world_size, self._under_way)):
@@ -203,11 +203,11 @@ class Watchdog:
             return beat.age_s >= limits.init_timeout_s + LEEWAY_S
         return beat.age_s >= limit_s(beat.phase, limits.stall_s) + LEEWAY_S
 
-    def _is_deaf(self, beat: Beat) -> bool:
-        """Whether the main thread has shown no sign of life since it was asked to stop."""
+    def _is_unresponsive(self, beat: Beat) -> bool:
+        """Whether the main thread has had no heartbeat since it was asked to stop."""
         if self._asked is None or beat.phase not in IN_A_STEP | {"report"}:
             return False
-        return min(beat.age_s, time.monotonic() - self._asked[0]) >= DEAF_S
+        return min(beat.age_s, time.monotonic() - self._asked[0]) >= UNRESPONSIVE_S
 
     def _of_slow_clean_up(self, since_s: float, error: BaseException) -> Verdict | None:
         if time.monotonic() - since_s < CLEAN_UP_S:
@@ -224,11 +224,11 @@ class Watchdog:
         if min(now - self._other_failed_s, beat.age_s) < SETTLE_S:
             return None
         text, exit_code = reason_of(store, self._job, first)
-        # Who was asked to stop leaves after the same step as all others, saved.
+        # A preempted rank saves and exits after the same step as all others.
         return None if exit_code == PreemptedError.exit_code else Verdict(text, exit_code)
 
     def _of_signal(self, silent: list[int], places: dict[int, Beat | None], writer: int) -> Verdict | None:
-        """Asked to stop, and another rank does not come: dead, where torchrun sent the signal for that."""
+        """The verdict if this rank was asked to stop and waits for another one, which may have died."""
         if self._asked is None:
             return None
         asked_s, number = self._asked
@@ -258,7 +258,7 @@ class Watchdog:
         )
 
     def _leave(self, verdict: Verdict, store: dist.Store | None) -> None:
-        """Write down why, and end this process. The main thread may hold any lock: all is bounded in time."""
+        """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
         rank = self._launch.rank
         with contextlib.suppress(OSError):
@@ -284,9 +284,9 @@ class Watchdog:
 
 
 def _wake(descriptor: int) -> int:
-    """Have the numbers of signals written there (-1: nowhere); where they were written before.
+    """Set the descriptor that signal numbers are written to (-1: none); returns the previous one.
 
-    Only the main thread takes signals, and only it may ask for that.
+    Only the main thread handles signals, and only it may set the descriptor.
     """
     if threading.current_thread() is not threading.main_thread():
         return -1
@@ -296,5 +296,5 @@ def _wake(descriptor: int) -> int:
 
 @functools.cache
 def _keep_to_this_process() -> None:
-    """A forked child would write its own signals into the same pipe."""
+    """Reset it in forked children, which would write their signals to the same pipe."""
     os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))

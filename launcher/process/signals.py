@@ -1,4 +1,4 @@
-"""Which signals ask a run for what: to stop, or to save and continue. Each process has its own handlers.
+"""Which signals request what of a run: to stop, or to save and continue. Each process has its own handlers.
 
 Imports no torch: parent and workers take the same signals.
 """
@@ -13,6 +13,6 @@ ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
 
 
 def obeyed() -> tuple[signal.Signals, ...]:
-    """HEEDED, but for a SIGHUP that was ignored when this process was started, as nohup does."""
+    """HEEDED, except a SIGHUP that was ignored when this process was started, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in HEEDED if not (ignored and number == signal.SIGHUP))

@@ -54,10 +54,10 @@ def apply_switches(config: Config) -> None:
     """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch: a process per core, in each rank
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # default: one per core, in each rank
     if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
-        # Not called without need: it imports the compiler, which takes a second and keeps a process group
-        # alive, so that the other ranks would not notice at once that this one has failed.
+        # Called only if needed: it imports the compiler, which takes a second and keeps the process group
+        # alive, so that other ranks would not notice at once that this one has failed.
         torch.use_deterministic_algorithms(config.train.deterministic)
     if config.train.deterministic:  # torch refuses matrix products on CUDA without it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -67,7 +67,7 @@ def apply_switches(config: Config) -> None:
         # Matrix products accumulate in fp32.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        # Once per process and shape, of which there are few: shares are cut into equal micro-batches.
+        # Benchmarks once per process and shape. There are few shapes: micro-batches are of equal size.
         torch.backends.cudnn.benchmark = not config.train.deterministic
         # It advises flatten_parameters(), which would take the weights out of the Stepper's flat memory.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
@@ -76,7 +76,7 @@ def apply_switches(config: Config) -> None:
 def seed_generators(seed: int) -> None:
     """Seed the generators that recipes draw from without naming one: Python's, NumPy's and torch's."""
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # it takes no other
+    numpy.random.seed(seed % 2**32)  # NumPy accepts no larger seed
     torch.manual_seed(seed)
 
 
@@ -137,9 +137,9 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
 
 
 def refuse_uneven_micro_batches(plan: BatchPlan) -> None:
-    """With synchronised batch norms each forward pass is a collective: a rank with fewer would be missed."""
+    """Raise ConfigError if ranks run different numbers of forward passes, which sync_bn makes collectives."""
     plans = [dataclasses.replace(plan, rank=rank) for rank in range(plan.world_size)]
-    for step in {0, plan.steps_per_epoch - 1}:  # all others are as full as the first
+    for step in {0, plan.steps_per_epoch - 1}:  # all other steps are as large as the first
         passes = [len(each.micro_positions(step)) for each in plans]
         if len(set(passes)) > 1:
             raise ConfigError(
@@ -164,7 +164,7 @@ def build_scaling(config: Config) -> Scaling:
     scale = config.precision.scale
     policy = Policy.named(config.precision.name)
     if policy.arithmetic != torch.float16:
-        return Scaling(mode="none")  # only fp16 has too small a range
+        return Scaling(mode="none")  # only fp16 needs one for its range
     return Scaling(
         mode="dynamic" if scale.mode == "auto" else scale.mode,  # type: ignore[arg-type]  # validated
         init=scale.init,
@@ -193,10 +193,10 @@ def build_wire(config: Config, env: WorkerEnv) -> Wire:
 
 
 def shares_communicator(config: Config, env: WorkerEnv) -> bool:
-    """Whether batch norms of all ranks use the communicator of the gradients.
+    """Whether synchronised batch norms use the communicator of the gradients.
 
-    Those then travel after the backward pass: a rank on which parameters are unused sends its buckets later
-    than the others, and would call another collective than they do.
+    Gradients are then reduced after the backward pass: a rank with unused parameters sends its buckets later,
+    and would call collectives in another order than other ranks.
     """
     return config.model.sync_bn and env.group is not None
 
@@ -247,7 +247,7 @@ def build_stepper(
 
 
 def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:
-    """Start the loss scale from one dry backward over this rank's first micro-batch; what came of it."""
+    """Choose the loss scale by a dry backward over this rank's first micro-batch; returns a description."""
 
     def dry() -> tuple[Tensor, int]:
         of_batch = loss_of(recipe.loss, model, first[0])
@@ -262,14 +262,14 @@ def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequenc
 
 
 def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
-    """The model's forward through torch.compile, which keeps all roundings where they are emulated."""
+    """The model compiled with torch.compile, keeping all rounding if half arithmetic is emulated."""
     return cast(nn.Module, torch.compile(model, options={"emulate_precision_casts": stepper.emulation.used}))
 
 
 def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:
     """Whether compiling the update would pay for itself within this run, and the reason.
 
-    Asks for what can be asked without loading the compiler; whether it works is for the Stepper to try.
+    Checks only what can be checked without importing the compiler; the Stepper tries whether it works.
     """
     if device.type == "cuda":
         found = importlib.util.find_spec("triton") is not None
@@ -283,7 +283,7 @@ def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool,
 
 
 def gradient_stats(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: Telemetry) -> GradientStats:
-    """How often this rank counts the gradients: the leader alone, where they are equal on all ranks."""
+    """The gradient statistics of this rank: only the leader counts if gradients are equal on all ranks."""
     every_steps = config.telemetry.gradients_every_steps or None
     if config.wire.shard:
         return GradientStats(stepper.own_gradients, telemetry, every_steps, env.device, env.group)

@@ -1,4 +1,4 @@
-"""When a run is saved, and when it stops because it was asked to.
+"""When a run is saved, and when it stops on request.
 
 Owns the votes by which the ranks agree on both, the comparison of the replicas before each checkpoint, and
 what is reported of one. Every method is called by all ranks at the same point of the run.
@@ -36,7 +36,7 @@ class Checkpoints:
     _failure: str = ""  # of the latest checkpoint, on the leader
 
     def vote(self, position: Position) -> None:
-        """Before a step: vote for what this rank wants. The votes travel with the counts of the step."""
+        """Before a step: cast this rank's votes, which are sent with the counts of the step."""
         run = self.run
         run.heartbeat.beat("data", position.step)
         self._report(self.writer.poll())
@@ -44,15 +44,15 @@ class Checkpoints:
             run.stepper.vote(Question.STOP)
         by_clock = run.env.is_leader and self.due.by_clock()
         if run.requests.take_save() or by_clock:
-            self.due.done()  # asked for: it is saved a step later
+            self.due.done()  # requested now, saved after the next step
             run.stepper.vote(Question.SAVE)
         if self._failure and run.config.checkpoint.on_error == "stop":
             run.stepper.vote(Question.GIVE_UP)
 
     def after(self, position: Position, measured: Measured | None) -> None:
-        """Save and stop as voted and as due, on all ranks alike.
+        """Save and stop as voted and as due, the same on all ranks.
 
-        `measured` belongs to this very step; None where it was not evaluated, or not to the end. Raises
+        `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
         PreemptedError for a run that was asked to stop, StorageError for one that cannot be saved, and
         DivergedError for one that ends with nothing to save.
         """
@@ -60,7 +60,7 @@ class Checkpoints:
         agreed = self.votes.take()
         stops = Question.STOP in agreed and not done
         if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
-            raise StorageError(failure)  # unless a later one could be written after all
+            raise StorageError(failure)  # unless a later one was written
         if done and measured is not None:
             self.monitor.refuse_fruitless_end(position, self.run.stepper.counters(), measured.loss)
         is_best = measured is not None and measured.is_best
@@ -82,7 +82,7 @@ class Checkpoints:
             )
 
     def _save(self, position: Position, metric: Metric | None) -> None:
-        self.monitor.flush()  # what has diverged is not saved
+        self.monitor.flush()  # raises if the run has diverged, which is then not saved
         self.run.heartbeat.beat("consistency check")
         check_replicas(self.run.stepper)
         self.run.heartbeat.beat("checkpoint")
@@ -91,7 +91,7 @@ class Checkpoints:
         self.monitor.restart_timer()
 
     def _of_leader(self, text: str) -> str:
-        """What the leader, which alone writes files, has to say to all. A collective."""
+        """The leader's text on all ranks: only the leader writes files. A collective."""
         return exchange_texts(self.run.env, text)[0]
 
     def _report(self, report: Report | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether all ranks, and the run that a checkpoint is of, hold the same data: by digests of a few samples.
+"""Checks that all ranks, and the run of a checkpoint, have the same data, by digests of a few samples.
 
 Owns the comparison before the first step. Never reads a whole data set.
 """
@@ -30,10 +30,10 @@ COMPARED = 66  # samples of a column: the first, the last, and those spread even
 def compare_data(
     recipe: Recipe, train: Readable, validation: Mapping[str, Readable], env: WorkerEnv
 ) -> dict[str, str]:
-    """The fingerprint of the data. Raises DataError, on all ranks alike, unless it is that of all ranks.
+    """The fingerprint of the data. Raises DataError, on all ranks, unless it is equal on all ranks.
 
-    Compares lengths, classes, and of each column dtype, shape and a digest of some samples, which alone are
-    read. Of a data set with a method `fingerprint()` only what this returns. A collective.
+    Compares lengths, classes, and of each column the dtype, shape and a digest of some samples. Only those
+    are read. Of a data set with a method `fingerprint()` only what this returns. A collective.
     """
     own = fingerprint(recipe, train, validation)
     refuse_other_data([json.loads(text) for text in exchange_texts(env, json.dumps(own))])
@@ -41,7 +41,7 @@ def compare_data(
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """In words, what differs from the data that a checkpoint was trained on; empty where nothing does.
+    """A text of what differs from the data that a checkpoint was trained on; empty if nothing does.
 
     `before` is empty for a checkpoint without a fingerprint.
     """
@@ -56,7 +56,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
-    """What ranks with the same data agree on, by the name under which an error mentions it."""
+    """What is equal on ranks with the same data, by its name in errors."""
     known = {
         "the classes": str(recipe.classes),
         "the metrics": ", ".join(name_of(metric) for metric in recipe.measures),
@@ -118,9 +118,9 @@ def _content(values: Tensor) -> str:
 
 
 def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:
-    """Raise DataError unless all fingerprints are equal; names the ranks that most others contradict.
+    """Raise DataError unless all fingerprints are equal; names the ranks that differ from the majority.
 
-    Where no majority exists, as with two ranks, those are named that differ from rank 0.
+    Without a majority, as with two ranks, it names those that differ from rank 0.
     """
     votes = Counter(json.dumps(each, sort_keys=True) for each in by_rank)
     text, most = votes.most_common(1)[0]

@@ -1,6 +1,6 @@
-"""What was decided for the user, each with its reason: printed at the start of a run.
+"""The decisions made for the user, each with its reason, printed at the start of a run.
 
-Owns the sentences; the decisions are those of the modules that build the job.
+Owns the sentences; the modules that build the job make the decisions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def decisions(
     stepper: Stepper,
     plan: BatchPlan,
 ) -> Iterator[tuple[str, str]]:
-    """What was decided for the user, as (topic, sentence with the reason)."""
+    """The decisions made for the user, as (topic, sentence with the reason)."""
     kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
     backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
     yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
@@ -64,13 +64,13 @@ def decisions(
     if config.wire.overlap and shares_communicator(config, env):
         yield (
             "wire",
-            "gradients travel after the backward pass: model.sync_bn=true uses the same communicator",
+            "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator",
         )
     if config.train.compile and config.wire.overlap and env.world_size > 1:
         yield (
             "compile",
-            "gradients travel after the backward pass, and all are in memory by then: a graph of the whole "
-            "model gives them at its end (train.compile=false sends them during the pass)",
+            "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "
+            "whole model returns them at its end (train.compile=false reduces them during the pass)",
         )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"

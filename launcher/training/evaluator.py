@@ -1,6 +1,6 @@
-"""The evaluations of a run while it trains: when, what is reported, and how they compare with those before.
+"""The evaluations of a run during training: when, what is reported, and whether one is the best so far.
 
-Owns what becomes of an evaluation; how one is computed is in `launcher.evaluation`. A collective throughout.
+Owns the use of an evaluation's result; `launcher.evaluation` computes it. All methods are collectives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Evaluator:
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
 
     def after(self, position: Position) -> Measured | None:
-        """`evaluate` where an evaluation is due; None, on all ranks, where not or before a stop."""
+        """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
         due = self.course.evaluates_after(position.step) and Question.STOP not in self.votes
         return self.evaluate(position) if due else None
 
@@ -100,7 +100,7 @@ class Evaluator:
         return self.run.stepper.forward()
 
     def _beat(self) -> None:
-        self.run.heartbeat.beat("evaluation")  # batch by batch: a large set may take longer than a phase may
+        self.run.heartbeat.beat("evaluation")  # per batch: a large set may exceed the limit of a phase
 
     def _guard(self, what: str, batch: Batch | None) -> AbstractContextManager[None]:
         return guarding(what, log_path(Path(self.run.config.run.dir), self.run.env.rank), batch)

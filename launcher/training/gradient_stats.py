@@ -1,7 +1,7 @@
 """Where the gradients lie in the range of fp16, every so many steps.
 
-Owns when to count and the form of the `gradients` event. The count is queued behind the step on the device
-and read one step late; after a step that was skipped the next one is counted instead.
+Owns when to count and the form of the `gradients` event. The count is queued after the step on the device and
+read one step late. If a step was skipped, the next one is counted instead.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from launcher.telemetry import Telemetry
 
 
 class GradientStats:
-    """Counts the exponents of the gradients every `every_steps` steps; never, where that is None.
+    """Counts the exponents of the gradients every `every_steps` steps; never if that is None.
 
-    `gradients` gives the reduced wire gradients by parameter name, valid until the next backward pass. Where
-    they are equal on all ranks, only the rank that reports them needs to count. With a `group`, each rank
-    of it counts its own elements, and all count the same steps: a collective.
+    `gradients` returns the reduced wire gradients by parameter name, valid until the next backward pass. If
+    they are equal on all ranks, only the reporting rank needs to count. With a `group`, each of its ranks
+    counts its own elements, and all count the same steps: a collective.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class GradientStats:
         self._counter = ExponentCounter(device, group) if every_steps else None
 
     def count(self, step: int) -> ExponentCounts | None:
-        """The counts of the step just done, where one is due."""
+        """The counts of the step just done, if due."""
         if self._counter is None or step < self._next:
             return None
         return self._counter.count(self._gradients())
 
     def record(self, epoch: int, step: int, scale: float, counts: ExponentCounts) -> None:
-        """Emit what a step that was not skipped has shown; `scale` is the loss scale that it used."""
+        """Emit the statistics of a step that was not skipped; `scale` is its loss scale."""
         assert self._every is not None
         self._next = step - step % self._every + self._every
         found = counts.read(scale)

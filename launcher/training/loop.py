@@ -57,7 +57,7 @@ def train(
 ) -> None:
     """Train from `start` to the last step. A collective: all ranks run the same course.
 
-    Raises PreemptedError, on all ranks after the same step, where any of them was asked to stop.
+    Raises PreemptedError, on all ranks after the same step, if any of them was asked to stop.
     """
     task.network.train()
     if start.owes_evaluation:

@@ -1,8 +1,7 @@
 """Learning-rate schedules as tables: one rate per applied step, computed before training.
 
-A table can lie on the device, so that a skipped step does not consume a rate and no step asks the host. Also
-the table of a schedule of the recipe's own, with the check of what it returns.
-Imports no torch.
+A table on the device: a skipped step does not consume a rate, and no step waits for the host. Also the table
+of a schedule of the recipe's own, with the check of what it returns. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from numbers import Real
 
 from launcher.errors import ConfigError
 
-# Each takes the share of the run after warm-up, 0 <= x < 1, and gives the share of the peak rate.
+# Each maps the share of the run after warm-up, 0 <= x < 1, to the share of the peak rate.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda x: 1.0,
     "linear": lambda x: 1.0 - x,

@@ -1,4 +1,4 @@
-"""Records each step's report: in the log, in the run's totals, and with those who decide by it.
+"""Records each step's report: in the log, in the run's totals, in the votes and the divergence check.
 
 Owns the averages between two log lines. All ranks read the same numbers at the same step. Never touches the
 device: it reads a step one step late.
@@ -34,7 +34,7 @@ class _Window:
 class Monitor:
     """Records every step of a run, in order.
 
-    With `first_step_done` the first one is read and logged at once, and then that is called.
+    With `first_step_done` the first step is read and logged at once, and then it is called.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Monitor:
         self.totals = totals
 
     def record(self, position: Position, result: StepResult) -> None:
-        """Take a step; report the one before, which the device has finished by now."""
+        """Record a step; report the one before, which the device has finished by now."""
         self.flush()
         now = time.perf_counter()
         self._waiting = (position, result, self._gradients.count(position.step), now - self._previous)
@@ -80,7 +80,7 @@ class Monitor:
     def refuse_fruitless_end(
         self, position: Position, counters: Mapping[str, int], held_out_loss: float
     ) -> None:
-        """Log the last step, then raise DivergedError where the run has nothing to show for it.
+        """Log the last step, then raise DivergedError if the run has no usable result.
 
         The arguments are those of `DivergenceCheck.at_end`.
         """

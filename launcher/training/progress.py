@@ -1,4 +1,4 @@
-"""Where a run stands: the values that the parts of a run hand to each other.
+"""Progress of a run: the values that its parts exchange.
 
 Owns the count of steps and epochs, and the best evaluation so far. Saves and reports nothing.
 """
@@ -25,7 +25,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after so many steps, the last of which may still owe its evaluation."""
+    """Where a run starts: after `step` steps, the last of which may not have been evaluated yet."""
 
     step: int = 0
     owes_evaluation: bool = False
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Course:
-    """How long a run is and when it pauses; steps count updates, skipped ones included."""
+    """How long a run is, and when it evaluates and checks; steps count updates, skipped ones included."""
 
     steps_per_epoch: int
     total_steps: int
@@ -80,7 +80,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation found, and whether it is better than all earlier ones."""
+    """Result of an evaluation, and whether it is better than all earlier ones."""
 
     metric: Metric
     is_best: bool
@@ -89,7 +89,7 @@ class Measured:
 
 @dataclass
 class Standing:
-    """What a run knows of its past besides the training state."""
+    """History of a run besides the training state."""
 
     best: Metric | None = None  # of all evaluations so far
     seconds: float = 0.0  # of training
@@ -111,6 +111,6 @@ class Standing:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Standing:
-        """The inverse of `as_values`; what an older checkpoint lacks is as at the start."""
+        """The inverse of `as_values`; values missing in an older checkpoint are as at the start."""
         best = values.get("best")
         return cls(None if best is None else Metric(*best), float(values.get("seconds", 0.0)))

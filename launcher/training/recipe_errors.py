@@ -1,4 +1,4 @@
-"""Exceptions of a recipe's own code as one message: what failed, in which line, and which rule that breaks.
+"""Turns exceptions of a recipe's code into one message: what failed, in which line, and the broken rule.
 
 Owns the guard around the functions that a recipe hands out, and the search for the user's line in a
 traceback. What a user can act on already, a lack of memory and the loss of another rank pass unchanged.
@@ -30,7 +30,7 @@ from launcher.recipe import Recipe
 Result = TypeVar("Result")
 DTYPES = re.compile(
     r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
-)  # of a linear layer or a product, of an einsum, of a convolution
+)  # from a linear layer or product, an einsum, a convolution
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
 ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
@@ -52,7 +52,7 @@ MODE_CHANGED = {
 def guarded(recipe: Recipe, log: Path) -> Recipe:
     """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
 
-    A loss that changes the mode of the network is warned of, once.
+    Warns once of a loss that changes the mode of the network.
 
     `log` is the file that the full traceback will be in.
     """
@@ -70,7 +70,7 @@ def guarded(recipe: Recipe, log: Path) -> Recipe:
 
 @contextmanager
 def guarding(what: str, log: Path, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Raise what `recipe_failure` makes of an exception in the context."""
+    """Raise the `recipe_failure` of an exception in the context."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -83,7 +83,7 @@ def guarding(what: str, log: Path, batch: Mapping[str, Any] | None = None) -> It
 def recipe_failure(
     error: BaseException, what: str, log: Path, batch: Mapping[str, Any] | None = None
 ) -> LauncherError | None:
-    """The one message for an exception that `what` of a recipe raised; None for what passes unchanged."""
+    """The error for an exception that `what` of a recipe raised; None for one that passes unchanged."""
     if isinstance(error, SystemExit):
         return RecipeError(
             f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){_at(error)}. Only the "
@@ -125,9 +125,9 @@ def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[
 
 
 def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
-    """The same with a warning, once, where it leaves the network in another mode than it was given.
+    """The loss, with a warning, once, if it leaves the network in another mode.
 
-    A part of the network may be switched on purpose, such as a batch norm whose statistics are to stay.
+    A part of the network may be switched on purpose, such as a batch norm with frozen statistics.
     """
     warned = False
 
@@ -145,7 +145,7 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _defined(function: Callable[..., Any]) -> str:
-    """The function's name, where it is not the user's own: then no line of a traceback shows it."""
+    """The function's name if it is not the user's code, so that no line of a traceback shows it."""
     code = getattr(function, "__code__", None)
     own = isinstance(code, CodeType) and is_the_users(code)
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -153,7 +153,7 @@ def _defined(function: Callable[..., Any]) -> str:
 
 
 def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
-    """What the data must be like, where it is the data that does not fit; else empty."""
+    """The rule that the data breaks, if the data is at fault; else empty."""
     if isinstance(error, KeyError) and batch and not _is_raised(error) and error.args[0] not in batch:
         return (
             f"A batch has the columns {', '.join(batch)}. Read one of these, or add the missing one to the "

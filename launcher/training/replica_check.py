@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same bits?
+"""Checks that all ranks still hold the same bits.
 
 Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters and optimizer
 states; and of buffers that have changed on some ranks only. Compares integers (sums of bit patterns), so that
@@ -20,13 +20,13 @@ from launcher.errors import ReplicaError, listed
 from launcher.training.progress import Course, Position
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ABSTAINS = -2  # of a rank that has not trained since the start: below both answers and their negatives
-SHOWN = 5  # names in an error; more would hide the rest of it
+ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives
+SHOWN = 5  # names in an error; more would bury the rest
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Compares the ranks' replicas where the course of the run says so."""
+    """Compares the ranks' replicas when due."""
 
     stepper: Stepper
     course: Course
@@ -37,7 +37,7 @@ class Replicas:
 
 
 def check_replicas(stepper: Stepper) -> None:
-    """Raise ReplicaError, on all ranks alike, if any replica differs. A collective: all ranks call it."""
+    """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it."""
     if stepper.group is None:
         return
     _refuse_lone_changes(stepper, stepper.group)
@@ -52,11 +52,10 @@ def check_replicas(stepper: Stepper) -> None:
 
 
 def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
-    """Raise ReplicaError, on all ranks alike, for a buffer that has changed since the start on some of them.
+    """Raise ReplicaError, on all ranks, for a buffer that has changed since the start on only some ranks.
 
-    Values may differ: BatchNorm statistics are those of each rank's own samples, until an evaluation. But
-    what training changes it changes on every rank that trains, and what it does not change has no business
-    to. A collective.
+    Values may differ: BatchNorm statistics are those of each rank's own samples, until an evaluation. But a
+    buffer that training changes must have changed on every rank that trains. A collective.
     """
     changed = stepper.changed_buffers()
     if not changed:
@@ -86,7 +85,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
-    """Which ranks hold something else than most ranks do, and in which tensors. A collective."""
+    """Which ranks differ from the majority, and in which tensors. A collective."""
     table = torch.stack(gather(own, group)).cpu()  # [rank, tensor]
     usual = table.mode(dim=0).values
     odd = table != usual

@@ -1,7 +1,7 @@
-"""What a run leaves behind when it ends: result.json, the report, the pictures.
+"""The files that a run writes at its end: result.json, the report, the plots.
 
-Owns the summary of a finished run and the digest of its weights. Writing a picture may fail without
-failing the run; the result may not.
+Owns the summary of a finished run and the digest of its weights. A plot that cannot be written does not fail
+the run; a result does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def result(
     evaluations: Mapping[str, Evaluation],
     totals: Totals,
 ) -> dict[str, Any]:
-    """The content of result.json, but for what only the caller knows (steps and seconds).
+    """The content of result.json, except what only the caller knows (steps and seconds).
 
     `compare_by` is that of the recipe.
     """
@@ -132,24 +132,24 @@ def write_split(run_dir: Path, recipe: Recipe) -> None:
 
 
 def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:
-    """result.json of a run that did not get to its end; what cannot be written then is only in the log."""
+    """Write result.json of a run that failed or stopped. If that fails, the error is only in the log."""
     with contextlib.suppress(OSError):
         write_result(run_dir, {"state": state, "exit": exit_code, "error": in_words(error)})
     mark_end(run_dir, state, exit_code)
 
 
 def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
-    """status.json once more: its sink is given up for good where the disk was full for a moment."""
+    """Write status.json again, because its sink is disabled for good once the disk was full."""
     with contextlib.suppress(OSError):
         mark_ended(run_dir / FILE_NAME, state, exit_code)
 
 
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
-    """Pictures and report.html, from the files of the run alone; a failure is a warning."""
+    """Write plots and report.html, from the files of the run alone; a failure is a warning."""
     try:
         draw_curves(run_dir)
         draw_confusion_matrix(run_dir)
         draw_exponents(run_dir)
         write_report(run_dir)
-    except Exception as error:  # a picture is no reason to fail a run that is complete
+    except Exception as error:  # a plot must not fail a run that is complete
         telemetry.warn(f"the report could not be drawn: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """From which checkpoint a run resumes, and what it saves for the next one.
 
-Owns the choice of the start, what is reported of it, and the copy of all that belongs to a run's state.
+Owns the choice of the start, its report, and the copy of everything in a run's state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launcher.training.run import Run
 
 @dataclass
 class Continuity:
-    """A run among its checkpoints. `num_samples` is the size of the training set, `data` its fingerprint."""
+    """Resumes and saves one run. `num_samples` is the size of the training set, `data` its fingerprint."""
 
     run: Run
     course: Course
@@ -30,7 +30,7 @@ class Continuity:
     data: Mapping[str, str]
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
-    scale: ScaleStart | None = None  # None where the run began afresh
+    scale: ScaleStart | None = None  # None if the run did not resume
 
     def __post_init__(self) -> None:
         self._memory = HostMemory()
@@ -41,19 +41,18 @@ class Continuity:
 
     @property
     def directory(self) -> Path:
-        """Where this run's checkpoints lie."""
+        """The directory of this run's checkpoints."""
         return Path(self.run.config.run.dir) / FOLDER
 
     def resume(self, restart_count: int) -> Start:
         """Load the checkpoint to resume from, if there is one. A collective.
 
-        After a restart that is always the newest of this run. Raises, on all ranks alike, ConfigError for
-        another run's checkpoint or one beyond the end, StorageError where none is intact although one was
-        demanded.
+        After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
+        run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
         """
         wish = self.run.config.checkpoint.resume
         if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
-            wish = AUTO  # what its first start has left behind it is set aside by now
+            wish = AUTO  # its first start has already set the others aside
         found = checkpoint.resume(self.run.env, self.directory, wish, self._identity)
         for damage in found.damaged:
             self.run.telemetry.warn(f"a damaged checkpoint is passed over and set aside: {damage}")
@@ -76,7 +75,7 @@ class Continuity:
         return start
 
     def _report(self, saved: Snapshot, path: Path | None, start: Start, restart_count: int) -> None:
-        """Say where the run resumes, and what is not as it was."""
+        """Report where the run resumes, and what has changed."""
         telemetry = self.run.telemetry
         if text := changes(saved.extra.get("data", {}), self.data):
             telemetry.warn(text)

@@ -1,4 +1,4 @@
-"""What the parts of a run share on one rank, and the questions on which the ranks vote in each step.
+"""What the parts of a run share on one rank, and the questions that ranks vote on in each step.
 
 Owns the meaning of each vote; how votes travel is the engine's.
 """
@@ -33,7 +33,7 @@ class Question(IntEnum):
 
     STOP = 0
     SAVE = 1
-    GIVE_UP = 2  # a checkpoint could not be written, and the run is to end
+    GIVE_UP = 2  # a checkpoint could not be written, so the run must end
     BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
 
 
@@ -50,13 +50,13 @@ class Votes:
         self.bad_samples += report.votes[Question.BAD_SAMPLES]
 
     def agree(self, question: Question) -> None:
-        """Add what all ranks have agreed on outside of a step."""
+        """Add a question that all ranks have agreed on outside a step."""
         self._agreed.add(question)
 
     def __contains__(self, question: Question) -> bool:
         return question in self._agreed
 
     def take(self) -> set[Question]:
-        """The questions since the last call."""
+        """The questions agreed on since the last call."""
         agreed, self._agreed = self._agreed, set()
         return agreed

@@ -1,7 +1,7 @@
 """Requests to a running worker by signals: stop, or save and continue.
 
-Owns the handlers while a job runs. A handler sets a flag, nothing more; the
-flag becomes a vote, and all ranks act on it after the same step. Imports no torch.
+Owns the handlers while a job runs. A handler only sets a flag; the flag becomes a vote, and all ranks act on
+it after the same step. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.process.signals import ONE_REQUEST_S, obeyed
 
 
 class Requests:
-    """What was asked for so far."""
+    """The requests received so far."""
 
     def __init__(self) -> None:
         self.stop: signal.Signals | None = None  # the first signal that asked for it
@@ -26,7 +26,7 @@ class Requests:
         self._since_s = 0.0
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Whether a checkpoint was requested since the last call."""
         asked, self._save = self._save, False
         return asked
 
@@ -42,10 +42,10 @@ class Requests:
 
 @contextmanager
 def heeded(alone: bool) -> Iterator[Requests]:
-    """Take signals as requests while the context lasts. Outside the main thread there are none to take.
+    """Turn signals into requests within the context. Does nothing outside the main thread.
 
-    A SIGTERM that came too late to be heeded takes its usual course, unless this process is `alone`: where a
-    rank has died torchrun sends it to the others, which would wait for the dead one in vain.
+    A SIGTERM that came too late is raised again at the end, unless this process is `alone`: torchrun sends it
+    to the others if a rank has died, and they would wait for the dead one forever.
     """
     requests = Requests()
     if threading.current_thread() is not threading.main_thread():
@@ -53,11 +53,11 @@ def heeded(alone: bool) -> Iterator[Requests]:
         return
     before = {number: signal.signal(number, requests.receive) for number in obeyed()}
     too_late = False
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # who forked us may have held them back until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the parent may have blocked them until now
     try:
         yield requests
     except LauncherError:
-        raise  # all ranks leave alike, each with its reason
+        raise  # all ranks exit the same way, each with its reason
     except Exception:
         too_late = requests.stop == signal.SIGTERM and not alone
         raise

@@ -78,7 +78,7 @@ def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size
     lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, recipe, stepper, plan))
     assert ("compile" in lines) == said
     if said:
-        assert lines["compile"].startswith("gradients travel after the backward pass, and all are in memory")
+        assert lines["compile"].startswith("gradients are reduced after the backward pass, and are all in")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import

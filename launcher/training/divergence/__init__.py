@@ -1,1 +1,1 @@
-"""When a run has diverged, and what the error says of it. Import each module by its name."""
+"""Detection of divergence, and the text of its error. Import each module by its name."""

@@ -1,4 +1,4 @@
-"""Raises DivergedError where continuing a run is of no use, with what is known of its last step.
+"""Raises DivergedError if continuing a run is useless, with the evidence of its last step.
 
 Owns the limits on bad steps and the latest changes of the loss scale. All ranks check the same numbers and
 raise at the same step.
@@ -21,7 +21,7 @@ SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
 class Inspector(Protocol):
-    """Looks closer once a step has gone wrong. All ranks ask the same at the same step."""
+    """Inspects a failed step. All ranks make the same calls at the same step."""
 
     def broken_weights(self) -> str: ...
 
@@ -38,7 +38,7 @@ class DivergenceCheck:
         self._last: tuple[Position, StepReport] | None = None
 
     def after(self, position: Position, report: StepReport) -> None:
-        """Raise DivergedError or DataError where no later step can help.
+        """Raise DivergedError or DataError if no later step can recover.
 
         The same on all ranks, so the inspector may communicate.
         """
@@ -51,7 +51,7 @@ class DivergenceCheck:
             self._refuse_overflows(position, report)
 
     def at_end(self, position: Position, counters: Mapping[str, int], held_out_loss: float) -> None:
-        """Raise DivergedError where a run that has reached its last step has nothing to show for it.
+        """Raise DivergedError if a run that has reached its last step has no usable result.
 
         That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
         it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
@@ -105,7 +105,7 @@ class DivergenceCheck:
             )
 
     def _floor(self, scale: float) -> tuple[str, str]:
-        """Where the gradient overflows although the scale cannot fall, and what to do about it."""
+        """At which scale the gradient overflows although the scale cannot fall, and what to do."""
         mode, least = self._limits.mode, self._limits.min
         if mode == "none":
             return (
@@ -124,7 +124,7 @@ class DivergenceCheck:
         )
 
     def _evidence(self, position: Position, report: StepReport) -> str:
-        """What is known of a step that ends the run: ranks, parameters, loss scale, and a closer look."""
+        """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
         scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
         lines = [
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: "
@@ -137,5 +137,5 @@ class DivergenceCheck:
         return "\n".join(lines)
 
     def _evidence_of_last(self) -> str:
-        """The evidence of the last step; empty where that was taken by an earlier process of the run."""
+        """The evidence of the last step; empty if an earlier process of the run took that step."""
         return f"\n{self._evidence(*self._last)}" if self._last is not None else ""

@@ -1,4 +1,4 @@
-"""What a rank saw in the batch that ended a run: in words, by its order in the pass, and on all ranks.
+"""What a rank found in the batch that ended a run: as text, ordered by position in the pass, on all ranks.
 
 Owns the texts, and the message of fixed size in which the ranks exchange them.
 """
@@ -20,7 +20,7 @@ from launcher.errors import listed
 MESSAGE_BYTES = 1024  # per rank, fixed: a collective needs equal sizes
 ORDER_BYTES = 8
 NOTHING = 2 ** (8 * ORDER_BYTES) - 1  # the order of a rank that found nothing: after all others
-AFTER_FORWARD = 2**31  # the position of what only the loss or the backward pass shows
+AFTER_FORWARD = 2**31  # the position of what appears only in the loss or the backward pass
 MAX_SAMPLES = 8
 MAX_NAMES = 5
 MAX_RANKS = 4
@@ -42,7 +42,7 @@ def evidence_of(
     batch: Batch,
     indices: Sequence[int],
 ) -> Evidence:
-    """What speaks against micro-batch `number`, which holds the training samples `indices`."""
+    """The evidence in micro-batch `number`, which holds the training samples `indices`."""
     finding = diagnosis.finding
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     if finding is None and loss_finite and not columns:
@@ -72,7 +72,7 @@ def finite_text(diagnosis: Diagnosis) -> str:
 
 
 def backward_text(back: BackwardDiagnosis | None) -> str:
-    """Where the gradient left the range of the arithmetic, or how near it came."""
+    """Where the gradient left the range of the arithmetic, or how close it came."""
     if back is None:
         return "what is not finite arises in the backward pass"
     if back.module is not None:
@@ -102,7 +102,7 @@ def module_text(finding: ModuleFinding) -> str:
 
 
 def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
-    """The samples at fault where they can be told apart, else all of the micro-batch."""
+    """The samples at fault if they can be distinguished, else all of the micro-batch."""
     chosen = suspects or indices
     numbers = listed(chosen, MAX_SAMPLES)
     if suspects:
@@ -111,7 +111,7 @@ def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
 
 
 def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
-    """A line per rank that saw something, the earliest first; where none did, the suspected ones."""
+    """A line per rank that found something, the earliest first; if none did, the suspected ranks."""
     chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOTHING]
     chosen = sorted(chosen, key=lambda rank: found[rank].order) or list(suspected_ranks) or [0]
     lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
@@ -146,7 +146,7 @@ def nonfinite_rows(column: Tensor) -> list[int]:
 
 
 def master_text(master: Tensor, weight: torch.dtype) -> str:
-    """What to say about a master whose weight, of this dtype, is not finite."""
+    """A text about a master whose weight, of this dtype, is not finite."""
     if bool(master.isfinite().all()):
         return f"master {float(master.abs().max()):.3g}, beyond the {torch.finfo(weight).max:.4g} of {weight}"
     return "master nan" if bool(master.isnan().any()) else "master inf"

@@ -1,7 +1,7 @@
-"""The batch of the step that ended a run, run again and watched: which rank, samples and module are at fault.
+"""Runs the batch of the step that ended a run again, to find the rank, samples and module at fault.
 
-Owns that second pass. All ranks enter it at the same step, because all read the same numbers; nothing of the
-run changes but the random state. Never called while all is well.
+Owns that second pass. All ranks enter it at the same step, because all read the same numbers; only the random
+state of the run changes. Called only after a failure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DivergenceInspector:
         self._group = group
 
     def broken_weights(self) -> str:
-        """The weights that are not finite, each with what its master holds; empty where all are.
+        """The weights that are not finite, each with its master's value; empty if all are finite.
 
         All ranks hold the same weights, so all get the same answer.
         """
@@ -66,23 +66,23 @@ class DivergenceInspector:
         return listed(told, MAX_NAMES)
 
     def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
-        """Where step `step` (from 1, as the watch counts) went wrong, in lines; the same on all ranks.
+        """Where step `step` (from 1) went wrong, as lines of text; the same on all ranks.
 
-        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported where no
-        pass shows anything. `backward` asks for the backward pass too: the losses were finite. The weights
-        are those of now: the step left them alone, but the next one, under way when this one is read, may
-        have moved them a little.
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if neither
+        pass finds anything. `backward` runs the backward pass too: the losses were finite. The weights are
+        the present ones: the step did not change them, but the next one, already launched when this one is
+        read, may have.
         """
         plan = self._batches.plan
         try:
             own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
-        except Exception as error:  # whatever happens here, the other ranks wait in the exchange below
+        except Exception as error:  # after any error, because the other ranks wait in the exchange below
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
         found = exchange(own, self._group, self._stepper.device)
         return told_by_rank(found, suspected_ranks)
 
     def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
-        """Run this rank's micro-batches again: all of them, so that modules that communicate stay in line."""
+        """Run all of this rank's micro-batches again, so that collectives within modules match."""
         micro_batches = self._batches.step(epoch, step_of_epoch)
         found: list[Evidence] = []
         by_batch = zip(micro_batches, self._batches.latest_indices(), strict=True)
