@@ -86,7 +86,7 @@ def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch:
         return found
     given = f"Loss({type(found.sum).__name__}, ...)" if isinstance(found, Loss) else type(found).__name__
     raise ConfigError(
-        f"the recipe's loss gave a {given}. Return Loss(sum, count, outputs): the sum of the losses as a "
+        f"the recipe's loss returned a {given}. Return Loss(sum, count, outputs): the sum of the losses as a "
         "tensor (not .item()), the number of samples, and what metrics read, such as the logits."
     )
 

@@ -105,7 +105,7 @@ def run(
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
             failure = (
-                _users_to_mend(error, launch)
+                _user_error(error, launch)
                 or _disagreement(error, store, job, launch)
                 or stall_of(error, store, job, launch)
                 or _of_the_recipe(error, log_path(run_dir, launch.rank))
@@ -116,13 +116,13 @@ def run(
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = _of_another_rank(failure or error, store, job, launch)
             _report_failure(telemetry, steps, run_dir, launch, cause)
-            _let_go(error)
+            _release_frames(error)
             if failure is not None:
                 raise failure from error
             raise
 
 
-def _users_to_mend(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
+def _user_error(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
     """The error for users, if `error` is one of torch or the engine that they can fix; else None."""
     if isinstance(error, UnusableError):
         return ConfigError(str(error))
@@ -138,7 +138,7 @@ def _disagreement(
     """
     if store is None or not is_loss(error):
         return None
-    _let_go(error)  # or a rank that waits for this one would not notice in time to record its calls
+    _release_frames(error)  # or a rank that waits for this one would not notice in time to record its calls
     said = exchange_calls(store, job, launch)
     if text := disagreement(said, launch.world_size):
         return CollectiveError(text)
@@ -153,7 +153,7 @@ def _of_another_rank(
     """For rank 0's files: the error of the rank whose connection was lost, if it recorded one."""
     if launch.rank != 0 or store is None or not is_loss(error):
         return error
-    _let_go(error)  # or the others that wait for this rank would not notice
+    _release_frames(error)  # or the others that wait for this rank would not notice
     cause = failure_of_another(store, job, launch.rank)
     if cause is None or is_loss(RuntimeError(str(cause))):
         return error
@@ -166,7 +166,7 @@ def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None
     return recipe_failure(error, "code of the recipe", log_file) if place_of(error) else None
 
 
-def _let_go(error: BaseException) -> None:
+def _release_frames(error: BaseException) -> None:
     """Free what the frames of a failure hold, in particular the process group.
 
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks

@@ -283,9 +283,9 @@ def test_decorated_functions_stay_plain_functions():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (torch.ones(()), "gave a Tensor"),
-        (Loss(1.5, 2), r"gave a Loss\(float, ...\)"),
-        (None, "gave a NoneType"),
+        (torch.ones(()), "returned a Tensor"),
+        (Loss(1.5, 2), r"returned a Loss\(float, ...\)"),
+        (None, "returned a NoneType"),
     ],
 )
 def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:

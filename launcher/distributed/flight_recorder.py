@@ -149,7 +149,7 @@ def loss(said: Mapping[int, Calls], world_size: int) -> str:
             "collectives of different sizes, and any of them may be wrong."
         )
     return (
-        f"Rank {lost[0]} has ended or does not answer; {called(last)}. What it said is on its stderr."
+        f"Rank {lost[0]} has ended or does not answer; {called(last)}. Its stderr says why."
         f"{of_sizes(lost[0], last, world_size)}"
     )
 

@@ -242,9 +242,9 @@ def reach_leader(launch: LaunchEnv, wait_s: float) -> dist.Store:
     except DistError as error:
         raise StalledError(
             f"rank {launch.rank} could not reach rank 0 within {wait_s:g} s: {first_line(error)} "
-            "Rank 0 was not started, has died, or MASTER_ADDR and MASTER_PORT do not lead to it."
+            "Rank 0 was not started, has died, or MASTER_ADDR and MASTER_PORT do not point to it."
         ) from error
-    assert store is not None, "a process on its own has nobody to follow"
+    assert store is not None, "a single process has no leader"
     return store
 
 

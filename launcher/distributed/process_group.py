@@ -144,7 +144,7 @@ def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
 def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
     """Record that this rank failed, before others can notice. The first claim counts.
 
-    Clocks of different machines cannot tell who was first; the store can.
+    Clocks of different machines cannot tell which rank failed first; the store can.
     """
     if store is None:
         return
@@ -265,14 +265,14 @@ def stall_of(
             missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
     except DistError:
         return StalledError(
-            f"rank {launch.rank} waited for a collective in vain, and rank 0's machine "
-            f"({os.environ.get('MASTER_ADDR')}), where the ranks meet, does not answer: that machine, or the "
-            "link to it, is gone. launch.stall_s says how long a collective may take."
+            f"rank {launch.rank} waited too long for a collective, and rank 0's machine "
+            f"({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that machine, or "
+            "the link to it, is gone. launch.stall_s says how long a collective may take."
         )
     if not missing:
-        return StalledError("a collective took too long although all ranks came: the network stalls.")
+        return StalledError("a collective took too long although all ranks joined it: the network stalls.")
     return StalledError(
-        f"rank {', '.join(map(str, missing))} did not come to a collective in time: it hangs or has been "
+        f"rank {', '.join(map(str, missing))} did not join a collective in time: it hangs or has been "
         "stopped. launch.stall_s (before the first step launch.init_timeout_s) says how long others wait."
     )
 
@@ -359,7 +359,7 @@ def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, de
     if first != launch.rank:
         count = torch.cuda.device_count()
         raise PreflightError(
-            f"ranks {first} and {launch.rank} use the same GPU ({uuid}); each needs one of its own, and rank "
+            f"ranks {first} and {launch.rank} use the same GPU ({uuid}); each rank needs its own, and rank "
             f"{launch.rank} sees {count} GPU(s). Start at most as many processes per machine as it has GPUs, "
             "and show each process all of them or a different one."
         )

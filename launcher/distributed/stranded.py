@@ -69,7 +69,7 @@ def end_if_stranded(agent: int, handle: int) -> None:
         if waited_s >= GRACE_S and is_stranded(agent):
             print(
                 f"error: torchrun (pid {agent}) waits for its store on a machine that does not answer, and "
-                "would for a quarter of an hour: it is ended with SIGKILL.",
+                "would for a quarter of an hour: sending SIGKILL.",
                 file=sys.stderr,
             )
             return signal.pidfd_send_signal(handle, signal.SIGKILL)

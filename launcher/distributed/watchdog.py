@@ -134,7 +134,7 @@ class Watchdog:
             since_s = now if now - polled_s > POLL_EVERY_S + PAUSE_S else since_s
             beat = self._heartbeat.latest
             beat = replace(beat, age_s=min(beat.age_s, now - since_s))
-            self._looks, self._is_looking = self._looks + 1, True
+            self._polls, self._is_polling = self._polls + 1, True
             try:
                 if store is None:
                     # A separate connection: a wait of the main thread holds the lock of the other one.
@@ -251,7 +251,7 @@ class Watchdog:
         rank = self._launch.rank
         return Verdict(
             f"rank {rank} waited for {beat.age_s:.0f} s, and rank 0's machine "
-            f"({os.environ.get('MASTER_ADDR')}), where the ranks meet, does not answer: that machine, or "
+            f"({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that machine, or "
             "the link to it, is gone.",
             StalledError.exit_code,
             rank,

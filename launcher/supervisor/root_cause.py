@@ -18,7 +18,7 @@ from launcher.errors import LauncherError, NoProgressError, PreemptedError, Stal
 
 UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
 PREEMPTED = PreemptedError.exit_code
-MENDABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
+RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
 FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
 # Exits of a rank that received more than it expected: Gloo aborts it, or memory was overwritten.
 OVERRUN = frozenset(
@@ -60,9 +60,9 @@ class Verdict:
     hint: str = ""  # printed after the text
 
     @property
-    def mendable(self) -> bool:
+    def recoverable(self) -> bool:
         """Whether starting the workers again can help."""
-        return self.exit_code in MENDABLE
+        return self.exit_code in RECOVERABLE
 
 
 class RunFailed(LauncherError):
@@ -175,16 +175,16 @@ def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:
     place = where(fate.beat)
     if fate.exit_code >= 0:
         return Verdict(
-            UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and without a word, {place}"
+            UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
         )
     number = -fate.exit_code
     departures = (each.departure for each in fates if each.departure is not None)
     last = {each.rank: each.last_call for each in departures if each.last_call}
-    overrun = " A collective in which another rank sends more than this one expects can end it, too."
+    overrun = " A collective in which another rank sends more than this one expects can cause this too."
     hint = {
-        signal.SIGKILL: "Where nobody sent it, the kernel did because memory ran out: dmesg says so.",
+        signal.SIGKILL: "If nothing else sent it, the kernel did because memory ran out: see dmesg.",
         signal.SIGSEGV: f"Its stack is on stderr above.{overrun if last else ''}",
-        signal.SIGABRT: f"What it said is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
+        signal.SIGABRT: f"Its message is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
     meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
     return Verdict(
@@ -222,7 +222,7 @@ class Restarts:
         """
         self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
         self.newest_step = newest_step
-        if not verdict.mendable or self.used == self.allowed:
+        if not verdict.recoverable or self.used == self.allowed:
             raise RunFailed(verdict)
         if self.fruitless == FRUITLESS:
             raise NoProgressError(

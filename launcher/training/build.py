@@ -255,10 +255,8 @@ def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequenc
 
     found = stepper.calibrate(dry if first else None)
     if found is None:
-        return "auto: the first batch has no gradient to judge by; it starts where precision.scale.init says"
-    return (
-        f"auto: starts at 2^{found} = {2**found}, what the first batch bears within scale.min and scale.max"
-    )
+        return "auto: the first batch gives no usable gradient; starts at precision.scale.init"
+    return f"auto: starts at 2^{found} = {2**found}, safe for the first batch, within scale.min and scale.max"
 
 
 def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:

@@ -70,7 +70,7 @@ class Checkpoints:
             self._report(self.writer.wait())
             if failure := self._of_leader(self._failure):
                 raise StorageError(
-                    f"the run is not saved: {failure} With room again the same command with "
+                    f"the run is not saved: {failure} After freeing space, the same command with "
                     f"run.dir={self.writer.directory.parent} resumes from the newest checkpoint."
                 )
         if stops:

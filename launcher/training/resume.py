@@ -55,15 +55,15 @@ class Continuity:
             wish = AUTO  # its first start has already set the others aside
         found = checkpoint.resume(self.run.env, self.directory, wish, self._identity)
         for damage in found.damaged:
-            self.run.telemetry.warn(f"a damaged checkpoint is passed over and set aside: {damage}")
+            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {damage}")
         if found.snapshot is None:
             self.run.telemetry.rewind(0, evaluates_again=False)
             return Start()
         step = found.snapshot.progress.step
         if step > self.course.total_steps:
             raise ConfigError(
-                f"{found.path} is after step {step}, but the run is to end after {self.course.total_steps}. "
-                "Ask for more with train.epochs or train.max_steps, or go back with checkpoint.resume=PATH."
+                f"{found.path} is after step {step}, but the run ends after {self.course.total_steps}. "
+                "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env)
         self.standing = Standing.of(found.snapshot.extra)

@@ -80,7 +80,7 @@ def test_the_newest_damaged(again: Path, undisturbed, damage) -> None:
         os.utime(path, (1e9 - age, 1e9 - age))
     ended = run(again)
     assert ended.events("start")[-1]["step"] == 10
-    assert any("damaged checkpoint is passed over and set aside: step-00000012" in w for w in ended.warnings)
+    assert any("damaged checkpoint is skipped and set aside: step-00000012" in w for w in ended.warnings)
     assert ended.digest == undisturbed().digest
     assert "damaged-step-00000012" in names(again)
 
@@ -352,7 +352,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(stopped, tmp_path: 
 def test_a_run_cannot_end_before_the_step_it_goes_on_from(again: Path) -> None:
     ended = run(again, "train.max_steps=11")
     assert ended.codes == [2], ended
-    assert "is after step 12, but the run is to end after 11. Ask for more" in ended.outputs[0]
+    assert "is after step 12, but the run ends after 11. Raise train.epochs" in ended.outputs[0]
     assert names(again) == [f"step-{step:08d}" for step in (5, 10, 12)]
     assert run(again, "train.max_steps=12").codes == [0]
 

@@ -245,5 +245,5 @@ def test_without_a_parent_a_rank_that_hangs_is_named_by_those_that_wait(tmp_path
         started.signal(signal.SIGKILL, 1)
         ended = started.end()
     assert ended.codes[0] == 6
-    assert "error: rank 1 did not come to a collective in time" in ended.outputs[0]
+    assert "error: rank 1 did not join a collective in time" in ended.outputs[0]
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)

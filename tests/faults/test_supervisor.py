@@ -126,7 +126,7 @@ def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, cod
     write_recipe(tmp_path, f"if step == 5 and RANK == 1: os._exit({code})")
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
-        how = rf"ended with exit code {code} and without a word, in compute of step 5"
+        how = rf"ended with exit code {code} and no error, in compute of step 5"
         assert re.match(rf"error: rank 1 \(pid \d+\) {how}", error_of(parent))
 
 

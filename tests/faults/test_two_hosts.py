@@ -117,7 +117,7 @@ def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
     outputs = [process.communicate(timeout=STALL_S + 30)[0] for process in hosts.processes]
     assert time.monotonic() - began < STALL_S + 10
     assert [process.returncode for process in hosts.processes] == [1, 1]
-    assert "error: rank 1 did not come to a collective in time" in outputs[0]
+    assert "error: rank 1 did not join a collective in time" in outputs[0]
     assert re.search(
         r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", outputs[1]
     )
@@ -152,7 +152,7 @@ def test_torchrun_ends_where_the_machine_of_its_store_is_gone(hosts: Hosts, lost
     assert time.monotonic() - began < STALL_S + 10
     assert left.returncode == -signal.SIGKILL
     assert re.search(STRANDED, output)
-    named = "error: rank 1 waited .* rank 0's machine" if lost == 0 else "error: rank 1 did not come to"
+    named = "error: rank 1 waited .* rank 0's machine" if lost == 0 else "error: rank 1 did not join"
     assert re.search(named, output)
 
 

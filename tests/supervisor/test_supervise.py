@@ -74,8 +74,8 @@ def differ(rank: int) -> Fate:
         ([fate(0, KILL), differ(1), lost(2)], 1, 1, "rank 0 was killed by SIGKILL"),
         ([lost(0), fate(1, SEGV), lost(2)], 0, 1, "rank 1 was killed by SIGSEGV"),
         ([lost(0), fate(1, ABRT)], 0, 1, "rank 1 was killed by SIGABRT"),
-        ([lost(0), fate(1, 3)], 0, 1, "rank 1 (pid 101) ended with exit code 3 and without a word"),
-        ([lost(0), fate(1, 0)], 0, 1, "rank 1 (pid 101) ended with exit code 0 and without a word"),
+        ([lost(0), fate(1, 3)], 0, 1, "rank 1 (pid 101) ended with exit code 3 and no error"),
+        ([lost(0), fate(1, 0)], 0, 1, "rank 1 (pid 101) ended with exit code 0 and no error"),
         (
             [fate(0, 0, ""), fate(1, KILL, phase="finishing")],
             None,

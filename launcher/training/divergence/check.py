@@ -56,22 +56,22 @@ class DivergenceCheck:
         That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
         it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
         """
-        bad, told = counters["bad_losses"], "so the run is not done"
+        bad, outcome = counters["bad_losses"], "so the run is not done"
         if bad:
             raise DivergedError(
-                f"the loss was not finite in the last {bad} of {position.step} steps, {told}. Check the "
+                f"the loss was not finite in the last {bad} of {position.step} steps, {outcome}. Check the "
                 f"input for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
             )
         if not counters["applied"]:
             raise DivergedError(
-                f"none of {position.step} steps was applied, because every gradient overflowed, {told}. "
+                f"none of {position.step} steps was applied, because every gradient overflowed, {outcome}. "
                 "Lower precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
                 f"{self._evidence_of_last()}"
             )
         if not math.isfinite(held_out_loss):
             raise DivergedError(
                 f"the loss on the held-out set is {held_out_loss} after the last of {position.step} steps, "
-                f"{told}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
+                f"{outcome}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
             )
 
     def _refuse_empty_step(self, position: Position, report: StepReport) -> None:
@@ -86,7 +86,7 @@ class DivergenceCheck:
         if broken:
             raise DivergedError(
                 f"the loss was not finite in step {position.step}, because weights are not: {broken}. No "
-                "later step can mend that. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
+                "later step can recover. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
                 f"optim.clip_norm.\n{self._evidence(position, report)}"
             )
         if report.bad_loss_steps >= self._limits.max_bad_losses:
