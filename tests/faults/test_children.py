@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.parent import Parent, is_alive, write_recipe
-from tests.faults.test_supervisor import DEAF, gone_within
+from tests.faults.test_parent_mode import DEAF, gone_within
 
 pytestmark = pytest.mark.timeout(60)
 LONG = ("train.epochs=100000", "run.dir=run")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
-from tests.faults.test_damage import full_disk
+from tests.faults.test_damaged_runs import full_disk
 from tests.faults.usercode import is_here, own_rank, slowly
 
 pytestmark = pytest.mark.timeout(90)

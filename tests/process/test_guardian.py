@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.parent import is_alive
-from tests.faults.test_supervisor import gone_within
+from tests.faults.test_parent_mode import gone_within
 
 SLEEP = "['sleep', '1000']"
 DEAF = (

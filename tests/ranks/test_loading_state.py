@@ -1,4 +1,4 @@
-"""A run that resumes from a state ends with the bits of the run that was never stopped."""
+"""A Stepper that loads a state ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 

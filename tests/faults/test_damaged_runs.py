@@ -1,4 +1,4 @@
-"""Damage, full disks, wrong numbers and hostile files: named, never loaded, never saved, nothing lost."""
+"""Whole runs on damaged or hostile files, full disks and wrong numbers: reported, never loaded or saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.checkpoint.test_checkpoint import Canary
 from tests.faults.launching import EPOCH, WORDS, Ended, Started, run
 from tests.faults.noisy import Noisy
 from tests.faults.saving import MS_BIND, MS_RDONLY, MS_REMOUNT, _mount, _mount_alone, outcome_of
-from tests.faults.test_checkpoint_faults import flip, truncate, unfinished
+from tests.faults.test_checkpoint_files import flip, truncate, unfinished
 from tests.faults.usercode import is_here, own_rank, slowly, stop_after
 from tests.snapshots import comparable, forge
 

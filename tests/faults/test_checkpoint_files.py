@@ -1,4 +1,4 @@
-"""What survives: kills at every instant of a save, damage of every file, full disks, views that differ."""
+"""`launcher.checkpoint` under kills within a save, damage of every file, full disks and differing views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in a recipe: one message, printed once, with its line; the full traceback is in the log."""
+"""Runs whose recipe raises: one message with its line, printed once; the full traceback is in the log."""
 
 from __future__ import annotations
 

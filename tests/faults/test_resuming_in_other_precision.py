@@ -1,4 +1,4 @@
-"""A run that starts in another run's checkpoint under another precision or scale mode: its scale, its log."""
+"""A run that starts from another run's checkpoint in another precision or scale mode: its scale, its log."""
 
 from __future__ import annotations
 

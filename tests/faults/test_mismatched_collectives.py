@@ -1,4 +1,4 @@
-"""A rank that calls another collective than the others: Gloo aborts one of them, often an innocent one."""
+"""A rank that calls a different collective: Gloo aborts some rank, often an innocent one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that hold different data leave before the first step; what they draw by chance is the same."""
+"""Ranks with different data end before the first step; their random draws are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: what a run is made of beside its steps, from the command to its exit code."""
+"""On a GPU: whole runs, from the command to the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run saved by some ranks resumes: bit for bit on as many ranks, from the same values on others."""
+"""A checkpoint resumes bit for bit on as many ranks, and from the same values on another number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parent mode promises when workers crash, hang or ignore what they are told: real processes."""
+"""Parent mode with real workers that crash, hang or ignore signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says that it used, where the recipe looks up neither the config's model nor its data."""
+"""What a run reports as used, where the recipe uses neither the config's model nor its data."""
 
 from __future__ import annotations
 
