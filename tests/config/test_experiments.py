@@ -119,7 +119,7 @@ def test_an_experiment_runs_and_is_compared_without_a_further_flag(tmp_path) -> 
         f"precision={precision},seed={seed}" for precision in ("fp32", "fp16", "pure_fp16") for seed in (0, 1)
     }
     text = (sweep / "summary.md").read_text()
-    assert "What fp32 masters are for" in text
+    assert "The effect of fp32 masters" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| fp32", "| fp16", "| pure_fp16"]
     (sweep / "summary.md").unlink()

@@ -100,7 +100,7 @@ def test_an_experiment_says_what_it_shows(tmp_path) -> None:
     write_job(tmp_path, 0, ["experiment=precision_ablation", "precision=fp16"])
     write_job(tmp_path, 1, ["experiment=precision_ablation", "precision=fp32"])
     _, table, _ = write_comparison(tmp_path)
-    assert "What fp32 masters are for" in table.read_text()
+    assert "The effect of fp32 masters" in table.read_text()
 
 
 def test_a_run_is_no_sweep(sweep) -> None:
