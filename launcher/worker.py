@@ -29,6 +29,7 @@ from launcher.config.user_code import place_of
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import loader_processes
 from launcher.data.sources import training_batches
+from launcher.data.streamed import StreamData
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import meet
@@ -286,16 +287,7 @@ def _assemble(
     data = build.data_sets(config, recipe, env)
     heartbeat.beat("comparing the data")
     fingerprint = compare_data(recipe, data.train, data.validation, env)
-    plan = BatchPlan(
-        num_samples=len(data.train),
-        batch_size=config.data.batch_size,
-        micro_batch=config.data.micro_batch,
-        world_size=env.world_size,
-        rank=env.rank,
-        seed=config.seed,
-        drop_last=config.data.drop_last,
-        lengths=None if recipe.lengths is None else torch.as_tensor(recipe.lengths),
-    )
+    plan = build.batch_plan(config, recipe, data.train, env)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
     model = build.build_model(config, recipe, env, plan)
@@ -303,7 +295,8 @@ def _assemble(
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     run = Run(config, env, stepper, telemetry, heartbeat, requests)
-    continuity = Continuity(run, course, plan.num_samples, fingerprint)
+    size = 0 if isinstance(data.train, StreamData) else plan.num_samples
+    continuity = Continuity(run, course, size, fingerprint)
     return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity)
 
 
@@ -331,7 +324,15 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
 def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
     run, recipe, course, continuity = job.run, job.recipe, job.course, job.continuity
     config, stepper = run.config, run.stepper
-    batches = training_batches(job.data.train, job.plan, recipe.train_transform, course.total_steps)
+    batches = training_batches(
+        job.data.train,
+        job.plan,
+        recipe.train_transform,
+        course.total_steps,
+        continuity.stream,
+        partial(run.telemetry.decision, "resume"),
+    )
+    continuity.stream_position = batches.position
     if config.precision.scale.mode == "auto" and not continuity.has_scale and course.total_steps > start.step:
         first = batches.step(*divmod(start.step, course.steps_per_epoch))
         run.telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))

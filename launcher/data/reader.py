@@ -6,21 +6,18 @@ sample that cannot be read. Never raises for one: a loader process hands over wh
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from launcher.config.user_code import place_of
+from launcher.data.random_state import seed_all, spread_seed
 from launcher.data.tensors import Batch
 from launcher.errors import DataError
 
@@ -72,6 +69,7 @@ class Fetched:
     kept: tuple[int, ...]
     bad: tuple[BadSample, ...] = ()
     failure: str = ""  # of the collation; empty if there was none
+    more: dict[str, Any] = field(default_factory=dict)  # of a stream: where it stands
 
     def pin_memory(self) -> Fetched:
         """The same in memory that a GPU copies from by itself; torch's DataLoader calls it."""
@@ -86,17 +84,11 @@ class Reader:
     `reading(index)` is called before each sample, and with -1 after the last of a request.
     """
 
-    def __init__(
-        self,
-        dataset: Indexed,
-        collate: Collate | None,
-        seed: int,
-        reading: Callable[[int], None] = lambda index: None,
-    ) -> None:
+    def __init__(self, dataset: Indexed, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._reading = reading
+        self.reading: Callable[[int], None] = lambda index: None
         self._takes_generator = takes_generator(dataset)
 
     def __getitem__(self, request: Request) -> Fetched:
@@ -104,13 +96,13 @@ class Reader:
         kept: list[int] = []
         bad: list[BadSample] = []
         for offset, index in enumerate(request.indices):
-            self._reading(index)
+            self.reading(index)
             try:
                 samples.append(self._sample(index, request.epoch, request.position + offset))
                 kept.append(offset)
             except Exception as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
-        self._reading(-1)
+        self.reading(-1)
         if not samples:
             return Fetched(None, (), tuple(bad))
         try:
@@ -124,12 +116,10 @@ class Reader:
             )
 
     def _sample(self, index: int, epoch: int, position: int) -> Any:
-        seed = sample_seed(self._seed, epoch, position)
+        seed = spread_seed("sample", self._seed, epoch, position)
         if self._takes_generator:
             return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed % 2**32)  # torch.manual_seed would seed every GPU too
+        seed_all(seed)
         return self._dataset[index]
 
 
@@ -142,23 +132,6 @@ def takes_generator(dataset: Indexed) -> bool:
         return list(inspect.signature(method).parameters) == ["index", "generator"]
     except (TypeError, ValueError):  # of C, without a signature
         return False
-
-
-def sample_seed(seed: int, epoch: int, position: int) -> int:
-    """64 bits, spread: generators of NumPy and torch that are seeded with neighbours are alike at first."""
-    return int.from_bytes(hashlib.sha256(f"sample/{seed}/{epoch}/{position}".encode()).digest()[:8], "little")
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Gives Python's, NumPy's and torch's generators the state back that they had."""
-    states = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
 
 
 def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:

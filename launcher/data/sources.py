@@ -5,19 +5,21 @@ Owns the choice by kind. What a set is made of is in `tensors` and `loader`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.loader import IndexedData, LoadedBatches, Loading
+from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.loader import Loading
 from launcher.data.reader import Collate
+from launcher.data.streamed import StreamBatches, StreamData
 from launcher.data.tensors import Batch, DeviceBatches, TensorData, tensor_batches
 from launcher.errors import DataError
 
-Readable = TensorData | IndexedData
+Readable = TensorData | IndexedData | StreamData
 
 
 class Batches(Protocol):
@@ -34,6 +36,15 @@ class Batches(Protocol):
     def take_bad(self) -> int:
         """How many samples were left out since the last call, because they could not be read."""
 
+    def at_end(self) -> bool:
+        """Whether this rank has nothing left before the data starts again. Only of a stream."""
+
+    def begin_again(self) -> None:
+        """Start the data again, on all ranks after the same step."""
+
+    def position(self) -> str:
+        """Where this rank stands in a stream, for a resume; empty for data that needs no position."""
+
 
 def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Readable:
     """A recipe's set as one that batches can be made of: on the device, or read by loader processes.
@@ -48,31 +59,57 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
             "collate_fn as Recipe.collate: the launcher makes the loader, with data.workers processes, so "
             "that all ranks and every resume see the same order."
         )
-    has = [name for name in ("__len__", "__getitem__") if hasattr(data, name)]
-    if len(has) < 2:
-        lacks = " and ".join(name for name in ("__len__", "__getitem__") if name not in has)
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        return _stream(data, collate, how, kind)
+    if not hasattr(data, "__len__"):
         raise DataError(
-            f"the recipe's {kind} set is a {type(data).__name__}, which has no {lacks}. Give TensorData, or "
-            "a map-style data set: its number of samples is known, and they can be read in any order."
+            f"the recipe's {kind} set is a {type(data).__name__}, which has no __len__. Give it one, or give "
+            "an iterable, whose length nobody needs to know."
         )
     return IndexedData(data, collate, how, kind)
 
 
+def _stream(data: Any, collate: Collate | None, how: Loading, kind: str) -> StreamData:
+    if isinstance(data, Iterator):
+        raise DataError(
+            f"the recipe's {kind} set is a {type(data).__name__}, which can be read only once. Give an "
+            "object that can be read again: its __iter__ returns a new iterator."
+        )
+    if not hasattr(data, "__iter__"):
+        raise DataError(
+            f"the recipe's {kind} set is a {type(data).__name__}. Give TensorData, a map-style data set "
+            "(with __len__ and __getitem__), or an iterable."
+        )
+    return StreamData(data, collate, how, kind)
+
+
 def training_batches(
-    data: Readable, plan: BatchPlan, transform: Callable[[Batch, Tensor], Batch] | None, total_steps: int
+    data: Readable,
+    plan: BatchPlan,
+    transform: Callable[[Batch, Tensor], Batch] | None,
+    total_steps: int,
+    saved: Sequence[str] = (),
+    report: Callable[[str], object] = lambda text: None,
 ) -> Batches:
-    """The batches of `plan`. `total_steps` is the length of the run: nothing is read ahead beyond it."""
+    """The batches of `plan`. `total_steps` is the length of the run: nothing is read ahead beyond it.
+
+    For a stream `saved` has the positions of all ranks of the run that is resumed; `report` gets a sentence
+    where finding it again took long.
+    """
     if isinstance(data, TensorData):
         return DeviceBatches(data, plan, transform)
+    if isinstance(data, StreamData):
+        return StreamBatches(data, plan, transform, saved, report)
     return LoadedBatches(data, plan, transform, total_steps)
 
 
 def evaluation_batches(
     data: Readable, rank: int, world_size: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Batch | None]]:
-    """This rank's samples in order, as (indices int64 [n], batch): over all ranks every sample once.
+    """This rank's samples in order, as (indices int64 [n], batch). Over all ranks, every sample occurs once.
 
-    The batch is None for samples that could not be read and may be left out.
+    The batch is None for samples that could not be read and may be left out. A stream has no indices: theirs
+    are those within the batch.
     """
     if isinstance(data, TensorData):
         return tensor_batches(data, rank, world_size, batch_size)

@@ -87,6 +87,17 @@ class DeviceBatches:
         """None: what is in memory was read when the recipe was built."""
         return 0
 
+    def at_end(self) -> bool:
+        """Never: an epoch follows the other."""
+        return False
+
+    def begin_again(self) -> None:
+        """Not called."""
+
+    def position(self) -> str:
+        """None: the step says it."""
+        return ""
+
     def _batch(self, indices: Tensor, noise: Tensor) -> Batch:
         batch = self._data.select(indices)
         if self._transform is None:

@@ -16,7 +16,7 @@ from launcher.engine.errors import UnusableError
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
 LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
 LARGEST_COUNT = 2**53
-VOTES = 4  # questions on which ranks can vote in a step; the caller defines their meaning
+VOTES = 8  # questions on which ranks can vote in a step; the caller defines their meaning
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class Stepper:
         """Vote on one of the caller's questions in the coming step, before its first backward().
 
         The votes are sent with the counts, so they cost no extra collective: `StepReport.votes[question]` is
-        their sum over the ranks, the same on all ranks. `question` is 0 to 3.
+        their sum over the ranks, the same on all ranks. `question` is 0 to 7.
         """
         limits.question.require("vote question", question)
         self._refuse_within_step("vote()")

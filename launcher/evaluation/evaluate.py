@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from launcher.data.sources import Readable, evaluation_batches
+from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
@@ -30,10 +31,11 @@ class Evaluation:
     """The result over a whole set, the same on all ranks."""
 
     loss: float  # mean over all samples (or tokens)
-    samples: int
+    samples: int  # that were measured
     metrics: dict[str, float]
     higher_is_better: dict[str, bool | None]  # by metric; None: the metric does not say
     nan_outputs: int = 0  # samples with a NaN among the outputs that metrics read
+    unreadable: int = 0  # samples that were left out
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
 
@@ -46,13 +48,14 @@ class _Tally:
     """What a rank has found out so far; adding the tallies of all ranks gives the whole."""
 
     loss_sum: Tensor  # fp64 [1]
-    integers: Tensor  # int64 [3 + samples]: loss count, broken off, NaN outputs, times seen
+    # int64 [5 + samples]: loss count, broken off, NaN outputs, samples, unreadable; times each was seen
+    integers: Tensor
 
     @classmethod
     def empty(cls, num_samples: int, device: torch.device) -> _Tally:
         return cls(
             torch.zeros(1, dtype=torch.float64, device=device),
-            torch.zeros(3 + num_samples, dtype=torch.int64, device=device),
+            torch.zeros(5 + num_samples, dtype=torch.int64, device=device),
         )
 
     @property
@@ -65,11 +68,29 @@ class _Tally:
 
     @property
     def seen(self) -> Tensor:
-        return self.integers[3:]
+        return self.integers[5:]
 
-    def totals(self) -> tuple[float, int]:
-        """The sum of the losses and their count. Waits for the device."""
-        return self.loss_sum.item(), int(self.integers[0])
+    def see(self, indices: Tensor, unreadable: bool = False) -> None:
+        """Count samples; of a set whose size is known each by itself. indices: int64 [n]."""
+        self.integers[3] += len(indices)
+        self.integers[4] += len(indices) if unreadable else 0
+        if len(self.seen):
+            self.seen.index_add_(0, indices, torch.ones_like(indices))
+
+    def totals(self) -> Totals:
+        """The sums over all ranks. Waits for the device."""
+        count, _, nan_outputs, samples, unreadable = self.integers[:5].tolist()
+        return Totals(self.loss_sum.item(), count, nan_outputs, samples - unreadable, unreadable)
+
+
+class Totals(NamedTuple):
+    """What an evaluation has counted."""
+
+    loss_sum: float
+    counted: int  # samples or tokens that carry loss
+    nan_outputs: int
+    samples: int  # that were measured
+    unreadable: int
 
 
 def evaluate(
@@ -88,7 +109,7 @@ def evaluate(
     `guard` surrounds each call of a metric; `beat` is called between the batches that rank 0 is sent.
     Raises Interrupted, on all ranks, where `interrupted` was true before a batch on any of them.
     """
-    tally = _Tally.empty(len(data), env.device)
+    tally = _Tally.empty(0 if isinstance(data, StreamData) else len(data), env.device)
     measuring = Measuring(recipe, env, guard, beat)
     with evaluating(model), torch.no_grad():
         for indices, batch in evaluation_batches(data, env.rank, env.world_size, batch_size):
@@ -96,7 +117,7 @@ def evaluate(
                 tally.broken_off.fill_(1)
                 break
             if batch is None:  # samples that could not be read and may be left out
-                tally.seen.index_add_(0, indices, torch.ones_like(indices))
+                tally.see(indices, unreadable=True)
                 continue
             with forward_context():
                 made = _transformed(recipe, batch)
@@ -108,15 +129,16 @@ def evaluate(
         if tally.broken_off:
             raise Interrupted
         check_every_sample_once(tally.seen, env.world_size)
-        loss_sum, count = tally.totals()
-        refuse_no_loss(count, len(data))
-        found = measuring.conclude(loss_sum, count)
+        totals = tally.totals()
+        refuse_no_loss(totals.counted, totals.samples)
+        found = measuring.conclude(totals.loss_sum, totals.counted)
     return Evaluation(
-        loss_sum / count,
-        len(data),
+        totals.loss_sum / totals.counted,
+        totals.samples,
         found.values,
         found.higher_is_better,
-        int(tally.nan_outputs),
+        totals.nan_outputs,
+        totals.unreadable,
         found.confusion,
     )
 
@@ -162,5 +184,5 @@ def _add(tally: _Tally, recipe: Recipe, model: nn.Module, indices: Tensor, batch
     loss = loss_of(recipe.loss, model, batch)
     tally.loss_sum.add_(loss.sum)
     tally.integers[0] += loss.count
-    tally.seen.index_add_(0, indices, torch.ones_like(indices))
+    tally.see(indices)
     return loss

@@ -25,6 +25,7 @@ from launcher.config.schema import AdamWConfig, Config, OptimConfig, SgdConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
 from launcher.data.sources import Readable, readable
+from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
@@ -107,6 +108,29 @@ def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
             name: readable(data, recipe.collate, how, set_title(name))
             for name, data in recipe.validation_sets.items()
         },
+    )
+
+
+def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) -> BatchPlan:
+    """How the training samples are divided. ConfigError for a stream in a run without train.max_steps."""
+    if isinstance(train, StreamData):
+        if config.train.max_steps is None:
+            raise ConfigError(
+                "train.max_steps is not set, but the training set is a stream, whose length nobody knows: "
+                "set train.max_steps=N. Where the stream ends before, it starts again."
+            )
+        num_samples = config.train.max_steps * config.data.batch_size
+    else:
+        num_samples = len(train)
+    return BatchPlan(
+        num_samples=num_samples,
+        batch_size=config.data.batch_size,
+        micro_batch=config.data.micro_batch,
+        world_size=env.world_size,
+        rank=env.rank,
+        seed=config.seed,
+        drop_last=config.data.drop_last,
+        lengths=None if recipe.lengths is None else torch.as_tensor(recipe.lengths),
     )
 
 

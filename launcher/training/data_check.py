@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from launcher.data.loader import IndexedData
-from launcher.data.reader import EVALUATION, Request
+from launcher.data.reader import EVALUATION, Fetched, Request
 from launcher.data.sources import Readable
+from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
@@ -24,6 +24,7 @@ from launcher.metrics.metric import name_of
 from launcher.recipe import Recipe, set_title
 
 READ = 8  # samples of a data set that has to read them
+FIRST_OF_STREAM = 4  # samples
 COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
 
 
@@ -65,18 +66,30 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
     }
     held_out = [(set_title(name), data) for name, data in validation.items()]
     for name, data in (("training", train), *held_out):
+        if isinstance(data, StreamData):
+            own = own_fingerprint(data.stream)
+            known[f"the {name} stream"] = own or batch_digest(data.first(FIRST_OF_STREAM))
+            continue
         known[f"the number of {name} samples"] = str(len(data))
         if isinstance(data, TensorData):
             known[f"the {name} columns"] = ", ".join(sorted(data.columns))
             for column, values in sorted(data.columns.items()):
                 text = f"{values.dtype} {list(values.shape)}, digest {spread(values)}"
                 known[f"{name} column {column}"] = text
-        elif callable(own := getattr(data.dataset, "fingerprint", None)):
-            known[f"the fingerprint of the {name} set"] = str(own())
+        elif own := own_fingerprint(data.dataset):
+            known[f"the fingerprint of the {name} set"] = own
         else:
             for index in spread_positions(len(data), READ):
-                known[f"{name} sample {index}"] = sample_digest(data, index)
+                known[f"{name} sample {index}"] = batch_digest(
+                    data.fetch(Request(EVALUATION, index, (index,)))
+                )
     return known
+
+
+def own_fingerprint(data: object) -> str:
+    """What a data set says of itself by its method `fingerprint()`; empty where it has none."""
+    own = getattr(data, "fingerprint", None)
+    return str(own()) if callable(own) else ""
 
 
 def spread(column: Tensor) -> str:
@@ -97,18 +110,15 @@ def digest(values: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def sample_digest(data: IndexedData, index: int) -> str:
-    """Columns of a sample with dtype and shape; a digest of whole numbers, mean and deviation of others.
+def batch_digest(fetched: Fetched | None) -> str:
+    """Columns with dtype and shape; a digest of whole numbers, mean and deviation of others.
 
     Floating-point numbers that each rank computes for itself may differ in their last bits between machines.
     """
-    batch = data.fetch(Request(EVALUATION, index, (index,))).batch
-    if batch is None:
+    if fetched is None or fetched.batch is None:
         return "cannot be read"
-    return ", ".join(
-        f"{name} {values.dtype} {list(values.shape)} {_content(values)}"
-        for name, values in sorted(batch.items())
-    )
+    known = [(name, values, _content(values)) for name, values in sorted(fetched.batch.items())]
+    return ", ".join(f"{name} {values.dtype} {list(values.shape)} {text}" for name, values, text in known)
 
 
 def _content(values: Tensor) -> str:
@@ -141,5 +151,5 @@ def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:
         "Every rank must build the same data set. Draw random numbers from random, numpy.random or torch, "
         "which are seeded with the config's seed, or from a generator with a seed of your own, such as "
         "numpy.random.default_rng(config.seed). Sort what comes from a set or a folder: the order of these "
-        "changes from process to process."
+        "changes from process to process. Give the shuffle of a stream a seed."
     )

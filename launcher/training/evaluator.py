@@ -15,6 +15,7 @@ from torch import nn
 
 from launcher.data.sources import Readable
 from launcher.data.tensors import Batch
+from launcher.errors import DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.recipe import ONLY_SET, Recipe, set_title
@@ -83,6 +84,7 @@ class Evaluator:
                 f"{set_title(name)} set are NaN, so the metrics that read them say nothing. Check the input "
                 "for NaN, or lower optim.lr."
             )
+        self._report_unreadable(set_title(name), found.unreadable)
         telemetry.emit(
             "eval",
             position.step,
@@ -94,6 +96,16 @@ class Evaluator:
             seconds=time.perf_counter() - began,
         )
         return found
+
+    def _report_unreadable(self, title: str, count: int) -> None:
+        """Raise DataError, on all ranks alike, where more samples were left out than may be."""
+        limit = self.run.config.data.max_bad
+        text = f"{count} sample(s) of the {title} set could not be read"
+        logs = "logs/rank*.log names each with its error."
+        if count > limit:
+            raise DataError(f"{text}, more than data.max_bad={limit}: {logs}")
+        if count:
+            self.run.telemetry.warn(f"{text} and were left out: {logs}")
 
     def _context(self) -> AbstractContextManager[object]:
         self._beat()

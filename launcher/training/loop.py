@@ -14,6 +14,7 @@ from launcher.data.sources import Batches
 from launcher.data.tensors import Batch
 from launcher.engine import Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
+from launcher.errors import DataError
 from launcher.recipe import Loss, loss_of
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.evaluator import Evaluator
@@ -39,11 +40,21 @@ class Task:
         self.stepper.clock.mark(DATA)
         if bad := self.batches.take_bad():
             self.stepper.vote(Question.BAD_SAMPLES, bad)
+        if ends := self.batches.at_end():
+            self.stepper.vote(Question.STREAM_END)
         for batch in micro_batches:
             with self.stepper.forward():
                 of_batch = loss_of(self.loss, self.network, batch)
             self.stepper.backward(of_batch.sum, of_batch.count)
-        return self.stepper.step()
+        if not ends:
+            return self.stepper.step()
+        result = self.stepper.step()
+        report = result.read()  # without waiting for the next step: all ranks with nothing left do so
+        if report.votes[Question.STREAM_END] == self.batches.plan.world_size:
+            if not report.count:
+                raise DataError("the training stream is empty: a whole pass over it gave no samples.")
+            self.batches.begin_again()
+        return result
 
 
 def train(

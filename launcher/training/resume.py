@@ -5,7 +5,7 @@ Owns the choice of the start, its report, and the copy of everything in a run's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from launcher import checkpoint
 from launcher.checkpoint import HostMemory, Identity, Metric, Origin, Progress, Snapshot, Staged
 from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
+from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError
 from launcher.training.data_check import changes
@@ -31,6 +32,8 @@ class Continuity:
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
     scale: ScaleStart | None = None  # None if the run did not resume
+    stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
+    stream_position: Callable[[], str] = str  # where this rank stands now; empty without a stream
 
     def __post_init__(self) -> None:
         self._memory = HostMemory()
@@ -67,6 +70,7 @@ class Continuity:
             )
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env)
         self.standing = Standing.of(found.snapshot.extra)
+        self.stream = found.snapshot.extra.get("stream", ())
         self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
         at_end = step == self.course.total_steps  # killed before its result was written
         evaluated = bool(found.snapshot.extra.get("evaluated", False))
@@ -98,6 +102,8 @@ class Continuity:
         self.standing.seconds = self.totals.seconds
         progress = Progress(position.epoch, position.step, round(self.totals.samples))
         extra = self.standing.as_values() | {"evaluated": metric is not None, "data": dict(self.data)}
+        if position_text := self.stream_position():
+            extra["stream"] = exchange_texts(self.run.env, position_text)
         return checkpoint.stage(
             self.run.stepper,
             self.run.env,

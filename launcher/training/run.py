@@ -29,12 +29,13 @@ class Run:
 
 
 class Question(IntEnum):
-    """What the ranks vote on in every step. One vote is enough, but for BAD_SAMPLES, which are counted."""
+    """What the ranks vote on in every step. One vote is enough but for the last two."""
 
     STOP = 0
     SAVE = 1
     GIVE_UP = 2  # a checkpoint could not be written, so the run must end
     BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
+    STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
 
 
 class Votes:

@@ -188,7 +188,7 @@ def test_a_rate_of_zero_is_for_own_loops_only() -> None:
         ),
         (lambda: TorchOptimizer(torch.optim.SGD, 0.1, {"nesterov": True}), "SGD refuses .*Nesterov momentum"),
         (lambda: TorchOptimizer(torch.optim.Adam, 0.1, betas=(0.9, 1.5)), "Adam refuses .*beta"),
-        (lambda: stepper().vote(4), "vote question=4"),
+        (lambda: stepper().vote(8), "vote question=8"),
         (lambda: stepper().vote(-1), "vote question=-1"),
     ],
 )

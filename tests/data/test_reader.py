@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from launcher.data.reader import EVALUATION, Reader, Request, columns, generators_kept
+from launcher.data.random_state import generators_kept
+from launcher.data.reader import EVALUATION, Reader, Request, columns
 from launcher.errors import DataError
 
 

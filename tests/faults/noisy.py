@@ -8,10 +8,13 @@ learn, some milliseconds a step. What a test wants to happen within it is `launc
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from launcher.recipe import Batch, Config, Loss, Recipe, TensorData, cross_entropy, recipe
 from tests.faults import launching
@@ -49,6 +52,43 @@ def loss(network: nn.Module, batch: Batch) -> Loss:
 
 def with_noise(batch: Batch, noise: Tensor) -> Batch:
     return {**batch, "x": batch["x"] + 0.1 * noise[:, :1]}
+
+
+class Indexed(Dataset[Batch]):
+    """The samples of `data`, with noise of their own from the generators that augmentations draw from."""
+
+    def __init__(self, data: TensorData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Batch:
+        noise = 0.1 * (random.random() + np.random.rand() + torch.rand(()))
+        sample = {name: column[index] for name, column in self.data.columns.items()}
+        return {**sample, "x": sample["x"] + noise}
+
+
+class Streamed(IterableDataset[Batch]):
+    """The same samples in their order, as a stream."""
+
+    def __init__(self, data: TensorData) -> None:
+        self.indexed = Indexed(data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.indexed[index] for index in range(len(self.indexed)))
+
+
+@recipe("noisy_indexed")
+def noisy_indexed(config: Config) -> Recipe:
+    whole = noisy(config)
+    return replace(whole, train=Indexed(whole.train), validation=Indexed(whole.validation))  # type: ignore[arg-type]
+
+
+@recipe("noisy_streamed")
+def noisy_streamed(config: Config) -> Recipe:
+    whole = noisy(config)
+    return replace(whole, train=Streamed(whole.train), validation=Streamed(whole.validation))  # type: ignore[arg-type]
 
 
 @recipe("noisy")

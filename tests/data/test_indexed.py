@@ -9,10 +9,11 @@ from itertools import chain
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from launcher.data.batch_plan import BatchPlan, by_length
-from launcher.data.loader import IndexedData, LoadedBatches, Loading, loader_processes
+from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.loader import Loading, loader_processes
 from launcher.data.sources import evaluation_batches, readable, training_batches
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, StalledError
@@ -152,7 +153,7 @@ def test_an_evaluation_that_was_broken_off_can_be_repeated():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named_with_its_line(workers):
-    with pytest.raises(DataError, match=r"sample 7 at .*test_loader\.py:\d+, in torn") as raised:
+    with pytest.raises(DataError, match=r"sample 7 at .*test_indexed\.py:\d+, in torn") as raised:
         epoch(batches(Noisy(50, {7: torn}), workers=workers))
     assert "ValueError: torn. Correct or remove it, or set data.max_bad=N" in str(raised.value)
 
@@ -224,9 +225,9 @@ def test_no_batch_is_read_ahead_beyond_the_end_of_the_run():
     ("data", "text"),
     [
         (DataLoader(Noisy(3)), r"is a DataLoader. Give the data set itself \(loader.dataset\)"),
-        (type("Endless", (IterableDataset,), {"__iter__": lambda self: iter([])})(), "has no __len__"),
-        (iter([]), "has no __len__ and __getitem__"),
-        (3, "is a int, which has no"),
+        (iter([]), "a list_iterator, which can be read only once"),
+        (3, "is a int. Give TensorData, a map-style data set"),
+        (type("Unsized", (), {"__getitem__": lambda self, index: index})(), "has no __len__. Give it one"),
     ],
 )
 def test_what_is_no_set_of_samples_is_refused(data, text):

@@ -1,0 +1,23 @@
+"""The way of a batch from the host to the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a stream of its own, so that the copy does not wait for what the device is still computing."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _streams[device]
+    with torch.cuda.stream(stream):
+        moved = tensor.pin_memory().to(device, non_blocking=True)
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(stream)
+    moved.record_stream(current)
+    return moved

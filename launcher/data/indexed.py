@@ -1,0 +1,192 @@
+"""Batches of a map-style data set: in the order of the `BatchPlan`, read ahead by loader processes.
+
+Owns what those processes are asked for, and what becomes of samples that cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.data.batch_plan import BatchPlan, cut, share_of
+from launcher.data.device import to_device
+from launcher.data.loader import Loading, Pool
+from launcher.data.random_state import generators_kept
+from launcher.data.reader import (
+    EVALUATION,
+    BadSample,
+    Collate,
+    Fetched,
+    Indexed,
+    Reader,
+    Request,
+)
+from launcher.data.tensors import Batch, transformed
+from launcher.errors import DataError
+
+log = logging.getLogger("launcher")
+
+
+class IndexedData:
+    """A map-style data set, how its samples are collated and how they are read. `kind` is for messages."""
+
+    def __init__(self, dataset: Indexed, collate: Collate | None, how: Loading, kind: str) -> None:
+        self.dataset = dataset
+        self.how = how
+        self.kind = kind
+        self._collate = collate
+        self._evaluation: tuple[tuple[int, int, int], list[Request], Pool] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def name(self) -> str | None:
+        """Of a data set of the project."""
+        return getattr(self.dataset, "name", None)
+
+    def pool(self, requests: Sequence[Request] | _Requests) -> Pool:
+        """Processes that answer these requests in order."""
+        return Pool(Reader(self.dataset, self._collate, self.how.seed), requests, self.how, self.kind)
+
+    def fetch(self, request: Request) -> Fetched:
+        """The answer to one request, read in this process."""
+        with generators_kept():
+            return Reader(self.dataset, self._collate, self.how.seed)[request]
+
+    def usable(self, fetched: Fetched) -> Batch | None:
+        """The batch, on the device. Raises DataError for what may not be left out."""
+        if fetched.failure:
+            raise DataError(f"the {self.kind} set: {fetched.failure}")
+        for bad in fetched.bad:
+            if self.how.max_bad == 0:
+                raise refusal(bad, self.kind)
+            log.warning("the %s set: left out %s\n%s", self.kind, bad, bad.details)
+        if fetched.batch is None:
+            return None
+        return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
+
+    def evaluation_batches(
+        self, rank: int, world_size: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Batch | None]]:
+        """This rank's samples in order: (indices int64 [n], batch), None for those that cannot be read."""
+        key = (rank, world_size, batch_size)
+        if self._evaluation is None or self._evaluation[0] != key:
+            pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
+            requests = [Request(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
+            self._evaluation = key, requests, self.pool(requests)
+        for request, fetched in zip(*self._evaluation[1:], strict=True):
+            batch = self.usable(fetched)
+            indices = torch.tensor(request.indices, device=self.how.device)
+            good = torch.zeros(len(indices), dtype=torch.bool, device=self.how.device)
+            good[list(fetched.kept)] = True
+            if batch is not None:
+                yield indices[good], batch
+            if fetched.bad:
+                yield indices[~good], None
+
+
+class LoadedBatches:
+    """Training batches of a map-style data set; asked for in order they are read ahead."""
+
+    def __init__(
+        self,
+        data: IndexedData,
+        plan: BatchPlan,
+        transform: Callable[[Batch, Tensor], Batch] | None,
+        total_steps: int,
+    ) -> None:
+        self.plan = plan
+        self._data = data
+        self._transform = transform
+        self._total_steps = total_steps
+        self._ahead: tuple[_Requests, Iterator[Fetched]] | None = None
+        self._next = 0  # the step, of all epochs, that is read ahead next
+        self._bad = 0
+        self._latest: list[list[int]] = []
+        self._noise: tuple[int, Tensor] | None = None
+
+    def step(self, epoch: int, step: int) -> list[Batch]:
+        """This rank's micro-batches, the same in whatever order they are asked for."""
+        number = epoch * self.plan.steps_per_epoch + step
+        if self._ahead is None or number > self._next:
+            requests = _Requests(self.plan, number, self._total_steps)
+            self._ahead, self._next = (requests, iter(self._data.pool(requests))), number
+        requests, fetched = self._ahead
+        found: list[Batch] = []
+        self._latest = []
+        for request in requests.of(number):
+            answer = next(fetched) if number == self._next else self._data.fetch(request)
+            batch = self._data.usable(answer)
+            self._bad += len(answer.bad)
+            if batch is not None:
+                self._latest.append([request.indices[offset] for offset in answer.kept])
+                found.append(self._finished(batch, request, answer.kept))
+        self._next = max(self._next, number + 1)
+        return found
+
+    def latest_indices(self) -> list[list[int]]:
+        """The indices of the samples that the latest `step` returned, one list per micro-batch."""
+        return self._latest
+
+    def take_bad(self) -> int:
+        """The samples that were left out since the last call."""
+        bad, self._bad = self._bad, 0
+        return bad
+
+    def at_end(self) -> bool:
+        """Never: an epoch follows the other."""
+        return False
+
+    def begin_again(self) -> None:
+        """Not called."""
+
+    def position(self) -> str:
+        """None: the step says it."""
+        return ""
+
+    def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
+        if self._transform is None:
+            return batch
+        if self._noise is None or self._noise[0] != request.epoch:
+            self._noise = request.epoch, self.plan.noise(request.epoch)
+        noise = self._noise[1][[request.position + offset for offset in kept]]
+        return transformed("train_transform", self._transform, batch, to_device(noise, self._data.how.device))
+
+
+class _Requests:
+    """The micro-batches of this rank, from one step to the end of the run."""
+
+    def __init__(self, plan: BatchPlan, start: int, total_steps: int) -> None:
+        self._plan = plan
+        self._start = start
+        self._stop = max(total_steps, start + 1)
+        self._order: tuple[int, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[Request]:
+        for number in range(self._start, self._stop):
+            yield from self.of(number)
+
+    def of(self, number: int) -> list[Request]:
+        """Those of one step, counted from 0 over all epochs."""
+        epoch, step = divmod(number, self._plan.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._plan.order(epoch)
+        order = self._order[1]
+        return [
+            Request(epoch, part.start, tuple(order[part.start : part.stop].tolist()))
+            for part in self._plan.micro_positions(step)
+        ]
+
+
+def refusal(bad: BadSample, kind: str) -> DataError:
+    """The error for a sample that could not be read and may not be left out."""
+    error = DataError(
+        f"the {kind} set: {bad}{'' if bad.error.endswith('.') else '.'} Correct or remove it, or set "
+        "data.max_bad=N to leave out up to N of them."
+    )
+    error.add_note(bad.details)
+    return error

@@ -1,0 +1,373 @@
+"""Batches of a stream: an iterable whose length nobody knows, and which may not fit the disk.
+
+Owns its division among ranks and loader processes, its position for a resume, and its end. Two kinds:
+
+- Hugging Face's `IterableDataset` divides itself among ranks and processes, by shards where it can, and knows
+  its own position. Ranks may come to their end at different steps.
+- Any other iterable is read whole by every process, which keeps its share: the order then depends on neither
+  the number of ranks nor that of processes. A resume skips forward, unless it has `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from launcher.data.batch_plan import BatchPlan, generator_for
+from launcher.data.device import to_device
+from launcher.data.loader import Loading, Pool
+from launcher.data.random_state import Generators, seed_all, spread_seed
+from launcher.data.reader import EVALUATION, BadSample, Collate, Fetched, collated
+from launcher.data.tensors import Batch, transformed
+from launcher.errors import ConfigError, DataError
+
+REPORTED_S = 1.0  # a resume that skips for longer says so
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one rank. `divided` means that the stream divides itself among ranks and processes."""
+
+    rank: int
+    world_size: int
+    divided: bool
+
+
+@dataclass(frozen=True)
+class Standpoint:
+    """Where one rank stands in a stream: its pass over it, the steps of that pass that are done."""
+
+    ranks: int
+    processes: int
+    passes: int = 0  # that are complete
+    step: int = 0
+    next_process: int = 0  # that makes the next micro-batch
+    states: dict[str, Any] = field(default_factory=dict)  # of the processes, where the stream has such
+
+    def as_text(self) -> str:
+        """As JSON; without the states where these are no values of JSON."""
+        try:
+            return json.dumps(vars(self))
+        except TypeError:
+            return json.dumps(vars(replace(self, states={})))
+
+
+class StreamReader(IterableDataset[Fetched]):
+    """Makes micro-batches of a stream in whatever process this is. A data set of torch's DataLoader.
+
+    `parts(step)` are the positions of this rank's micro-batches in the stream, from that step of a pass on.
+    `reading(position)` is called before each sample, and with -1 after the last of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        collate: Collate | None,
+        seed: int,
+        share: Share,
+        parts: Callable[[int], Iterator[range]],
+        start: Standpoint,
+    ) -> None:
+        self._stream = divided(stream, share)
+        self._collate = collate
+        self._seed = seed
+        self._share = share
+        self._parts = parts
+        self._start = start  # of the first pass
+        self._pass = start.passes
+        self._process: tuple[int, int] | None = None  # number and how many, in a loader process
+        self.reading: Callable[[int], None] = lambda position: None
+
+    def __iter__(self) -> Iterator[Fetched]:
+        if self._process is None and (info := get_worker_info()) is not None:
+            self._process = info.id, info.num_workers
+        start, self._start = self._start, Standpoint(0, 0)
+        own, processes = self._process or (0, 1)
+        number = (own + start.next_process) % processes  # the first process makes what was to come next
+        current, self._pass = self._pass, self._pass if self._pass == EVALUATION else self._pass + 1
+        reader = f"{self._share.rank}/{number}" if self._share.divided else "all"  # who read alike draw alike
+        seed = spread_seed("stream", self._seed, current, reader)
+        made = self._micro_batches(start, own, processes, number, current)
+        if self._process is not None:
+            present(number, processes, self._share.divided)
+            seed_all(seed)
+            yield from made
+            return
+        generators = Generators(seed)
+        while True:
+            with generators:
+                fetched = next(made, None)
+            if fetched is None:
+                return
+            yield fetched
+
+    def _micro_batches(
+        self, start: Standpoint, own: int, processes: int, number: int, current_pass: int
+    ) -> Iterator[Fetched]:
+        began, state = time.monotonic(), start.states.get(str(number))
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(max(current_pass, 0))  # first: Hugging Face's takes no state of another epoch
+        if state is not None:
+            self._stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
+        at = 0 if state is None else int(state["at"])
+        skipped = 0
+        source = iter(self._stream)
+        parts = self._parts(start.step)
+        if not self._share.divided:
+            parts = islice(parts, own, None, processes)
+        for part in parts:
+            goal = at if self._share.divided else part.start
+            skipped += max(goal - at, 0) if not skipped else 0
+            at, samples, bad = self._read(source, at, goal, len(part))
+            if bad is not None:
+                yield Fetched(None, (), (bad,))
+                return
+            if not samples:
+                return
+            yield self._made(samples, part, at, number, skipped, time.monotonic() - began)
+
+    def _read(
+        self, source: Iterator[Any], at: int, goal: int, size: int
+    ) -> tuple[int, list[Any], BadSample | None]:
+        """Skip to `goal` and read `size` samples, or those that are left."""
+        samples: list[Any] = []
+        while len(samples) < size:
+            self.reading(at)
+            try:
+                sample = next(source)
+            except StopIteration:
+                break
+            except Exception as error:  # a generator is over then
+                return at, [], BadSample.of(at, error)
+            if at >= goal:
+                samples.append(sample)
+            at += 1
+        self.reading(-1)
+        return at, samples, None
+
+    def _made(
+        self, samples: list[Any], part: range, at: int, number: int, skipped: int, seconds: float
+    ) -> Fetched:
+        more: dict[str, Any] = {"process": number, "skipped": skipped, "seconds": seconds}
+        if callable(state_dict := getattr(self._stream, "state_dict", None)):
+            more["state"] = {"at": at, "stream": state_dict()}
+        kept = tuple(range(len(samples)))
+        try:
+            return Fetched(collated(samples, self._collate), kept, more=more)
+        except Exception as error:
+            text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            return Fetched(None, (), failure=f"samples {part.start} to {at - 1}: {text}")
+
+
+class StreamData:
+    """A stream, how its samples are collated and how they are read. `kind` is for messages."""
+
+    def __init__(self, stream: Iterable[Any], collate: Collate | None, how: Loading, kind: str) -> None:
+        self.stream = stream
+        self.how = how
+        self.kind = kind
+        self._collate = collate
+        self._evaluation: tuple[tuple[int, int, int], Pool] | None = None
+
+    @property
+    def divides_itself(self) -> bool:
+        """Whether it is Hugging Face's, which divides itself among ranks and processes."""
+        return type(self.stream).__module__.partition(".")[0] == "datasets"
+
+    def pool(self, share: Share, parts: Callable[[int], Iterator[range]], start: Standpoint) -> Pool:
+        """Processes that make the micro-batches of one rank, from `start` on."""
+        reader = StreamReader(self.stream, self._collate, self.how.seed, share, parts, start)
+        return Pool(reader, None, self.how, self.kind)
+
+    def first(self, samples: int) -> Fetched | None:
+        """The first samples of the whole stream, read in this process; None of an empty one."""
+        reader = StreamReader(
+            copy.copy(self.stream),  # it may remember where it stands
+            self._collate,
+            self.how.seed,
+            Share(0, 1, divided=False),
+            lambda step: iter([range(samples)]),
+            Standpoint(1, 0),
+        )
+        return next(iter(reader), None)
+
+    def usable(self, fetched: Fetched) -> Batch:
+        """The batch, on the device. Raises DataError where there is none."""
+        for bad in fetched.bad:
+            error = DataError(
+                f"the {self.kind} stream: {bad}{'' if bad.error.endswith('.') else '.'} A stream ends with "
+                "an error: catch it in the stream, and leave the sample out there."
+            )
+            error.add_note(bad.details)
+            raise error
+        if fetched.batch is None:
+            raise DataError(f"the {self.kind} stream: {fetched.failure}")
+        return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
+
+    def evaluation_batches(
+        self, rank: int, world_size: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Batch]]:
+        """This rank's samples, as (numbers int64 [n], batch). Over all ranks, every sample occurs once."""
+        key = (rank, world_size, batch_size)
+        if self._evaluation is None or self._evaluation[0] != key:
+            share = Share(rank, world_size, self.divides_itself)
+
+            def parts(step: int) -> Iterator[range]:
+                for number in count(rank, world_size):
+                    yield range(number * batch_size, (number + 1) * batch_size)
+
+            start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
+            self._evaluation = key, self.pool(share, parts, start)
+        for fetched in self._evaluation[1]:
+            batch = self.usable(fetched)
+            yield torch.arange(len(fetched.kept), device=self.how.device), batch
+
+
+class StreamBatches:
+    """Training batches of a stream, in order. Where it ends on all ranks it starts again."""
+
+    def __init__(
+        self,
+        data: StreamData,
+        plan: BatchPlan,
+        transform: Callable[[Batch, Tensor], Batch] | None,
+        saved: Sequence[str] = (),
+        report: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """`saved` has the texts of `position()` of all ranks of a run that this one resumes."""
+        self.plan = plan
+        self._data = data
+        self._transform = transform
+        self._report = report
+        self._share = Share(plan.rank, plan.world_size, data.divides_itself)
+        self._stands = self._resumed(saved)
+        self._pool: Pool | None = None
+        self._fetched: Iterator[Fetched] = iter(())
+        self._ahead: Fetched | None = None
+        self._latest: tuple[int, list[tuple[Fetched, Tensor]]] = (-1, [])
+
+    def step(self, epoch: int, step: int) -> list[Batch]:
+        """This rank's micro-batches: of the next step, or again of the one before."""
+        if step != self._latest[0]:
+            self._latest = step, self._take()
+        return [self._finished(self._data.usable(fetched), noise) for fetched, noise in self._latest[1]]
+
+    def latest_indices(self) -> list[list[int]]:
+        """Numbers of the samples that the latest `step` returned, within their micro-batch."""
+        return [list(fetched.kept) for fetched, _ in self._latest[1]]
+
+    def take_bad(self) -> int:
+        """None: a stream cannot leave samples out."""
+        return 0
+
+    def at_end(self) -> bool:
+        """Whether this rank has nothing left in this pass."""
+        ended = self._pool is not None and self._ahead is None
+        return ended and self._stands.step < self.plan.steps_per_epoch  # else it is the run that ends
+
+    def begin_again(self) -> None:
+        """Start the next pass. To be called on all ranks after the same step."""
+        stands = self._stands
+        self._stands = Standpoint(stands.ranks, stands.processes, stands.passes + 1)
+        assert self._pool is not None
+        self._fetched = iter(self._pool)
+        self._ahead = next(self._fetched, None)
+
+    def position(self) -> str:
+        """Where this rank stands after the latest step, for `saved`."""
+        return self._stands.as_text()
+
+    def _resumed(self, saved: Sequence[str]) -> Standpoint:
+        ranks, processes = self._share.world_size, self._data.how.workers
+        if not saved:
+            return Standpoint(ranks, processes)
+        found = [Standpoint(**json.loads(text)) for text in saved]
+        if (found[0].ranks, found[0].processes) == (ranks, processes):
+            return found[self._share.rank]
+        if self._share.divided:
+            before = f"{found[0].ranks} rank(s) with data.workers={found[0].processes}"
+            raise ConfigError(
+                f"the checkpoint is of {before}, among which the stream was divided. It cannot be resumed on "
+                f"{ranks} with data.workers={processes}: start with as many, or afresh with "
+                "checkpoint.resume=never."
+            )
+        return Standpoint(ranks, processes, found[0].passes, found[0].step)
+
+    def _start(self) -> None:
+        def parts(step: int) -> Iterator[range]:
+            for number in range(step, self.plan.steps_per_epoch):
+                yield from self.plan.micro_positions(number)
+
+        self._pool = self._data.pool(self._share, parts, self._stands)
+        self._fetched = iter(self._pool)
+        self._ahead = next(self._fetched, None)
+        if self._ahead is not None and self._ahead.more.get("seconds", 0.0) > REPORTED_S:
+            skipped, seconds = self._ahead.more["skipped"], self._ahead.more["seconds"]
+            if skipped and self._stands.step:
+                self._report(f"the stream was skipped forward over {skipped} samples in {seconds:.0f} s")
+
+    def _take(self) -> list[tuple[Fetched, Tensor]]:
+        if self._pool is None:
+            self._start()
+        stands = self._stands
+        noise = self._noise(stands)
+        taken = []
+        for part in self.plan.micro_positions(stands.step):
+            if self._ahead is None:
+                break
+            offset = part.start - stands.step * self.plan.batch_size
+            taken.append((self._ahead, noise[offset : offset + len(self._ahead.kept)]))
+            more = self._ahead.more
+            if "process" in more:
+                stands = replace(stands, next_process=(more["process"] + 1) % max(stands.processes, 1))
+            if "state" in more:
+                stands = replace(stands, states={**stands.states, str(more["process"]): more["state"]})
+            self._ahead = next(self._fetched, None)
+        self._stands = replace(stands, step=stands.step + 1)
+        return taken
+
+    def _noise(self, stands: Standpoint) -> Tensor:
+        if self._transform is None:
+            return torch.empty(self.plan.batch_size, 0)
+        generator = generator_for("noise of a stream", self.plan.seed, stands.passes, stands.step)
+        return torch.rand(self.plan.batch_size, 4, generator=generator)
+
+    def _finished(self, batch: Batch, noise: Tensor) -> Batch:
+        if self._transform is None:
+            return batch
+        return transformed("train_transform", self._transform, batch, to_device(noise, self._data.how.device))
+
+
+def divided(stream: Iterable[Any], share: Share) -> Iterable[Any]:
+    """This rank's part of a stream that divides itself, else the stream."""
+    if not share.divided or share.world_size == 1:
+        return stream
+    from datasets.distributed import split_dataset_by_node
+
+    part: Iterable[Any] = split_dataset_by_node(stream, share.rank, share.world_size)
+    return part
+
+
+def present(number: int, processes: int, divides_itself: bool) -> None:
+    """What a stream finds where it asks torch which loader process this is.
+
+    One that divides itself finds its number. To any other the processes are hidden: it would give each a
+    part, of which we would take a part.
+    """
+    info = get_worker_info()
+    if info is None or not divides_itself:
+        torch_worker._worker_info = None
+        return
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=processes, seed=info.seed, dataset=info.dataset
+    )

@@ -1,0 +1,227 @@
+import json
+import random
+from itertools import chain
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.loader import Loading, loader_processes
+from launcher.data.streamed import StreamBatches, StreamData
+from launcher.errors import ConfigError, DataError
+
+datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
+STEPS = 12  # of the run: two passes over 30 samples, in batches of 8, and more
+
+
+class Numbers(IterableDataset):
+    """The numbers below `size`, with random numbers of all three generators."""
+
+    def __init__(self, size=30, bad=None):
+        self.size = size
+        self.bad = bad
+
+    def __iter__(self):
+        for index in range(self.size):
+            if index == self.bad:
+                raise ValueError("torn")
+            drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+            yield {"index": index, "drawn": torch.tensor(drawn, dtype=torch.float64)}
+
+
+class Remembering(Numbers):
+    """Knows where it stands, and counts what is read."""
+
+    def __init__(self, size=30):
+        super().__init__(size)
+        self.at = 0
+        self.read = 0
+
+    def __iter__(self):
+        while self.at < self.size:
+            self.at += 1
+            self.read += 1
+            yield {"index": torch.tensor(self.at - 1)}
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class DividedAmongWorkers(IterableDataset):
+    """As torch's documentation divides a stream among the processes of a DataLoader."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return iter([{"index": index} for index in range(first, 30, step)])
+
+
+def of_hugging_face(size=30, num_shards=4, columns=("index",)):
+    rows = datasets.Dataset.from_dict({name: list(range(size)) for name in columns})
+    return rows.to_iterable_dataset(num_shards=num_shards)
+
+
+def batches(
+    stream, world_size=1, rank=0, workers=0, micro_batch=None, saved=(), transform=None, report=print
+):
+    plan = BatchPlan(STEPS * 8, 8, micro_batch, world_size, rank, 5, False)
+    data = StreamData(stream, None, Loading(workers, torch.device("cpu"), seed=5), "training")
+    return StreamBatches(data, plan, transform, saved, report)
+
+
+def run_steps(ranks, steps):
+    """Per step the batches of all ranks in order. A pass ends as the ranks of a run agree on it."""
+    found = []
+    for step in steps:
+        found.append([batch for each in ranks for batch in each.step(0, step)])
+        if sum(each.at_end() for each in ranks) == len(ranks):
+            for each in ranks:
+                each.begin_again()
+    return found
+
+
+def joined(step, name="index"):
+    return torch.cat([batch[name] for batch in step]).tolist()
+
+
+def numbers(make, world_size, workers, micro_batch=None, name="index"):
+    with loader_processes():
+        ranks = [batches(make(), world_size, rank, workers, micro_batch) for rank in range(world_size)]
+        return [joined(step, name) for step in run_steps(ranks, range(STEPS))]
+
+
+@pytest.mark.parametrize("name", ["index", "drawn"])
+def test_the_batches_are_the_same_on_any_number_of_ranks_and_loader_processes(name):
+    expected = numbers(Numbers, 1, 0, name=name)
+    if name == "index":
+        assert expected[3] == list(range(24, 30)), "the smaller rest is trained on too"
+        assert expected[4] == list(range(8)), "then the stream starts again"
+    for world_size, workers, micro_batch in ((1, 1, None), (2, 0, 3), (1, 3, 2), (3, 2, 1)):
+        assert numbers(Numbers, world_size, workers, micro_batch, name) == expected, (world_size, workers)
+
+
+def test_each_pass_draws_other_random_numbers():
+    drawn = numbers(Numbers, 1, 0, name="drawn")
+    assert drawn[0] != drawn[4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_divides_itself_among_workers_is_read_whole(workers):
+    found = numbers(DividedAmongWorkers, 2, workers)
+    assert sorted(chain.from_iterable(found[:4])) == list(range(30))
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 0), (2, 2), (3, 1)])
+def test_a_stream_of_hugging_face_is_visited_once_in_each_pass(world_size, workers):
+    found = numbers(lambda: of_hugging_face(29), world_size, workers)
+    seen = []
+    while len(seen) < 29:
+        seen += found.pop(0)
+    assert sorted(seen) == list(range(29))
+    seen = []
+    while len(seen) < 29:
+        seen += found.pop(0)
+    assert sorted(seen) == list(range(29)), "ranks whose part is used up wait for the others"
+
+
+@pytest.mark.parametrize(
+    ("make", "world_size", "workers"),
+    [(Numbers, 2, 0), (Numbers, 2, 3), (Remembering, 2, 2), (of_hugging_face, 2, 0), (of_hugging_face, 2, 2)],
+)
+@pytest.mark.parametrize("at", [2, 6])
+def test_a_resume_goes_on_with_the_same_samples(make, world_size, workers, at):
+    with loader_processes():
+        ranks = [batches(make(), world_size, rank, workers, 2) for rank in range(world_size)]
+        run_steps(ranks, range(at))
+        saved = json.loads(json.dumps([each.position() for each in ranks]))
+        expected = [joined(step) for step in run_steps(ranks, range(at, STEPS))]
+    with loader_processes():
+        ranks = [batches(make(), world_size, rank, workers, 2, saved) for rank in range(world_size)]
+        assert [joined(step) for step in run_steps(ranks, range(at, STEPS))] == expected
+
+
+def test_a_resume_on_other_ranks_skips_forward():
+    ranks = [batches(Numbers(), 2, rank) for rank in range(2)]
+    run_steps(ranks, range(6))
+    saved = [each.position() for each in ranks]
+    expected = [joined(step) for step in run_steps(ranks, range(6, STEPS))]
+    others = [batches(Numbers(), 3, rank, saved=saved) for rank in range(3)]
+    assert [joined(step) for step in run_steps(others, range(6, STEPS))] == expected
+
+
+def test_a_stream_that_knows_its_position_is_not_skipped_forward():
+    before = batches(Remembering())
+    run_steps([before], range(3))
+    stream = Remembering()
+    assert joined(batches(stream, saved=[before.position()]).step(0, 3)) == list(range(24, 30))
+    assert stream.read == 6
+
+
+def test_a_divided_stream_cannot_be_resumed_on_other_ranks():
+    ranks = [batches(of_hugging_face(), 2, rank) for rank in range(2)]
+    run_steps(ranks, range(2))
+    with pytest.raises(ConfigError, match=r"is of 2 rank\(s\) with data.workers=0, .* on 3 with"):
+        batches(of_hugging_face(), 3, 0, saved=[each.position() for each in ranks])
+
+
+def test_a_long_skip_is_reported(monkeypatch):
+    monkeypatch.setattr("launcher.data.streamed.REPORTED_S", 0.0)
+    before = batches(Numbers())
+    run_steps([before], range(2))
+    said = []
+    batches(Numbers(), saved=[before.position()], report=said.append).step(0, 2)
+    assert said == ["the stream was skipped forward over 16 samples in 0 s"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_raises_is_named_with_its_position(workers):
+    with pytest.raises(DataError, match=r"training stream: sample 11 at .*streamed\.py:\d+, in __iter__"):
+        numbers(lambda: Numbers(bad=11), 1, workers)
+
+
+def test_a_step_may_be_asked_for_again():
+    stream = batches(Numbers())
+    first = stream.step(0, 0)
+    again = stream.step(0, 0)
+    assert torch.equal(first[0]["drawn"], again[0]["drawn"])
+    assert joined(stream.step(0, 1)) == list(range(8, 16))
+
+
+def test_the_noise_of_a_sample_does_not_depend_on_the_ranks():
+    def keep(batch, noise):
+        return {**batch, "noise": noise}
+
+    alone = joined(run_steps([batches(Numbers(), transform=keep)], range(4))[3], "noise")
+    ranks = [batches(Numbers(), 3, rank, micro_batch=1, transform=keep) for rank in range(3)]
+    assert joined(run_steps(ranks, range(4))[3], "noise") == alone
+
+
+@pytest.mark.parametrize("make", [Numbers, of_hugging_face])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_visits_every_sample_once(make, workers):
+    with loader_processes():
+        sets = [
+            StreamData(make(), None, Loading(workers, torch.device("cpu"), 5), "validation") for _ in range(3)
+        ]
+        for _ in range(2):
+            found = [
+                number
+                for rank, data in enumerate(sets)
+                for _, batch in data.evaluation_batches(rank, 3, 4)
+                for number in batch["index"].tolist()
+            ]
+            assert sorted(found) == list(range(30))
+
+
+def test_reading_in_this_process_does_not_touch_the_generators_of_the_run():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    batches(Numbers()).step(0, 0)
+    assert torch.equal(torch.rand(4), expected)
