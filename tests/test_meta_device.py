@@ -24,6 +24,7 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group
 from launcher.distributed.process_group import LaunchEnv, WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.engine.limits import VOTES
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
@@ -146,10 +147,10 @@ def tensors_in(snapshot: Snapshot) -> list[Tensor]:
 
 # What the host is given to read: a loss scale, no skip, samples; a count to divide by; finite weights.
 REPORT = [0.5, 1.0, 65536.0, 0.1, 0.0, 64.0, 32.0, 0.0]
-NO_VOTES, BAD_LOSS = [0.0] * 4, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+NO_VOTES, BAD_LOSS = [0.0] * VOTES, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 ANSWERS: dict[str, float | list[float]] = {
     "engine/step_result.py": REPORT,
-    "evaluation/evaluate.py totals": 1.0,
+    "evaluation/evaluate.py totals": [32.0, 0.0, 0.0, 32.0, 0.0],  # none unreadable
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/step_counts.py agree_on_reference": 32.0,  # once, in the first step
     "engine/precision/calibration.py": 0.25,

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.image_folder import list_csv, list_folder, stratified
 from launcher.data.images import load_images
-from launcher.data.loader import IndexedData, LoadedBatches, Loading
+from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.loader import Loading
 from launcher.data.photograph_set import cut_regions
 from launcher.errors import ConfigError, DataError, DataWarning
 from tests.data.photographs import QUARTERS, corner_colours, corners, data_config, encoded, write_classes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -215,8 +216,11 @@ def _be_a_rank(
     from launcher import cli
     from launcher.config import resolve
     from launcher.distributed import process_group
+    from launcher.process import lifetime
     from launcher.training import results
 
+    lifetime.ParentDeathSignal()  # as in launcher.__main__
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
