@@ -140,9 +140,9 @@ def test_votes_of_an_abandoned_step_are_dropped() -> None:
     stepper = stepper_of(Planted(), 1)
     stepper.vote(1)
     stepper.backward(stepper.model(1.0, 1.0), 1)
-    assert stepper.abandon().read().votes == (0, 0, 0, 0)
+    assert stepper.abandon().read().votes[:4] == (0, 0, 0, 0)
     stepper.vote(2)
-    assert clean_step(stepper, 1).votes == (0, 0, 1, 0)
+    assert clean_step(stepper, 1).votes[:4] == (0, 0, 1, 0)
 
 
 class Sometimes(nn.Module):

@@ -100,7 +100,7 @@ def test_all_ranks_skip_what_one_abandons(world_size, cases) -> None:
             assert [report.abandoned_ranks for report in reports] == expected, case
             assert [report.skipped for report in reports] == [True] * 9 + [False], case
             assert {report.culprit_ranks for report in reports} == {()}, case
-            assert {report.votes for report in reports} == {(0, 0, 0, 0)}, case
+            assert {report.votes[:4] for report in reports} == {(0, 0, 0, 0)}, case
             assert [report.count for report in reports[:-1]] == [0] * 9, case
             assert (reports[-1].applied_steps, reports[-1].skipped_steps) == (2, 0), case
             assert unchanged, case

@@ -18,19 +18,20 @@ def votes_of_three_steps(env: WorkerEnv) -> list[tuple[int, ...]]:
             stepper.vote(0)
             if env.rank == 1:
                 stepper.vote(2)
-                stepper.vote(2)
+                stepper.vote(2)  # once more is still one vote
+                stepper.vote(3, votes=5)
         if env.rank == 0 or step != 1:  # in one step rank 1 votes without a sample
             inputs, classes = features(4, step)
             with stepper.forward():
                 logits = stepper.model(inputs)
             stepper.backward(loss_sum(logits, classes), 4)
-        seen.append(stepper.step().read().votes)
+        seen.append(stepper.step().read().votes[:4])
     return seen
 
 
 def test_all_ranks_read_the_same_votes_and_they_count_for_one_step() -> None:
     torch.manual_seed(0)
-    expected = [(0, 0, 0, 0), (2, 0, 1, 0), (0, 0, 0, 0)]
+    expected = [(0, 0, 0, 0), (2, 0, 1, 5), (0, 0, 0, 0)]
     assert run_ranks(2, votes_of_three_steps) == [expected, expected]
 
 
