@@ -137,10 +137,10 @@ def build(
     vocab_size: int, context: int, layers: int = 4, heads: int = 4, width: int = 128, dropout: float = 0.0
 ) -> GPT:
     for name, value in (("layers", layers), ("heads", heads), ("width", width)):
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
     if width % heads:
         raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout={dropout!r} must be a number from 0 to below 1.")
     return GPT(vocab_size, context, layers, heads, width, dropout)

@@ -2,7 +2,9 @@
 
 from launcher.data.image_set import ImageSet, Normalise, crop_and_flip
 from launcher.data.images import load_images
+from launcher.data.pretrained import pretrained_encoder
 from launcher.data.reader import columns
+from launcher.data.sentences import SentenceSet, load_sentences
 from launcher.data.tensors import Batch, TensorData
 from launcher.data.text import TextSet, load_text
 
@@ -10,10 +12,13 @@ __all__ = [
     "Batch",
     "ImageSet",
     "Normalise",
+    "SentenceSet",
     "TensorData",
     "TextSet",
     "columns",
     "crop_and_flip",
     "load_images",
+    "load_sentences",
     "load_text",
+    "pretrained_encoder",
 ]

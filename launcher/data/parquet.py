@@ -11,10 +11,7 @@ import contextlib
 import io
 import json
 import logging
-import socket
 import tempfile
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from launcher.data.hub import reachable
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
@@ -31,7 +29,6 @@ IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMN = "label"
 SPLITS = ("train", "test")
 ROWS_PER_READ = 4096
-HUB_PROBE_TIMEOUT_S = 5.0
 
 Splits = tuple[TensorData, TensorData]
 UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
@@ -150,7 +147,7 @@ def _offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
 
     switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
     before = [switch.HF_HUB_OFFLINE for switch in switches]
-    if not _reachable(huggingface_hub.constants.ENDPOINT):
+    if not reachable(huggingface_hub.constants.ENDPOINT):
         for switch in switches:
             switch.HF_HUB_OFFLINE = True
     try:
@@ -158,18 +155,6 @@ def _offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.HF_HUB_OFFLINE = value
-
-
-def _reachable(url: str) -> bool:
-    parts = urllib.parse.urlsplit(url)
-    if urllib.request.getproxies().get(parts.scheme):
-        return True  # the proxy resolves the name
-    try:
-        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-        socket.create_connection(address, timeout=HUB_PROBE_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _read_split(rows: Any, where: str) -> tuple[UInt8Array, Int64Array]:

@@ -1,0 +1,147 @@
+"""Pretrained encoders of `transformers`, by folder or by the name that the hub knows.
+
+Owns the checks before anything is loaded: nothing is downloaded unless a name was given, no pickle is opened,
+no code of a repository is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.config.schema import DataConfig
+from launcher.data.hub import hub_answers
+from launcher.data.sentence_tokenizer import SentenceTokenizer
+from launcher.data.sentences import sentence_options
+from launcher.data.tokenizer_library import transformers_library, without_threads
+from launcher.errors import ConfigError, listed
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", ".model", ".tiktoken")
+UNLIMITED = 10**6  # what `transformers` gives for a tokenizer without a limit is far beyond
+FILES_SHOWN = 12
+
+
+def pretrained_encoder(path: str) -> PretrainedEncoder:
+    """The encoder of a folder or a name. Raises ConfigError for a folder without what is needed."""
+    if not isinstance(path, str) or not path.strip():
+        raise ConfigError(f"model.path={path!r} must be a folder or a name that the hub knows.")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        _refuse_unusable(folder)
+        return PretrainedEncoder(str(folder), from_hub=False)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
+        raise ConfigError(
+            f"model.path={path} is no folder. It needs config.json, *.safetensors and a tokenizer."
+        )
+    return PretrainedEncoder(path, from_hub=True)
+
+
+@dataclass(frozen=True)
+class PretrainedEncoder:
+    """An encoder before it is loaded; each method loads what it returns."""
+
+    path: str
+    from_hub: bool
+
+    def tokenizer(self, config: DataConfig) -> SentenceTokenizer:
+        """Its tokenizer. Raises ConfigError where data.max_seq_len is more than the model was made for."""
+        with self._loading("tokenizer") as how:
+            found = transformers_library().AutoTokenizer.from_pretrained(self.path, **how)
+        if not getattr(found, "is_fast", False):
+            raise ConfigError(
+                f"model.path={self.path}: its tokenizer has no tokenizer.json. Convert it first."
+            )
+        longest = self._longest(found)
+        asked = sentence_options(config)["max_seq_len"]
+        if asked > longest:
+            raise ConfigError(
+                f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} can "
+                f"read. Set data.max_seq_len to at most {longest}."
+            )
+        tokens, known = len(found), getattr(self._config, "vocab_size", UNLIMITED)
+        if tokens > known:
+            raise ConfigError(
+                f"model.path={self.path}: its tokenizer has {tokens} tokens, its model {known}. They are not "
+                "of one another."
+            )
+        pad = found.pad_token_id
+        if pad is None:
+            raise ConfigError(f"model.path={self.path}: its tokenizer has no token to fill up with.")
+        return SentenceTokenizer(found.backend_tokenizer.to_str(), pad, found.padding_side == "left")
+
+    def classifier(self, num_classes: int) -> nn.Module:
+        """It with a classifier on top, new where it has none for so many classes. fp32, on the CPU."""
+        with self._loading("model") as how:
+            network = transformers_library().AutoModelForSequenceClassification.from_pretrained(
+                self.path,
+                num_labels=num_classes,
+                ignore_mismatched_sizes=True,  # a classifier of other classes is of no use
+                dtype=torch.float32,
+                use_safetensors=True,
+                **how,
+            )
+        assert isinstance(network, nn.Module)
+        return network
+
+    def _longest(self, tokenizer: Any) -> int:
+        """The most tokens of a sequence, by the model and its tokenizer."""
+        positions = getattr(self._config, "max_position_embeddings", None) or UNLIMITED
+        by_tokenizer = tokenizer.model_max_length  # RoBERTa's has 2 fewer than its model has positions
+        return int(min(positions, by_tokenizer))
+
+    @cached_property
+    def _config(self) -> Any:
+        with self._loading("config") as how:
+            return transformers_library().AutoConfig.from_pretrained(self.path, **how)
+
+    @contextmanager
+    def _loading(self, what: str) -> Iterator[dict[str, Any]]:
+        """The options of each call that loads; what fails there is a ConfigError."""
+        library = transformers_library()
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+        local = not self.from_hub or not hub_answers()
+        try:
+            with without_threads():
+                yield {"local_files_only": local, "trust_remote_code": False}
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            offline = (
+                " The hub does not answer, and its cache has not all of it: give a folder, model.path=DIR, "
+                "with config.json, *.safetensors and the tokenizer's files."
+            )
+            raise ConfigError(
+                f"model.path={self.path}: its {what} cannot be loaded: {reason}"
+                f"{offline if self.from_hub and local else ''}"
+            ) from error
+
+
+def _refuse_unusable(folder: Path) -> None:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if "config.json" not in names:
+        raise ConfigError(
+            f"model.path={folder} has no config.json. It has: {listed(names, FILES_SHOWN) or 'nothing'}."
+        )
+    if not any(name.endswith(TOKENIZER_FILES) for name in names):  # `transformers` would take an empty one
+        raise ConfigError(
+            f"model.path={folder} has no tokenizer: it needs tokenizer.json or the files that it is made "
+            f"from ({', '.join(TOKENIZER_FILES[1:])}). It has: {listed(names, FILES_SHOWN)}."
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    reason = (
+        f"{pickles[0]} is a pickle, which can run code when it is loaded. Convert it with "
+        "save_pretrained(DIR) of transformers on a machine that trusts it"
+        if pickles
+        else f"it has: {listed(names, FILES_SHOWN)}"
+    )
+    raise ConfigError(f"model.path={folder} has no *.safetensors: {reason}.")

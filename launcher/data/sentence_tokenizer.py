@@ -1,0 +1,99 @@
+"""Tokenizers of sentences: a WordPiece vocabulary fitted to the training text, or that of a pretrained model.
+
+Both are a `Tokenizer` of the `tokenizers` package, a value that its JSON text makes again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.data.tokenizer_library import tokenizers_library, without_threads
+from launcher.errors import ConfigError
+
+PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WITHIN = "##"  # before a piece that does not begin a word
+LOWEST_COUNT = 2  # of a piece that becomes a token
+PIECE = 1000  # sentences that are encoded at a time
+
+Encoded = tuple[list[int], list[int], bool]  # tokens, types (0: first sentence), whether it was cut
+
+
+@dataclass(frozen=True)
+class SentenceTokenizer:
+    """Sentences, or pairs of them, as tokens. `definition` is the JSON of the `tokenizers` package."""
+
+    definition: str
+    pad: int  # the token that fills up a batch
+    pads_left: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token."""
+        numbers: Iterable[int] = self.library_object().get_vocab(with_added_tokens=True).values()
+        return 1 + max(numbers)
+
+    def encode(self, sentences: Sequence[Any], max_length: int) -> Iterator[Encoded]:
+        """Of texts or pairs of texts. The longer one of a pair is cut where both do not fit."""
+        tokenizer = self.library_object()
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_length, strategy="longest_first")
+        pieces = [list(sentences[start : start + PIECE]) for start in range(0, len(sentences), PIECE)]
+        workers = len(os.sched_getaffinity(0))
+        with without_threads(), ThreadPoolExecutor(workers) as pool:  # it computes without Python's lock
+            for encodings in pool.map(tokenizer.encode_batch, pieces):
+                for each in encodings:
+                    yield each.ids, each.type_ids, bool(each.overflowing)
+
+    def library_object(self) -> Any:
+        """A new `tokenizers.Tokenizer`."""
+        return tokenizers_library().Tokenizer.from_str(self.definition)
+
+
+def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> SentenceTokenizer:
+    """WordPiece as in BERT (Devlin et al., 2019, arXiv:1810.04805), fitted to these sentences.
+
+    A pure function of them. Raises ConfigError where the vocabulary has no place for all characters.
+    """
+    library = tokenizers_library()
+    normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+    splitter = library.pre_tokenizers.BertPreTokenizer()
+    characters = sorted({c for text in sentences for c in normalizer.normalize_str(text) if not c.isspace()})
+    # The trainer numbers what it meets in the order of a hash table with a random key, and settles ties by
+    # these numbers. Given beforehand, the numbers are always the same.
+    first = [*SPECIAL, *characters, *(WITHIN + each for each in characters)]
+    if len(first) > vocab_size:
+        raise ConfigError(
+            f"data.vocab_size={vocab_size}: the training text has {len(characters)} different characters, "
+            f"which need {len(first)} tokens. Set data.vocab_size to more."
+        )
+    trained = library.Tokenizer(library.models.WordPiece(unk_token=UNKNOWN))
+    trained.normalizer, trained.pre_tokenizer = normalizer, splitter
+    trainer = library.trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=LOWEST_COUNT,
+        special_tokens=first,
+        limit_alphabet=len(characters),
+        show_progress=False,
+    )
+    with without_threads():
+        trained.train_from_iterator(sentences, trainer)
+    return _of_vocabulary(trained.get_vocab(with_added_tokens=True), normalizer, splitter)
+
+
+def _of_vocabulary(vocabulary: dict[str, int], normalizer: Any, splitter: Any) -> SentenceTokenizer:
+    """Of the same tokens, of which those of SPECIAL alone are special."""
+    library = tokenizers_library()
+    tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = library.decoders.WordPiece(prefix=WITHIN)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single=f"{CLS} $A {SEP}",
+        pair=f"{CLS} $A {SEP} $B:1 {SEP}:1",
+        special_tokens=[(each, vocabulary[each]) for each in (CLS, SEP)],
+    )
+    return SentenceTokenizer(tokenizer.to_str(), vocabulary[PAD])

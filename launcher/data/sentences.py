@@ -1,0 +1,330 @@
+"""Labelled sentences, or pairs of them, as rows of tokens, padded to the longest of a micro-batch.
+
+Owns the files and columns that they come from, the classes, and the division into training and validation.
+The tokens are made once per machine and mapped. Which model reads them is the recipe's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from launcher.config.schema import DataConfig
+from launcher.data.image_folder import stratified
+from launcher.data.sentence_tokenizer import SentenceTokenizer, fitted
+from launcher.data.tables import Table, read_table, split_files
+from launcher.data.tensor_cache import Stored, cache_folder, cached
+from launcher.data.tensors import Batch
+from launcher.data.tokenizer_library import tokenizers_library
+from launcher.errors import ConfigError, DataError, DataWarning, listed
+
+MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
+SHOWN = 12  # labels in a message
+OPTIONS: Mapping[str, Any] = {
+    "sentence1": "sentence1",
+    "sentence2": None,
+    "label": "label",
+    "unlabelled": None,
+    "validation": None,
+    "max_seq_len": 128,
+    "vocab_size": 8192,
+    "lower_case": True,
+    "cache": "auto",
+}
+
+
+@dataclass(frozen=True)
+class SentenceSet:
+    """What a classifier of sentences is trained and evaluated on: one validation set or several, by name."""
+
+    train: TokenRows
+    validation: Mapping[str, TokenRows]
+    classes: tuple[str, ...]
+    vocab_size: int
+    pad: int
+    max_seq_len: int
+
+
+class TokenRows:
+    """A map-style data set: sample i is its tokens and types, both [length], and its label."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], tokenizer: SentenceTokenizer, name: str) -> None:
+        self.name = name
+        self.labels = tensors["labels"]  # int64 [n]
+        self.lengths = tensors["starts"].diff()  # int64 [n]
+        self._tokens = tensors["tokens"].numpy()  # int32 [sum of the lengths]
+        self._types = tensors["types"].numpy()  # uint8, likewise
+        self._starts = tensors["starts"].tolist()
+        self._classes = tensors["labels"].tolist()
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, int]:
+        start, end = self._starts[index], self._starts[index + 1]
+        return self._tokens[start:end], self._types[start:end], self._classes[index]
+
+    def sample(self, index: int, generator: torch.Generator) -> tuple[Any, Any, int]:
+        """The same: nothing here is random, so nothing has to be seeded."""
+        return self[index]
+
+    def fingerprint(self) -> str:
+        """Sums that other rows, or the same in another order, do not have."""
+        sums = [int(np.sum(each, dtype=np.int64)) for each in (self._tokens, self._types)]
+        weighted = int((self.labels * torch.arange(1, len(self) + 1)).sum())
+        return f"{len(self)} rows, {len(self._tokens)} tokens, sums {sums} {weighted}"
+
+    def collate(self, samples: Sequence[tuple[Any, Any, int]]) -> Batch:
+        """int64 [n, longest, rounded up to 8]: input_ids, attention_mask, token_type_ids; label int64 [n]."""
+        length = -(-max(len(tokens) for tokens, _, _ in samples) // MULTIPLE) * MULTIPLE
+        ids = np.full((len(samples), length), self.tokenizer.pad, np.int64)
+        types, mask = np.zeros_like(ids), np.zeros_like(ids)
+        for row, (tokens, kinds, _) in enumerate(samples):
+            place = slice(length - len(tokens), length) if self.tokenizer.pads_left else slice(len(tokens))
+            ids[row, place], types[row, place], mask[row, place] = tokens, kinds, 1
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(mask),
+            "token_type_ids": torch.from_numpy(types),
+            "label": torch.tensor([label for _, _, label in samples]),
+        }
+
+
+def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = None) -> SentenceSet:
+    """The sentences of data.path, by `pretrained` or by a tokenizer that is fitted to the training part.
+
+    Raises ConfigError for wrong options, DataError for files that cannot be used: see `tables`, and labels.
+    """
+    options = sentence_options(config)
+    files = sentence_files(config.path, options["validation"])
+    key = {
+        "kind": "sentences",
+        "files": {name: [str(file), *_stamp(file)] for name, file in files.items()},
+        "options": {name: value for name, value in options.items() if name not in ("cache", "validation")},
+        "val_fraction": config.val_fraction,
+        "tokenizer": pretrained.definition if pretrained else None,
+        "tokenizers": tokenizers_library().__version__,
+    }
+    stored = cached(
+        cache_folder(options["cache"]), key, lambda: _tokenised(files, config, options, pretrained)
+    )
+    facts = json.loads(stored.texts["facts"])
+    if facts["notice"]:
+        warnings.warn(facts["notice"], DataWarning, stacklevel=2)
+    tokenizer = pretrained or SentenceTokenizer(stored.texts["tokenizer"], facts["pad"])
+    rows = {name: TokenRows(_part(stored, name), tokenizer, config.name) for name in facts["parts"]}
+    train = rows.pop("train")
+    size = facts["vocab_size"]
+    return SentenceSet(train, rows, tuple(facts["classes"]), size, tokenizer.pad, options["max_seq_len"])
+
+
+def sentence_options(config: DataConfig) -> dict[str, Any]:
+    """The options of sentences: the defaults updated by the config. Raises ConfigError for invalid ones."""
+    options = {**OPTIONS, **config.options}
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "sentence1": (_is_text, "the name of a column"),
+        "sentence2": (lambda value: value is None or _is_text(value), "null or the name of a column"),
+        "label": (_is_text, "the name of a column"),
+        "unlabelled": (lambda value: value is None or _is_text(value), "null or a label"),
+        "validation": (
+            lambda value: value is None or _is_text(value) or (_are_texts(value) and len(value) > 0),
+            "null, the name of a file below data.path, or a list of such names",
+        ),
+        "max_seq_len": (lambda value: _is_whole(value) and value >= 4, "a whole number of at least 4"),
+        "vocab_size": (lambda value: _is_whole(value) and value >= 8, "a whole number of at least 8"),
+        "lower_case": (lambda value: isinstance(value, bool), "true or false"),
+        "cache": (_is_text, "auto, none or a folder"),
+    }
+    for name, value in options.items():
+        if name not in rules:
+            raise ConfigError(f"data.{name} is not an option of sentences. They have {', '.join(rules)}.")
+        holds, rule = rules[name]
+        if not holds(value):
+            raise ConfigError(f"data.{name}={value!r} must be {rule}.")
+    return options
+
+
+def sentence_files(path: str | None, validation: str | Sequence[str] | None) -> dict[str, Path]:
+    """The file to train on, as "train", and those to validate on: none where a part of it is held out."""
+    if path is None:
+        raise ConfigError(
+            "data.path is not set. Give a .tsv, .csv, .jsonl or .parquet file with a row for each sentence, "
+            "or a folder with train.tsv and, if there is one, dev.tsv or test.tsv."
+        )
+    train, found = split_files(Path(path).expanduser())
+    if validation is None:
+        return {"train": train} | ({"validation": found} if found else {})
+    names = [validation] if isinstance(validation, str) else list(validation)
+    files = {Path(name).stem: train.parent / name for name in names}
+    if "train" in files or len(files) < len(names):
+        raise ConfigError(
+            f"data.validation={validation}: the names without suffix must differ, also from train."
+        )
+    for file in files.values():
+        if not file.is_file():
+            raise ConfigError(f"data.validation={validation}: there is no file {file}.")
+    return {"train": train, **files}
+
+
+def _tokenised(
+    files: Mapping[str, Path],
+    config: DataConfig,
+    options: Mapping[str, Any],
+    pretrained: SentenceTokenizer | None,
+) -> Stored:
+    """The rows of all parts as tensors, and what was learned of them as texts."""
+    columns = [name for name in (options["sentence1"], options["sentence2"], options["label"]) if name]
+    tables = {name: read_table(file, columns) for name, file in files.items()}
+    kept = {name: _labelled(table, options) for name, table in tables.items()}
+    labels = kept["train"].texts(options["label"])
+    classes = sorted(set(labels), key=_natural)
+    if len(classes) < 2:
+        raise DataError(
+            f"{files['train']}: all rows have the {options['label']} {classes[0]!r}. A classifier needs at "
+            "least two classes."
+        )
+    if len(kept) == 1:
+        kept = _divided(kept["train"], labels, classes, config.val_fraction)
+    sentences = {name: _sentences(table, options) for name, table in kept.items()}
+    tokenizer = pretrained or fitted(_each(sentences["train"]), options["vocab_size"], options["lower_case"])
+    tensors: dict[str, Tensor] = {}
+    cut = Counter[str]()
+    for name, table in kept.items():
+        part, cut[name] = _rows(tokenizer, sentences[name], options["max_seq_len"])
+        part["labels"] = _numbers(table, options["label"], classes)
+        tensors |= {f"{name}/{column}": tensor for column, tensor in part.items()}
+    facts = {
+        "parts": list(kept),
+        "classes": classes,
+        "pad": tokenizer.pad,
+        "vocab_size": tokenizer.vocab_size,
+        "notice": _notice(tables, kept, cut, options),
+    }
+    return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
+
+
+def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
+    """The rows with a label. Raises DataError where none is left."""
+    if options["unlabelled"] is None:
+        return table
+    labels = table.column(options["label"])
+    kept = [row for row, label in enumerate(labels) if label != options["unlabelled"]]
+    if not kept:
+        raise DataError(f"{table.file}: every row has the label {options['unlabelled']!r}, which is none.")
+    return table if len(kept) == len(table) else table.select(kept)
+
+
+def _divided(
+    table: Table, labels: Sequence[str], classes: Sequence[str], val_fraction: float
+) -> dict[str, Table]:
+    """A part of each class held out, the same in all runs."""
+    number = {name: index for index, name in enumerate(classes)}
+    held_out = stratified(torch.tensor([number[label] for label in labels]), val_fraction).tolist()
+    parts = {
+        name: [row for row, out in enumerate(held_out) if out == wanted]
+        for name, wanted in (("train", False), ("validation", True))
+    }
+    if not all(parts.values()):
+        raise ConfigError(
+            f"data.val_fraction={val_fraction} of the {len(table)} rows of {table.file} leaves "
+            f"{len(parts['train'])} to train on and {len(parts['validation'])} to validate on. Both need one."
+        )
+    return {name: table.select(rows) for name, rows in parts.items()}
+
+
+def _sentences(table: Table, options: Mapping[str, Any]) -> list[Any]:
+    first = table.texts(options["sentence1"])
+    if options["sentence2"] is None:
+        return list(first)
+    return list(zip(first, table.texts(options["sentence2"]), strict=True))
+
+
+def _each(sentences: Sequence[Any]) -> list[str]:
+    """The texts, in order; each pair as two."""
+    return [text for each in sentences for text in ([each] if isinstance(each, str) else each)]
+
+
+def _rows(
+    tokenizer: SentenceTokenizer, sentences: Sequence[Any], max_seq_len: int
+) -> tuple[dict[str, Tensor], int]:
+    """Tokens and types end to end, where each row starts, and how many rows were cut."""
+    tokens: list[np.ndarray[Any, Any]] = []
+    types: list[np.ndarray[Any, Any]] = []
+    cut = 0
+    for ids, kinds, shortened in tokenizer.encode(sentences, max_seq_len):
+        tokens.append(np.array(ids, np.int32))
+        types.append(np.array(kinds, np.uint8))
+        cut += shortened
+    starts = np.zeros(len(tokens) + 1, np.int64)
+    starts[1:] = np.cumsum([len(each) for each in tokens])
+    found = {"tokens": np.concatenate(tokens), "types": np.concatenate(types), "starts": starts}
+    return {name: torch.from_numpy(values) for name, values in found.items()}, cut
+
+
+def _numbers(table: Table, column: str, classes: Sequence[str]) -> Tensor:
+    """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
+    number = {name: index for index, name in enumerate(classes)}
+    labels = table.texts(column)
+    odd = next((row for row, label in enumerate(labels) if label not in number), None)
+    if odd is not None:
+        raise DataError(
+            f"{table.place(odd)}: the {column} {labels[odd]!r} does not occur in the training set, which has "
+            f"{listed(classes, SHOWN)}. A label that stands for none is named by data.unlabelled."
+        )
+    return torch.tensor([number[label] for label in labels])
+
+
+def _notice(
+    tables: Mapping[str, Table], kept: Mapping[str, Table], cut: Counter[str], options: Mapping[str, Any]
+) -> str:
+    """What became of the rows that are not used as they are; empty where all are."""
+    dropped = sum(map(len, tables.values())) - sum(map(len, kept.values()))
+    parts = []
+    if dropped:
+        parts.append(f"{dropped:,} rows have the label {options['unlabelled']!r} and are left out")
+    if total := sum(cut.values()):
+        parts.append(
+            f"{total:,} of {sum(map(len, kept.values())):,} rows are longer than "
+            f"data.max_seq_len={options['max_seq_len']} tokens and were cut"
+        )
+    return "; ".join(parts)
+
+
+def _part(stored: Stored, name: str) -> dict[str, Tensor]:
+    start = f"{name}/"
+    return {key.removeprefix(start): value for key, value in stored.tensors.items() if key.startswith(start)}
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _natural(label: str) -> list[tuple[int, str]]:
+    """Sorts 2 before 10, and numbers before words."""
+    return [
+        (int(part), "") if part.isdecimal() else (2**62, part) for part in re.split(r"(\d+)", label) if part
+    ]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,83 @@
+"""Classification of one or two sentences by an encoder of `transformers`.
+
+Either any that the package knows, by folder or by name, or a small BERT from scratch (Devlin et al., 2019,
+arXiv:1810.04805) with a tokenizer that is fitted to the training text.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn import functional as F
+
+from launcher.data import load_sentences, pretrained_encoder
+from launcher.recipe import Batch, Config, ConfigError, Loss, Recipe, model, model_builder, recipe
+
+
+@recipe("bert")
+def bert(config: Config) -> Recipe:
+    path = config.model.options.get("path")
+    encoder = pretrained_encoder(path) if path is not None else None
+    sentences = load_sentences(config.data, encoder.tokenizer(config.data) if encoder else None)
+    several = len(sentences.validation) > 1
+    return Recipe(
+        build_model=model_builder(
+            config,
+            num_classes=len(sentences.classes),
+            vocab_size=sentences.vocab_size,
+            max_seq_len=sentences.max_seq_len,
+            pad=sentences.pad,
+        ),
+        train=sentences.train,
+        validation=dict(sentences.validation) if several else next(iter(sentences.validation.values())),
+        loss=sentence_loss,
+        collate=sentences.train.collate,
+        lengths=sentences.train.lengths,
+        classes=sentences.classes,
+    )
+
+
+def sentence_loss(network: nn.Module, batch: Batch) -> Loss:
+    """Summed cross-entropy of the classes of the sentences."""
+    inputs = {name: column for name, column in batch.items() if name != "label"}
+    logits = network(**inputs).logits.float()
+    loss_sum = F.cross_entropy(logits, batch["label"], reduction="sum")
+    return Loss(loss_sum, len(logits), logits.detach())
+
+
+@model("bert")
+def build(
+    num_classes: int,
+    vocab_size: int,
+    max_seq_len: int,
+    pad: int,
+    path: str | None = None,
+    layers: int = 2,
+    heads: int = 2,
+    width: int = 128,
+    dropout: float = 0.1,
+) -> nn.Module:
+    if path is not None:
+        return pretrained_encoder(path).classifier(num_classes)
+    for name, value in (("layers", layers), ("heads", heads), ("width", width)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
+    if width % heads:
+        raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise ConfigError(f"model.dropout={dropout!r} must be a number from 0 to below 1.")
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            max_position_embeddings=max_seq_len,
+            pad_token_id=pad,
+            num_labels=num_classes,
+        )
+    )

@@ -1,0 +1,207 @@
+"""Labelled sentences from tables: what is kept, how they are padded, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.data import load_sentences
+from launcher.data.sentences import sentence_files
+from launcher.errors import ConfigError, DataError, DataWarning
+from tests.configs import composed
+
+pytest.importorskip("tokenizers")
+
+PAIRS = [
+    (f"a dog number {number}", "it is a dog" if number % 2 else "it is a cat", ("yes", "no")[number % 2])
+    for number in range(40)
+]
+
+
+def config_of(path, data="nli", **options):
+    config = composed("recipe=bert", f"data={data}").data
+    small = {"vocab_size": 120, "cache": "none"}
+    return replace(config, path=str(path), options={**config.options, **small, **options})
+
+
+def written(folder: Path, name: str, rows=PAIRS, header=("sentence1", "sentence2", "gold_label")) -> Path:
+    file = folder / name
+    if file.suffix == ".jsonl":
+        lines = [json.dumps(dict(zip(header, row, strict=True))) for row in rows]
+    else:
+        lines = ["\t".join(row) for row in (header, *rows)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_a_folder_with_both_parts(tmp_path):
+    written(tmp_path, "train.tsv")
+    written(tmp_path, "dev.jsonl", PAIRS[:6])
+    found = load_sentences(config_of(tmp_path))
+    assert found.classes == ("no", "yes")
+    assert (len(found.train), {name: len(rows) for name, rows in found.validation.items()}) == (
+        40,
+        {"validation": 6},
+    )
+    assert found.train.labels.tolist() == [1, 0] * 20
+    first = found.validation["validation"]
+    assert [list(map(list, first[row][:2])) for row in range(6)] == [
+        list(map(list, found.train[row][:2])) for row in range(6)
+    ]
+    assert found.train.name == "nli"
+    assert found.train.lengths.tolist() == [len(found.train[row][0]) for row in range(40)]
+
+
+def test_a_batch_is_padded_to_its_longest_row(tmp_path):
+    rows = [("a dog", "a cat", "no"), ("a dog a dog a dog a dog", "a cat", "yes")]
+    found = load_sentences(config_of(written(tmp_path, "train.tsv", rows * 5)))
+    samples = [found.train[row] for row in range(4)]
+    short = next(sample for sample in samples if len(sample[0]) == 7)
+    long = next(sample for sample in samples if len(sample[0]) == 13)
+    assert found.train.collate([short])["input_ids"].shape == (1, 8)
+    batch = found.train.collate([short, long])
+    assert {name: (column.dtype, *column.shape) for name, column in batch.items()} == {
+        **dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (torch.int64, 2, 16)),
+        "label": (torch.int64, 2),
+    }
+    assert batch["input_ids"][0].tolist() == [*short[0].tolist(), *[found.pad] * 9]
+    assert batch["attention_mask"].sum(dim=1).tolist() == [7, 13]
+    assert batch["token_type_ids"][0].tolist() == [0] * 4 + [1] * 3 + [0] * 9
+    assert batch["label"].tolist() == [found.classes.index("no"), found.classes.index("yes")]
+
+
+def test_a_part_of_each_class_is_held_out_of_a_single_file(tmp_path):
+    found = load_sentences(config_of(written(tmp_path, "all.tsv")))
+    rows = found.validation["validation"]
+    assert (len(found.train), len(rows)) == (32, 8)
+    assert rows.labels.bincount().tolist() == [4, 4]
+
+
+def test_one_sentence_a_row(tmp_path):
+    file = written(tmp_path, "x.tsv", [(a, c) for a, _, c in PAIRS], ("sentence", "label"))
+    found = load_sentences(config_of(file, data="sentences"))
+    assert not found.train.collate([found.train[0]])["token_type_ids"].any()
+
+
+def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
+    odd = [("x", "y", "-")] * 3
+    file = written(tmp_path, "train.tsv", [*odd, *PAIRS])
+    with pytest.warns(DataWarning, match=r"3 rows have the label '-' and are left out"):
+        found = load_sentences(config_of(file))
+    assert len(found.train) + len(found.validation["validation"]) == 40
+    only = written(tmp_path, "only.tsv", odd)
+    with pytest.raises(DataError, match=r"only\.tsv: every row has the label '-'"):
+        load_sentences(config_of(only))
+
+
+def test_rows_that_are_too_long_are_cut_and_counted(tmp_path):
+    file = written(tmp_path, "train.tsv")
+    with pytest.warns(
+        DataWarning, match=r"40 of 40 rows are longer than data\.max_seq_len=8 tokens and were cut"
+    ):
+        found = load_sentences(config_of(file, max_seq_len=8))
+    assert set(found.train.lengths.tolist()) == {8}
+
+
+def test_several_validation_sets_by_name(tmp_path):
+    for name in ("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"):
+        written(tmp_path, name)
+    assert list(load_sentences(config_of(tmp_path, data="mnli")).validation) == [
+        "dev_matched",
+        "dev_mismatched",
+    ]
+    assert sentence_files(str(tmp_path), "dev_mismatched.tsv") == {
+        "train": tmp_path / "train.tsv",
+        "dev_mismatched": tmp_path / "dev_mismatched.tsv",
+    }
+    for names, message in (("x.tsv", "there is no file"), (["train.tsv"], "must differ, also from train")):
+        with pytest.raises(ConfigError, match=message):
+            sentence_files(str(tmp_path), names)
+
+
+def test_what_is_kept_is_all_that_a_second_run_reads(tmp_path):
+    file = written(tmp_path, "train.tsv", [*PAIRS, ("x", "y", "-")])
+    config = config_of(file, cache=str(tmp_path / "kept"))
+    with pytest.warns(DataWarning, match="1 rows"):
+        first = load_sentences(config)
+    status = file.stat()
+    file.write_bytes(
+        b"\xff" * status.st_size
+    )  # as large, and of the same time: nothing shows that it changed
+    __import__("os").utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.warns(DataWarning, match="1 rows"):
+        again = load_sentences(config)
+    assert again.classes == first.classes
+    assert (again.vocab_size, again.pad) == (first.vocab_size, first.pad)
+    assert again.train.fingerprint() == first.train.fingerprint()
+    assert again.train.collate([again.train[3]])["input_ids"].equal(
+        first.train.collate([first.train[3]])["input_ids"]
+    )
+    with pytest.raises(DataError, match="no UTF-8"):
+        load_sentences(config_of(file, cache=str(tmp_path / "kept"), max_seq_len=64))
+
+
+def test_other_rows_have_another_fingerprint(tmp_path):
+    prints = set()
+    for rows in (PAIRS, PAIRS[::-1], PAIRS[:-1], [(a, c, b) for a, b, c in PAIRS]):
+        rows = (
+            [(a, b, str(number % 2)) for number, (a, b, _) in enumerate(rows)]
+            if rows is PAIRS[::-1]
+            else rows
+        )
+        prints.add(load_sentences(config_of(written(tmp_path, "train.tsv", rows))).train.fingerprint())
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [("a", "b", "yes")] * 4,
+            r"train\.tsv: all rows have the gold_label 'yes'\. A classifier needs at least two",
+        ),
+        ([], r"train\.tsv has no rows"),
+    ],
+)
+def test_a_training_set_that_teaches_nothing(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        load_sentences(config_of(written(tmp_path, "train.tsv", rows)))
+
+
+def test_a_label_that_the_training_set_does_not_have(tmp_path):
+    written(tmp_path, "train.tsv")
+    written(tmp_path, "dev.tsv", [PAIRS[0], ("a", "b", "maybe")])
+    message = (
+        r"dev\.tsv, line 3: the gold_label 'maybe' does not occur in the training set, which has no, yes"
+    )
+    with pytest.raises(DataError, match=message):
+        load_sentences(config_of(tmp_path))
+
+
+def test_a_missing_column_lists_those_that_are_there(tmp_path):
+    file = written(tmp_path, "train.tsv", header=("premise", "hypothesis", "label"))
+    with pytest.raises(DataError, match=r"has not the columns.*It has: premise, hypothesis, label\."):
+        load_sentences(config_of(file))
+    assert load_sentences(config_of(file, sentence1="premise", sentence2="hypothesis", label="label")).classes
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"sentence1": None}, r"data\.sentence1=None must be the name of a column"),
+        ({"max_seq_len": 2}, r"data\.max_seq_len=2 must be a whole number of at least 4"),
+        ({"lower_case": "yes"}, r"data\.lower_case='yes' must be true or false"),
+        ({"validation": []}, r"data\.validation=\[\] must be null, the name of a file"),
+        ({"sentence3": "x"}, r"data\.sentence3 is not an option of sentences"),
+    ],
+)
+def test_options_that_sentences_cannot_have(tmp_path, option, message):
+    with pytest.raises(ConfigError, match=message):
+        load_sentences(config_of(tmp_path, **option))
+
+
+def test_without_a_path_it_says_what_is_needed():
+    with pytest.raises(ConfigError, match=r"data\.path is not set\. Give a \.tsv"):
+        sentence_files(None, None)
