@@ -1,7 +1,7 @@
 """Image sets by name: as uint8 tensors in memory, or as photographs that are decoded when they are read.
 
 Owns the source of each set and the split of sets that come without one. Never communicates: every rank loads
-the same set. `launcher.data.parquet` and `launcher.data.image_folder` read the files.
+the same set. `launcher.data.parquet`, `image_folder` and `hf` read the files.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
+from launcher.data.hf import Columns, list_rows
 from launcher.data.image_folder import list_csv, list_folder, stratified
 from launcher.data.image_set import ImageSet, photographs
 from launcher.data.parquet import load_parquet_splits
@@ -99,11 +100,21 @@ def imagefolder(config: DataConfig) -> ImageSet:
     return photographs(config.name, listing, options)
 
 
+def hf(config: DataConfig) -> ImageSet:
+    """Photographs of any size through the `datasets` library: a folder, a file, or a name of the hub."""
+    options, own = photograph_options(config, {"image_column": None, "label_column": None})
+    if config.path is None:
+        raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
+    columns = Columns(own["image_column"], own["label_column"])
+    return photographs(config.name, list_rows(config.path, columns, config.val_fraction), options)
+
+
 IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
     "digits": digits,
     "synthetic": synthetic,
     "cifar10": cifar10,
     "imagefolder": imagefolder,
+    "hf": hf,
 }
 
 

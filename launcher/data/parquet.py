@@ -67,7 +67,7 @@ def load_parquet_splits(
 
 
 def _decoded_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str, ...]]:
-    datasets = _datasets_library()
+    datasets = datasets_library("data=cifar10")
     with _from_hub(datasets, hub_name) if path is None else _from_folder(datasets, path) as dataset:
         parts = [_read_split(dataset[name], f"{path or hub_name} ({name})") for name in SPLITS]
         classes = _class_names(dataset["train"], [labels for _, labels in parts])
@@ -81,13 +81,13 @@ def _decoded_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str,
     return (train, test), classes
 
 
-def _datasets_library() -> ModuleType:
+def datasets_library(user: str) -> ModuleType:
+    """The `datasets` library, silenced. Raises PreflightError, naming its user, where it is missing."""
     try:
         import datasets
     except ImportError as error:
         raise PreflightError(
-            "data=cifar10 needs the `datasets` package, which is not installed: "
-            "pip install 'fp16-launcher[data]'"
+            f"{user} needs the `datasets` package, which is not installed: pip install 'fp16-launcher[data]'"
         ) from error
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # failures are raised instead
     datasets.disable_progress_bars()
@@ -112,7 +112,7 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's errors are one of these
-        raise DataError(f"{where}: a parquet file cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{where}: a parquet file cannot be read: {first_line(error)}") from error
 
 
 def _split_files(folder: Path, name: str) -> list[Path]:
@@ -131,17 +131,17 @@ def _split_files(folder: Path, name: str) -> list[Path]:
 @contextlib.contextmanager
 def _from_hub(datasets: ModuleType, hub_name: str) -> Iterator[Any]:
     try:
-        with _offline_if_unreachable(datasets):
+        with offline_if_unreachable(datasets):
             yield datasets.load_dataset(hub_name)
     except (OSError, ValueError) as error:  # no network, no such set, a damaged cache
         raise DataError(
-            f"{hub_name} is not in the cache and cannot be downloaded from the hub: {_first_line(error)}. "
+            f"{hub_name} is not in the cache and cannot be downloaded from the hub: {first_line(error)}. "
             f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
         ) from error
 
 
 @contextlib.contextmanager
-def _offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
+def offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
     """Without a network the hub's client retries for 24 s; in offline mode it uses its cache."""
     import huggingface_hub
 
@@ -223,7 +223,7 @@ def _decode(cell: Any, where: str) -> UInt8Array:
         ValueError,
         Image.DecompressionBombError,
     ) as error:  # SyntaxError: broken PNG
-        raise DataError(f"{where} is an image that cannot be decoded: {_first_line(error)}") from error
+        raise DataError(f"{where} is an image that cannot be decoded: {first_line(error)}") from error
 
 
 def _label_values(column: Any, where: str) -> Int64Array:
@@ -260,5 +260,5 @@ def _size(images: UInt8Array) -> str:
     return f"{images.shape[2]} x {images.shape[1]}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,268 @@
+"""Photographs and labels from what the Hugging Face `datasets` library reads.
+
+Owns the choice of reader (a folder that was saved, parquet, CSV or JSON files, a folder of images, a name of
+the hub), of splits, and of the two columns. Images are decoded when they are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from launcher.data.image_folder import TRAIN, VALIDATION, stratified
+from launcher.data.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
+from launcher.data.photograph import Source
+from launcher.errors import ConfigError, DataError, listed
+
+READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
+SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
+HELD_OUT = (*VALIDATION[:3], "dev", "test")  # the first that exists
+LABEL_COLUMNS = ("label", "labels", "class", "target")
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the two columns; None where they are to be found by their types."""
+
+    image: str | None
+    label: str | None
+
+
+@dataclass(frozen=True)
+class HubListing:
+    """The rows of one or two splits. Those that are held out come after those for training."""
+
+    base: Path  # what paths of images are relative to
+    rows: tuple[Any, ...]  # of `datasets`, with cells of images that are not decoded
+    places: tuple[tuple[int, int], ...]  # of each photograph: which rows, which row
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+    num_train: int
+    image_column: str
+    where: str
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of what the library knows the rows by, and of the files that they name."""
+        digest = hashlib.sha256(f"{self.base}\n{self.image_column}\n".encode())
+        for rows in self.rows:
+            digest.update(f"{rows._fingerprint} {len(rows)}\n".encode())
+        digest.update(repr(self.places).encode())
+        for index in range(len(self.places)) if self._names_files else ():
+            source, _ = self.source(index)
+            if isinstance(source, Path) and source.exists():
+                about = source.stat()
+                digest.update(f"{source}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def _names_files(self) -> bool:
+        return isinstance(self.source(0)[0], Path)
+
+    def identity(self, index: int) -> str:
+        """The place of its row."""
+        return str(self.places[index])
+
+    def source(self, index: int) -> tuple[Source, str]:
+        """The image, or the file that holds it. Raises DataError where the cell is empty."""
+        which, row = self.places[index]
+        name = f"{self.where}, row {row}" + (
+            f" of the {('training', 'validation')[which]} split" if which else ""
+        )
+        cell = self.rows[which][row][self.image_column]
+        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        if isinstance(content, bytes):
+            return content, name
+        named = path or content
+        if isinstance(named, str):
+            file = self.base / named
+            return file, f"{name} ({file})"
+        raise DataError(f"{name} has no image in column {self.image_column}: {type(content).__name__}.")
+
+
+def list_rows(path: str, columns: Columns, val_fraction: float) -> HubListing:
+    """The images and labels of a folder, a file, or a name of the hub. ConfigError or DataError."""
+    library = datasets_library("data=hf")
+    where = f"data.path={path}"
+    train, held_out = _splits(_loaded(library, path, columns), where)
+    image = _image_column(library, train, columns.image, where)
+    label = _label_column(library, train, columns.label, where)
+    rows = tuple(_undecoded(library, each, image) for each in (train, held_out) if each is not None)
+    values = [_values(each, label, where) for each in rows]
+    classes = _classes(train.features[label], values[0])
+    labels = [_numbers(each, classes, train.features[label], where) for each in values]
+    places = [[(which, row) for row in range(len(each))] for which, each in enumerate(labels)]
+    if held_out is None:
+        labels, places = _split(labels[0], places[0], val_fraction, where)
+    if len(classes) < 2:
+        raise DataError(
+            f"{where} has one class, {listed(classes, 1)}. At least two are needed to tell apart."
+        )
+    file = Path(path)
+    return HubListing(
+        base=file if file.is_dir() else file.parent,
+        rows=rows,
+        places=(*places[0], *places[1]),
+        labels=(*labels[0], *labels[1]),
+        classes=tuple(map(str, classes)),
+        num_train=len(places[0]),
+        image_column=image,
+        where=where,
+    )
+
+
+def _loaded(library: ModuleType, path: str, columns: Columns) -> Any:
+    """What the library makes of it: a set, or a mapping of splits."""
+    place = Path(path)
+    try:
+        if any((place / name).is_file() for name in SAVED):
+            return library.load_from_disk(path)
+        if place.is_file():
+            return _read(library, [place], path)
+        if place.is_dir():
+            tables = [file for file in sorted(place.iterdir()) if file.suffix in READERS]
+            # Images beside the tables would make the library choose the images, and ignore the columns.
+            if columns.image is not None and tables:
+                return _read(library, tables, path)
+            return library.load_dataset(path)
+        if place.is_absolute():
+            raise ConfigError(f"data.path={path} does not exist. Give a folder, a file, or a hub name.")
+        with offline_if_unreachable(library):
+            return library.load_dataset(path)
+    except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
+        if place.exists():
+            raise DataError(f"data.path={path} cannot be read: {first_line(error)}") from error
+        raise DataError(
+            f"data.path={path} is nothing here, and a set of this name is neither in the cache of the "
+            f"`datasets` library nor could it be fetched from the hub: {first_line(error)}. Connect to the "
+            "network once, or give a folder: data.path=DIR with parquet, CSV or JSON files or class folders."
+        ) from error
+
+
+def _read(library: ModuleType, files: Sequence[Path], path: str) -> Any:
+    """Tables, of which those are a split whose name begins with that of one."""
+    kinds = {READERS.get(file.suffix) for file in files}
+    if len(kinds) != 1 or None in kinds:
+        raise ConfigError(
+            f"data.path={path} has files of several kinds or of an unknown one: "
+            f"{listed([file.name for file in files], SHOWN)}. Known: {', '.join(READERS)}."
+        )
+    named: dict[str, list[str]] = {}
+    for file in files:
+        split = next((name for name in HELD_OUT if file.name.startswith(name)), TRAIN)
+        named.setdefault(split, []).append(str(file))
+    separator = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
+    return library.load_dataset(kinds.pop(), data_files=named, **separator)
+
+
+def _splits(loaded: Any, where: str) -> tuple[Any, Any | None]:
+    if not isinstance(loaded, Mapping):
+        return loaded, None
+    if len(loaded) == 1:
+        return next(iter(loaded.values())), None
+    held_out = next((name for name in HELD_OUT if name in loaded), None)
+    if TRAIN not in loaded or held_out is None:
+        raise DataError(
+            f"{where} has the splits {listed(list(loaded), SHOWN)}. Needed are train and one of "
+            f"{', '.join(HELD_OUT)}, or a single one."
+        )
+    return loaded[TRAIN], loaded[held_out]
+
+
+def _image_column(library: ModuleType, rows: Any, wish: str | None, where: str) -> str:
+    if wish is not None:
+        return _existing(rows, "image_column", wish, where)
+    found = [name for name, kind in rows.features.items() if isinstance(kind, library.Image)]
+    found = found or [name for name in IMAGE_COLUMNS if name in rows.features]
+    if len(found) != 1:
+        raise DataError(
+            f"{where} has {len(found) or 'no'} columns of images. Its columns: {_described(rows)}. Choose "
+            "one with data.image_column."
+        )
+    return str(found[0])
+
+
+def _label_column(library: ModuleType, rows: Any, wish: str | None, where: str) -> str:
+    if wish is not None:
+        return _existing(rows, "label_column", wish, where)
+    found = [name for name, kind in rows.features.items() if isinstance(kind, library.ClassLabel)]
+    found = (
+        found if len(found) == 1 else [name for name in LABEL_COLUMNS if name in rows.features][:1] or found
+    )
+    if len(found) != 1:
+        raise DataError(
+            f"{where} has {len(found) or 'no'} columns of labels. Its columns: {_described(rows)}. Choose "
+            "one with data.label_column."
+        )
+    return str(found[0])
+
+
+def _existing(rows: Any, key: str, name: str, where: str) -> str:
+    if name not in rows.features:
+        raise DataError(f"{where} has no column data.{key}={name}. Its columns: {_described(rows)}.")
+    return name
+
+
+def _described(rows: Any) -> str:
+    kinds = [
+        f"{name} ({getattr(kind, 'dtype', type(kind).__name__)})" for name, kind in rows.features.items()
+    ]
+    return listed(kinds, 2 * SHOWN)
+
+
+def _undecoded(library: ModuleType, rows: Any, column: str) -> Any:
+    if isinstance(rows.features[column], library.Image):
+        return rows.cast_column(column, library.Image(decode=False))
+    return rows
+
+
+def _values(rows: Any, column: str, where: str) -> list[Any]:
+    values: list[Any] = rows.select_columns([column]).with_format("arrow")[:][column].to_pylist()
+    if not values:
+        raise DataError(f"{where} has a split without rows.")
+    if wrong := [row for row, value in enumerate(values) if not isinstance(value, int | str)]:
+        raise DataError(
+            f"{where}: row {wrong[0]} has {values[wrong[0]]!r} in the label column {column} ({len(wrong)} "
+            "such rows). Needed are whole numbers or texts."
+        )
+    return values
+
+
+def _classes(kind: Any, values: Sequence[Any]) -> list[Any]:
+    names = getattr(kind, "names", None)
+    return list(names) if names else sorted(set(values), key=lambda value: (isinstance(value, str), value))
+
+
+def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: str) -> list[int]:
+    """The index of each row's class."""
+    known = range(len(classes)) if getattr(kind, "names", None) else classes
+    numbers = {value: number for number, value in enumerate(known)}
+    if unknown := list(dict.fromkeys(value for value in values if value not in numbers)):
+        raise DataError(
+            f"{where}: {len(unknown)} label(s) are not in the training set: {listed(unknown, SHOWN)}. It "
+            f"knows {listed(list(classes), SHOWN)}."
+        )
+    return [numbers[value] for value in values]
+
+
+def _split(
+    labels: list[int], places: list[tuple[int, int]], val_fraction: float, where: str
+) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    held_out = stratified(torch.tensor(labels), val_fraction).tolist()
+    if all(held_out) or not any(held_out):
+        raise DataError(
+            f"{where} has one split with {len(labels)} rows, of which data.val_fraction={val_fraction} holds "
+            f"{sum(held_out)} out. Both parts need at least one."
+        )
+    parts = [[row for row, out in enumerate(held_out) if out is part] for part in (False, True)]
+    return [[labels[row] for row in part] for part in parts], [
+        [places[row] for row in part] for part in parts
+    ]

@@ -1,0 +1,249 @@
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from launcher.config.composition import with_absolute_paths
+from launcher.data.images import load_images
+from launcher.errors import ConfigError, DataError
+from tests.data.photographs import data_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+
+
+@pytest.fixture(autouse=True)
+def library_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("library")))
+    datasets.disable_progress_bars()
+
+
+def png(grey):
+    file = io.BytesIO()
+    Image.new("RGB", (20, 24), (grey,) * 3).save(file, "PNG")
+    return file.getvalue()
+
+
+def rows(count=8, label=None):
+    """Images of grey 10, 20, ..., of two classes in turn."""
+    kind = datasets.ClassLabel(names=["cat", "dog"]) if label is None else datasets.Value("string")
+    features = datasets.Features({"image": datasets.Image(), "label": kind})
+    cells = [{"bytes": png(10 * index), "path": None} for index in range(count)]
+    labels = [index % 2 if label is None else label(index) for index in range(count)]
+    return datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
+
+
+def write_images(folder, count=8):
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        (folder / f"{index}.png").write_bytes(png(10 * index))
+
+
+def saved(folder):
+    rows().save_to_disk(folder)
+
+
+def saved_splits(folder):
+    datasets.DatasetDict({"train": rows(6), "validation": rows(2), "test": rows(4)}).save_to_disk(folder)
+
+
+def parquet(folder):
+    folder.mkdir()
+    rows(6).to_parquet(folder / "train-00000-of-00001.parquet")
+    rows(2).to_parquet(folder / "test-00000-of-00001.parquet")
+
+
+def one_parquet(folder):
+    rows().to_parquet(folder)
+
+
+def class_folders(folder):
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+    for index in range(8):
+        (folder / ("dog" if index % 2 else "cat") / f"{index}.png").write_bytes(png(10 * index))
+
+
+def csv(folder, separator=",", name="all.csv"):
+    write_images(folder)
+    lines = [f"{index}.png{separator}{'dog' if index % 2 else 'cat'}" for index in range(8)]
+    (folder / name).write_text("\n".join([f"file{separator}kind", *lines]) + "\n")
+
+
+def json_lines(folder):
+    write_images(folder)
+    lines = [f'{{"file": "{index}.png", "kind": "{"dog" if index % 2 else "cat"}"}}' for index in range(8)]
+    (folder / "train.jsonl").write_text("\n".join(lines[:6]) + "\n")
+    (folder / "validation.jsonl").write_text("\n".join(lines[6:]) + "\n")
+
+
+NAMED = {"image_column": "file", "label_column": "kind"}
+
+
+@pytest.mark.parametrize(
+    ("write", "suffix", "options"),
+    [
+        (saved, "", {}),
+        (saved_splits, "", {}),
+        (parquet, "", {}),
+        (one_parquet, ".parquet", {}),
+        (class_folders, "", {}),
+        (csv, "", NAMED),
+        (lambda folder: csv(folder, "\t", "all.tsv"), "", NAMED),
+        (json_lines, "", NAMED),
+    ],
+    ids=["saved", "saved splits", "parquet", "one parquet", "class folders", "csv", "tsv", "json lines"],
+)
+def test_each_form_gives_the_same_images(tmp_path, write, suffix, options):
+    path = tmp_path / f"set{suffix}"
+    write(path)
+    images = load_images(data_config("hf", path, crop_scale=1.0, **options))
+    assert images.classes == ("cat", "dog")
+    assert (len(images.train), len(images.validation)) == (6, 2)
+    seen = [
+        (sample["image"][0, 0, 0].item() // 10, sample["label"])
+        for part in (images.train, images.validation)
+        for sample in map(part.__getitem__, range(len(part)))
+    ]
+    assert all(number % 2 == label for number, label in seen)
+    if write not in (saved_splits, parquet):
+        assert sorted(number for number, _ in seen) == list(range(8))
+
+
+def test_decoded_images_are_kept_and_a_changed_file_is_decoded_again(tmp_path):
+    csv(tmp_path / "set")
+    config = data_config("hf", tmp_path / "set", cache=str(tmp_path / "cache"), **NAMED)
+    images = load_images(config)
+    for part in (images.train, images.validation):
+        assert [part[index]["image"].shape for index in range(len(part))]
+    again = load_images(config)
+    assert again.train._cache.num_stored == 8
+    assert torch.equal(again.validation[0]["image"], images.validation[0]["image"])
+    (tmp_path / "set" / "3.png").write_bytes(png(200) + b"more")
+    assert load_images(config).train._cache.num_stored == 0
+
+
+def test_texts_are_classes_in_alphabetical_order(tmp_path):
+    rows(8, label=lambda index: ["owl", "emu"][index % 2]).save_to_disk(tmp_path / "set")
+    images = load_images(data_config("hf", tmp_path / "set"))
+    assert images.classes == ("emu", "owl")
+    for sample in map(images.train.__getitem__, range(len(images.train))):
+        number = sample["image"][0, 0, 0].item() // 10
+        assert images.classes[sample["label"]] == ["owl", "emu"][number % 2]
+
+
+def broken(folder):
+    folder.mkdir()
+    (folder / "train.parquet").write_bytes(b"no parquet")
+
+
+def two_kinds(folder):
+    csv(folder)
+    json_lines(folder)
+
+
+def unknown_label(folder):
+    splits = {"train": rows(4, lambda index: "ab"[index % 2]), "test": rows(2, lambda index: "z")}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+
+
+def missing_labels(folder):
+    rows(4, lambda index: "a" if index else None).save_to_disk(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "error", "message"),
+    [
+        (lambda folder: None, {}, ConfigError, r"set does not exist\. Give a folder, a file, or a hub name"),
+        (broken, {}, DataError, r"set cannot be read: "),
+        (two_kinds, NAMED, ConfigError, r"files of several kinds .*: all\.csv, train\.jsonl"),
+        (
+            saved,
+            {"image_column": "photo"},
+            DataError,
+            r"no column data\.image_column=photo\. Its columns",
+        ),
+        (
+            saved,
+            {"label_column": "kind"},
+            DataError,
+            r"no column data\.label_column=kind\. Its columns",
+        ),
+        (csv, {"image_column": "file"}, DataError, r"no columns of labels\. Its columns: file \(.*\), kind"),
+        (unknown_label, {}, DataError, r"1 label\(s\) are not in the training set: z\. It knows a, b"),
+        (missing_labels, {}, DataError, r"row 0 has None in the label column label \(1 such rows\)"),
+        (lambda f: rows(4, lambda index: "a").save_to_disk(f), {}, DataError, r"has one class, a"),
+    ],
+)
+def test_what_cannot_be_used(tmp_path, write, options, error, message):
+    write(tmp_path / "set")
+    with pytest.raises(error, match=message):
+        load_images(data_config("hf", tmp_path / "set", **options))
+
+
+def test_an_empty_cell_is_named_when_it_is_read(tmp_path):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    contents = [png(1), None, b"no", png(2)]
+    cells = [None if content is None else {"bytes": content, "path": None} for content in contents]
+    splits = {
+        name: datasets.Dataset.from_dict({"image": cells, "label": [0, 1, 0, 1]}, features=features)
+        for name in ("train", "test")
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    images = load_images(data_config("hf", tmp_path / "set"))
+    with pytest.raises(DataError, match=r"set, row 1 has no image in column image"):
+        images.train[1]
+    with pytest.raises(DataError, match=r"set, row 2 of the validation split cannot be read as an image"):
+        images.validation[2]
+
+
+def test_names_of_the_hub_stay_names_and_what_is_here_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+
+    def resolved(name, **data):
+        tree = {"data": {"name": name, **data}, "recipes": {"path": None}, "checkpoint": {"resume": "auto"}}
+        return with_absolute_paths(tree)["data"]
+
+    assert resolved("hf", path="uoft-cs/cifar10")["path"] == "uoft-cs/cifar10"
+    assert resolved("hf", path="here")["path"] == str(tmp_path / "here")
+    assert resolved("hf", path="./not-here")["path"] == str(tmp_path / "not-here")
+    assert resolved("cifar10", path="uoft-cs/cifar10")["path"] == str(tmp_path / "uoft-cs" / "cifar10")
+    assert resolved("imagefolder", path="here", csv="a.csv", cache="auto") == {
+        **{"name": "imagefolder", "path": str(tmp_path / "here")},
+        **{"csv": str(tmp_path / "a.csv"), "cache": "auto"},
+    }
+    assert resolved("imagefolder", path=None, csv=None, cache="kept")["cache"] == str(tmp_path / "kept")
+
+
+FROM_HUB = """
+from launcher.data.images import load_images
+from launcher.errors import DataError
+from tests.data.photographs import data_config
+try:
+    load_images(data_config("hf", "user/photographs"))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_without_a_network_a_name_is_given_up_quickly(tmp_path):
+    environ = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_HUB],
+        cwd=REPOSITORY,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    assert "data.path=user/photographs is nothing here" in done.stdout
+    assert "give a folder: data.path=DIR" in done.stdout
+    assert done.stderr == ""
