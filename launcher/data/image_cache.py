@@ -65,7 +65,7 @@ class ImageCache:
         self._writable = False
         self._descriptor = self._open()
         weakref.finalize(self, os.close, self._descriptor)
-        content = np.frombuffer(mmap.mmap(self._descriptor, self._size, prot=mmap.PROT_READ), np.uint8)
+        content = np.frombuffer(mmap.mmap(self._descriptor, self._size, access=mmap.ACCESS_COPY), np.uint8)
         self._states = content[PAGE : PAGE + count]
         self._pixels = content[self._first_pixel :].reshape(count, *shape)
         self._publish()  # the run that stored the last image may have been killed before it did
@@ -76,7 +76,7 @@ class ImageCache:
         return int(np.count_nonzero(self._states == STORED))
 
     def get(self, index: int) -> UInt8Array | None:
-        """The image, in memory that is shared and read-only; None where it has to be decoded."""
+        """The image, in memory that is shared until it is written to; None where it has to be decoded."""
         return self._pixels[index] if self._states[index] == STORED else None
 
     def put(self, index: int, image: UInt8Array) -> None:

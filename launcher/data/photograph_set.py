@@ -168,12 +168,12 @@ class PhotographSet:
         if not self._training:
             margin = (self.options.base_size - self.options.image_size) // 2
             end = margin + self.options.image_size
-            return {"image": torch.from_numpy(base[:, margin:end, margin:end].copy()), "label": label}
+            return {"image": torch.from_numpy(base[:, margin:end, margin:end]), "label": label}
         size = self.options.base_size
         region = random_region(size, size, draws, self.options.crop_scale)
         mirrored = float(self.options.flip and draws[DRAWS] < 0.5)
         return {
-            "image": torch.from_numpy(base.copy()),
+            "image": torch.from_numpy(base),
             "label": label,
             "region": torch.tensor([*region, mirrored]),
         }

@@ -98,6 +98,15 @@ def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_data_compares_the_loader_with_pil_alone(tmp_path) -> None:
+    file = tmp_path / "data.json"
+    printed = run("data.py", "--image-size", "64", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert list(rows) == ["PIL alone", "data.cache=none", "first epoch with a cache", "from the cache"]
+    assert all(name in printed and row["median_images_per_s"] > 0 for name, row in rows.items())
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.slow
 def test_launch_times_both_sides_and_both_events(tmp_path) -> None:
     file = tmp_path / "launch.json"
