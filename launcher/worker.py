@@ -60,6 +60,7 @@ from launcher.recipe import Recipe, Used, load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.training import build, results
+from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.data_check import compare_data
 from launcher.training.decisions import decisions
@@ -296,7 +297,7 @@ def _assemble(
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     run = Run(config, env, stepper, telemetry, heartbeat, requests)
     size = 0 if isinstance(data.train, StreamData) else plan.num_samples
-    continuity = Continuity(run, course, size, fingerprint)
+    continuity = Continuity(run, course, size, fingerprint, Answers.of(recipe, env))
     return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity)
 
 
@@ -347,7 +348,15 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
         first_step_done=partial(_first_step_done, run, watchdog),
     )
     evaluator = Evaluator(
-        run, course, recipe, job.data.validation, job.model, monitor, votes, continuity.standing
+        run,
+        course,
+        recipe,
+        job.data.validation,
+        job.model,
+        monitor,
+        votes,
+        continuity.standing,
+        continuity.answers,
     )
     network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
@@ -357,7 +366,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
         train(
             course,
             start,
-            Task(stepper, network, recipe.loss, batches),
+            Task(stepper, network, recipe.loss, batches, continuity.answers),
             Checkpoints(run, course, monitor, votes, writer, due, continuity.take),
             monitor,
             Replicas(stepper, course),

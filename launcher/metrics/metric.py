@@ -15,7 +15,18 @@ from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
 
 Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32
-RESERVED = ("loss", "samples", "seconds", "epoch", "step", "time", "event", "set")  # other fields of a record
+RESERVED = (
+    "loss",
+    "train_loss",
+    "train_accuracy",
+    "samples",
+    "seconds",
+    "epoch",
+    "step",
+    "time",
+    "event",
+    "set",
+)  # other fields of a record
 
 
 @runtime_checkable

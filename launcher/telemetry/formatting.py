@@ -11,6 +11,7 @@ from typing import Any
 
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
+OF_TRAINING = ("train_loss", "train_accuracy")
 NARROWEST = 6  # columns of a number in a table
 HIDDEN = ("event", "time", "step", "epoch")
 
@@ -58,10 +59,18 @@ def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
     cells = {"epoch": number(_shown_epoch(record)), "step": number(record["step"])}
     if isinstance(record.get("set"), str):
         cells["set"] = record["set"]
-    for name, value in record.items():
+    for name in _shown_order(record):
+        value = record[name]
         if name not in HIDDEN and (value is None or isinstance(value, int | float)):
             cells[metric_title(name.removeprefix("macro_"))] = metric(name, value)
     return cells
+
+
+def _shown_order(record: Mapping[str, Any]) -> list[str]:
+    """Numbers of the training samples stand after the loss and the first metric of the held-out ones."""
+    held_out = [name for name in record if name not in OF_TRAINING]
+    first = 2 + held_out.index("loss") if "loss" in held_out else 0
+    return [*held_out[:first], *(name for name in OF_TRAINING if name in record), *held_out[first:]]
 
 
 def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[str, int]:

@@ -21,8 +21,9 @@ from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.recipe import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
 from launcher.training.after_evaluation import AfterEvaluation
+from launcher.training.answers import Answers
 from launcher.training.monitor import Monitor
-from launcher.training.progress import Course, Measured, Position, Standing
+from launcher.training.progress import Course, Measured, Position, SinceEvaluation, Standing
 from launcher.training.recipe_errors import guarding
 from launcher.training.run import Question, Run, Votes
 
@@ -39,6 +40,7 @@ class Evaluator:
     monitor: Monitor
     votes: Votes
     standing: Standing
+    answers: Answers
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
 
     def after(self, position: Position) -> Measured | None:
@@ -50,8 +52,10 @@ class Evaluator:
         """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop."""
         self.monitor.log_remaining()
         self.run.stepper.average_buffers()
+        since = self.monitor.totals.since_evaluation
+        self.answers.settle(since)
         try:
-            self.latest = {name: self._evaluate(name, position) for name in self.data}
+            self.latest = {name: self._evaluate(name, position, since) for name in self.data}
         except Interrupted:
             self.votes.agree(Question.STOP)
             return None
@@ -59,10 +63,11 @@ class Evaluator:
             self.monitor.restart_timer()
         AfterEvaluation(self.run, self.recipe, self.model).show(position)
         self.monitor.restart_timer()
+        self.monitor.totals.since_evaluation = SinceEvaluation()
         compared = comparison(self.recipe.compare_by, self.latest)
         return self.standing.measure(compared, next(iter(self.latest.values())).loss)
 
-    def _evaluate(self, name: str, position: Position) -> Evaluation:
+    def _evaluate(self, name: str, position: Position, since: SinceEvaluation) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises Interrupted on all ranks alike."""
         began = time.perf_counter()
         config, telemetry = self.run.config.data, self.run.telemetry
@@ -92,6 +97,7 @@ class Evaluator:
             **({} if name == ONLY_SET else {"set": name}),
             loss=found.loss,
             **found.metrics,
+            **since.metrics(),
             samples=found.samples,
             seconds=time.perf_counter() - began,
         )

@@ -16,6 +16,7 @@ from launcher.engine import Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe import Loss, loss_of
+from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.evaluator import Evaluator
 from launcher.training.monitor import Monitor
@@ -32,6 +33,7 @@ class Task:
     network: nn.Module
     loss: Callable[[nn.Module, Batch], Loss]
     batches: Batches
+    answers: Answers
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
@@ -45,6 +47,7 @@ class Task:
         for batch in micro_batches:
             with self.stepper.forward():
                 of_batch = loss_of(self.loss, self.network, batch)
+            self.answers.count(of_batch, batch)
             self.stepper.backward(of_batch.sum, of_batch.count)
         if not ends:
             return self.stepper.step()

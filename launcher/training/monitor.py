@@ -105,6 +105,9 @@ class Monitor:
         self.totals.samples += report.count
         self.totals.seconds += seconds
         self.totals.wire_bytes_per_step = report.wire_bytes
+        if not report.bad_losses and report.count:
+            self.totals.since_evaluation.loss_sum += report.loss * report.count
+            self.totals.since_evaluation.loss_count += report.count
         self._telemetry.advance(position.epoch, position.step)
         if report.skipped:
             self._report_skip(position, report)

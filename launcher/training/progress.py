@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from launcher.checkpoint import Metric
@@ -70,12 +70,28 @@ class Course:
 
 
 @dataclass
+class SinceEvaluation:
+    """The training samples (or tokens) since the last evaluation, over all ranks, as they were trained on."""
+
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    right: int = 0  # of a classifier
+    answered: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """`train_loss` and `train_accuracy`, as far as there is something to divide by."""
+        loss = {"train_loss": self.loss_sum / self.loss_count} if self.loss_count else {}
+        return loss | ({"train_accuracy": self.right / self.answered} if self.answered else {})
+
+
+@dataclass
 class Totals:
     """What the whole run has done so far, in training only (evaluation excluded)."""
 
     samples: float = 0.0
     seconds: float = 0.0
     wire_bytes_per_step: int = 0
+    since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,7 @@ class Standing:
 
     best: Metric | None = None  # of all evaluations so far
     seconds: float = 0.0  # of training
+    since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
 
     def measure(self, metric: Metric, loss: float) -> Measured:
         """Record an evaluation. A value that is not a number is never the best."""
@@ -107,10 +124,11 @@ class Standing:
 
     def as_values(self) -> dict[str, Any]:
         best = None if self.best is None else [self.best.name, self.best.value, self.best.lower_is_better]
-        return {"best": best, "seconds": self.seconds}
+        return {"best": best, "seconds": self.seconds, "since_evaluation": asdict(self.since_evaluation)}
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Standing:
         """The inverse of `as_values`; values missing in an older checkpoint are as at the start."""
         best = values.get("best")
-        return cls(None if best is None else Metric(*best), float(values.get("seconds", 0.0)))
+        since = SinceEvaluation(**values.get("since_evaluation", {}))
+        return cls(None if best is None else Metric(*best), float(values.get("seconds", 0.0)), since)

@@ -16,6 +16,7 @@ from launcher.checkpoint.catalog import FOLDER
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError
+from launcher.training.answers import Answers
 from launcher.training.data_check import changes
 from launcher.training.progress import Course, Position, Standing, Start, Totals
 from launcher.training.run import Run
@@ -29,6 +30,7 @@ class Continuity:
     course: Course
     num_samples: int
     data: Mapping[str, str]
+    answers: Answers
     standing: Standing = field(default_factory=Standing)
     totals: Totals = field(default_factory=Totals)
     scale: ScaleStart | None = None  # None if the run did not resume
@@ -71,7 +73,11 @@ class Continuity:
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env)
         self.standing = Standing.of(found.snapshot.extra)
         self.stream = found.snapshot.extra.get("stream", ())
-        self.totals = Totals(found.snapshot.progress.samples, self.standing.seconds)
+        self.totals = Totals(
+            found.snapshot.progress.samples,
+            self.standing.seconds,
+            since_evaluation=self.standing.since_evaluation,
+        )
         at_end = step == self.course.total_steps  # killed before its result was written
         evaluated = bool(found.snapshot.extra.get("evaluated", False))
         start = Start(step, at_end or (self.course.evaluates_after(step) and not evaluated))
@@ -99,7 +105,9 @@ class Continuity:
 
     def take(self, position: Position, metric: Metric | None) -> Staged | None:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
+        self.answers.settle(self.totals.since_evaluation)
         self.standing.seconds = self.totals.seconds
+        self.standing.since_evaluation = self.totals.since_evaluation
         progress = Progress(position.epoch, position.step, round(self.totals.samples))
         extra = self.standing.as_values() | {"evaluated": metric is not None, "data": dict(self.data)}
         if position_text := self.stream_position():

@@ -1,0 +1,98 @@
+"""What an evaluation says of the training samples since the one before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.distributed.process_group import WorkerEnv
+from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
+from launcher.telemetry.events import read_events
+from launcher.telemetry.formatting import evaluation_cells
+from launcher.training.answers import Answers
+from launcher.training.progress import SinceEvaluation, Standing
+from tests.forked import launch_forked
+from tests.models import mlp
+
+ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "expected"),
+    [
+        (LOGITS, torch.tensor([0, 1, 1]), (2, 3)),
+        (LOGITS, torch.tensor([0, -100, 1]), (1, 2)),
+        (torch.tensor([0, 1, 0]), torch.tensor([0, 1, 1]), (2, 3)),
+        (LOGITS.T[None].expand(2, 2, 3), torch.tensor([[0, 1, 1], [0, 1, 0]]), (5, 6)),
+        (LOGITS, torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]]), (0, 0)),  # mixed labels
+        (LOGITS, torch.tensor([0, 1]), (0, 0)),
+        ({"logits": LOGITS}, torch.tensor([0, 1, 1]), (0, 0)),
+        (None, torch.tensor([0, 1, 1]), (0, 0)),
+    ],
+)
+def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outputs, labels, expected) -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    answers.count(Loss(torch.zeros(()), 3, outputs), {"label": labels})
+    answers.settle(since)
+    answers.settle(since)
+    assert (since.right, since.answered) == expected
+
+
+def test_without_classes_nothing_is_counted() -> None:
+    data = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
+    answers, since = Answers.of(Recipe(mlp, data, data, cross_entropy), ALONE), SinceEvaluation()
+    answers.count(Loss(torch.zeros(()), 3, LOGITS), {"label": torch.tensor([0, 1, 1])})
+    answers.settle(since)
+    assert since.metrics() == {}
+
+
+def test_what_was_counted_survives_a_checkpoint() -> None:
+    since = SinceEvaluation(3.5, 7.0, 2, 7)
+    saved = json.loads(json.dumps(Standing(since_evaluation=since).as_values()))
+    assert Standing.of(saved).since_evaluation == since
+    assert since.metrics() == {"train_loss": 0.5, "train_accuracy": 2 / 7}
+
+
+def test_the_table_has_them_beside_what_was_held_out() -> None:
+    record = {"event": "eval", "epoch": 0, "step": 5, "loss": 1.0, "accuracy": 0.5, "macro_f1": 0.4}
+    cells = evaluation_cells(record | {"train_loss": 2.0, "train_accuracy": 0.25, "samples": 9})
+    assert list(cells)[2:] == ["loss", "accuracy", "train loss", "train accuracy", "F1", "samples"]
+    assert cells["train accuracy"] == "25.00 %"
+
+
+SHORT = [
+    "recipe=cnn",
+    "data=digits",
+    "data.batch_size=200",
+    "launch.nproc=2",
+    "tracker=none",
+    "train.epochs=2",
+]
+SAMPLES = [200] * 7 + [38]  # of the steps of an epoch
+
+
+def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resume(tmp_path: Path) -> None:
+    resumed = "checkpoint.resume=one/checkpoints/step-00000010"  # within the second epoch
+    found, losses = [], {}
+    for words in (
+        ["run.dir=one", "train.max_steps=11", "checkpoint.every_steps=1"],
+        ["run.dir=two", resumed],
+    ):
+        done = launch_forked(tmp_path, [*SHORT, "train.log_every_steps=1", *words])
+        assert done.returncode == 0, done.stderr
+        events = read_events(tmp_path / words[0].removeprefix("run.dir=") / "metrics.jsonl")
+        losses |= {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+        found += [event for event in events if event["event"] == "eval"]
+    assert [event["step"] for event in found] == [8, 11, 16]
+    for event, steps in zip(found, (range(1, 9), range(9, 12), range(9, 17)), strict=True):
+        samples = [SAMPLES[(step - 1) % 8] for step in steps]
+        mean = sum(losses[step] * n for step, n in zip(steps, samples, strict=True)) / sum(samples)
+        assert event["train_loss"] == pytest.approx(mean)
+        assert event["train_accuracy"] * sum(samples) == pytest.approx(
+            round(event["train_accuracy"] * sum(samples))
+        )
+    assert found[0]["train_accuracy"] < found[2]["train_accuracy"]
