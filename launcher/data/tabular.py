@@ -1,0 +1,271 @@
+"""Sets of rows with one target column, for regression and classification, in memory.
+
+Owns the sources by name (`diabetes`, `wine`, `table`), the split of tables that come without one, and the
+target. Features are `launcher.data.features`'. Never communicates: every rank loads the same set.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config.messages import nearest, suggestion
+from launcher.config.schema import DataConfig
+from launcher.data.batch_plan import generator_for
+from launcher.data.features import (
+    IMPUTE,
+    REFUSE,
+    Features,
+    absent_in,
+    category,
+    is_absent,
+    is_numeric,
+    numbers,
+    refuse_absent,
+)
+from launcher.data.tables import Table, missing_columns, read_table, split_files
+from launcher.data.tensors import TensorData
+from launcher.errors import ConfigError, DataError, listed
+
+MOST_CLASSES = 20  # of whole numbers that are taken for classes
+TASKS = ("auto", "regression", "classification")
+
+log = logging.getLogger("launcher")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of `data` that tables have beside those of all sets."""
+
+    target: str
+    task: str = "auto"  # auto: classification of text, and of at most 20 different whole numbers
+    categorical: tuple[str, ...] = ()  # columns that are read as categories though they have numbers
+    leave_out: tuple[str, ...] = ()  # columns that are not read, such as numbers of rows
+    missing: str = REFUSE
+
+    @classmethod
+    def of(cls, config: DataConfig) -> Options:
+        """Raises ConfigError for an unknown option and for a value that none of them takes."""
+        known: dict[str, Any] = {
+            "target": None,
+            "task": "auto",
+            "categorical": [],
+            "leave_out": [],
+            "missing": REFUSE,
+        }
+        for name in config.options.keys() - known.keys():
+            raise ConfigError(
+                f"data.{name} is not an option of data={config.name}.{suggestion(nearest(name, known))} It "
+                f"has {', '.join(known)}."
+            )
+        values = known | config.options
+        for name, allowed in (("task", TASKS), ("missing", (REFUSE, IMPUTE))):
+            if values[name] not in allowed:
+                raise ConfigError(f"data.{name}={values[name]!r}: must be one of {', '.join(allowed)}.")
+        for name in ("categorical", "leave_out"):
+            if not isinstance(values[name], list) or not all(isinstance(each, str) for each in values[name]):
+                raise ConfigError(
+                    f"data.{name}={values[name]!r}: must be a list of columns, such as [colour,size]."
+                )
+        if not isinstance(values["target"], str):
+            raise ConfigError("data.target names the column to predict, for instance data.target=price.")
+        lists = {name: tuple(values[name]) for name in ("categorical", "leave_out")}
+        return cls(**{**values, **lists})
+
+
+@dataclass(frozen=True)
+class TabularSet:
+    """Columns "numeric" fp32 [n, columns], "categorical" int64 [n, columns], where there are such.
+
+    And "target" fp32 [n] in its own unit, or "label" int64 [n] where `classes` are given.
+    """
+
+    train: TensorData
+    validation: TensorData
+    features: Features
+    classes: tuple[str, ...] | None
+    target_mean: float = 0.0  # of the training rows
+    target_std: float = 1.0
+
+
+def load_table(config: DataConfig) -> TabularSet:
+    """Load the set `config.name`. Raises ConfigError for a wrong config, DataError for unusable data."""
+    if config.name not in SOURCES:
+        raise ConfigError(
+            f"data.name={config.name} is no table.{suggestion(nearest(config.name, SOURCES))} Known: "
+            f"{', '.join(SOURCES)}."
+        )
+    options = Options.of(config)
+    train, validation, names, classifies = _split_tables(config, options)
+    _handle_absent((train, validation), names, options.missing)
+    features = Features.fit(train, names, options.categorical)
+    build = classification if classifies else regression
+    return build(train, validation, features, options.target, config.name)
+
+
+def _split_tables(config: DataConfig, options: Options) -> tuple[Table, Table, list[str], bool]:
+    """Training and validation rows, the columns to learn from, and whether the target is a class."""
+    train, validation = SOURCES[config.name](config)
+    names = feature_names(train, options)
+    if validation is not None and (
+        lacking := [n for n in (*names, options.target) if n not in validation.columns]
+    ):
+        raise missing_columns(validation.file, lacking, list(validation.columns))
+    for table in (train, validation):
+        if table is not None and (counts := absent_in(table, [options.target])):
+            refuse_absent_target(table, options.target, counts[options.target])
+    classifies = is_classification(train, options)
+    if validation is None:
+        train, validation = split_rows(train, options.target if classifies else None, config.val_fraction)
+    return train, validation, names, classifies
+
+
+def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) -> None:
+    """Raise DataError for absent values, or log their numbers where data.missing replaces them."""
+    for table in tables:
+        if not (counts := absent_in(table, names)):
+            continue
+        if missing == REFUSE:
+            refuse_absent(table, counts)
+        listing = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        log.warning(
+            "%s: absent values are replaced as data.missing=%s says: %s", table.file, missing, listing
+        )
+
+
+def feature_names(table: Table, options: Options) -> list[str]:
+    """The columns to learn from. Raises DataError for columns in the config that the table lacks."""
+    named = [options.target, *options.categorical, *options.leave_out]
+    if missing := [name for name in dict.fromkeys(named) if name not in table.columns]:
+        raise missing_columns(table.file, missing, list(table.columns))
+    return [name for name in table.columns if name != options.target and name not in options.leave_out]
+
+
+def refuse_absent_target(table: Table, target: str, count: int) -> None:
+    """Raise DataError: no option replaces a target."""
+    row = next(row for row, cell in enumerate(table.column(target)) if is_absent(cell))
+    raise DataError(
+        f"the target {target} is absent or NaN in {count} of {len(table)} rows, first in {table.place(row)}: "
+        "complete these rows or remove them."
+    )
+
+
+def is_classification(table: Table, options: Options) -> bool:
+    """Whether the target is a class, by data.task or by its values."""
+    if options.task != "auto":
+        return options.task == "classification"
+    if options.target in options.categorical or not is_numeric(table, options.target):
+        return True
+    values = set(numbers(table, options.target))
+    return len(values) <= MOST_CLASSES and all(value.is_integer() for value in values)
+
+
+def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> tuple[Table, Table]:
+    """Hold out `val_fraction` of the rows, of each class where there are classes.
+
+    The split depends on the number of rows, the classes and the fraction only.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row in range(len(table)):
+        key = "" if stratified_by is None else category(table.column(stratified_by)[row])
+        rows_of.setdefault(key, []).append(row)
+    held_out: set[int] = set()
+    for key, rows in sorted(rows_of.items()):
+        order = torch.randperm(len(rows), generator=generator_for("split", key)).tolist()
+        held_out |= {rows[index] for index in order[: round(len(rows) * val_fraction)]}
+    kept = [row for row in range(len(table)) if row not in held_out]
+    if not kept or not held_out:
+        raise DataError(
+            f"data.val_fraction={val_fraction} of the {len(table)} rows of {table.file} leaves {len(kept)} "
+            f"for training and {len(held_out)} for validation. Both need at least one."
+        )
+    return table.select(kept), table.select(sorted(held_out))
+
+
+def regression(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
+    """The target as it is, and its mean and standard deviation over the training rows."""
+    targets = [torch.tensor(numbers(table, target), dtype=torch.float64) for table in (train, validation)]
+    if (targets[0] == targets[0][0]).all():
+        raise DataError(
+            f"the target {target} is {targets[0][0]:g} in all {len(train)} training rows: there is nothing "
+            "to learn."
+        )
+    sets = _sets(features, (train, validation), {"target": [each.float() for each in targets]}, name)
+    mean, std = float(targets[0].mean()), float(targets[0].std(correction=0))
+    return TabularSet(*sets, features, None, mean, std)
+
+
+def classification(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
+    """The classes are those of the training rows; other labels are refused."""
+    texts = [[category(cell) for cell in table.column(target)] for table in (train, validation)]
+    classes = _sorted_classes(set(texts[0]))
+    if len(classes) < 2:
+        raise DataError(
+            f"the target {target} has one class, {classes[0]!r}, in all {len(train)} training rows."
+        )
+    if unknown := sorted(set(texts[1]) - set(classes)):
+        row = texts[1].index(unknown[0])
+        raise DataError(
+            f"{validation.place(row)}: the label {unknown[0]!r} of {target} is in no training row. They "
+            f"have: {listed(list(classes), 8)}."
+        )
+    codes = {each: code for code, each in enumerate(classes)}
+    labels = [torch.tensor([codes[text] for text in of_set]) for of_set in texts]
+    return TabularSet(*_sets(features, (train, validation), {"label": labels}, name), features, classes)
+
+
+def _sorted_classes(classes: set[str]) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(classes, key=float))
+    except ValueError:
+        return tuple(sorted(classes))
+
+
+def _sets(
+    features: Features, tables: Sequence[Table], targets: Mapping[str, Sequence[Tensor]], name: str
+) -> tuple[TensorData, TensorData]:
+    made = [
+        TensorData(features.columns(table) | {key: values[index] for key, values in targets.items()}, name)
+        for index, table in enumerate(tables)
+    ]
+    return made[0], made[1]
+
+
+def of_file(config: DataConfig) -> tuple[Table, Table | None]:
+    """data.path: a CSV, TSV, JSON Lines or parquet file, or a folder with train.* and validation.*"""
+    if config.path is None:
+        raise ConfigError("data=table needs data.path=FILE or a folder with train.* and validation.* files.")
+    train, validation = split_files(Path(config.path))
+    return read_table(train), None if validation is None else read_table(validation)
+
+
+def of_sklearn(load: str, target: str) -> Callable[[DataConfig], tuple[Table, None]]:
+    """A set that scikit-learn carries, read by its function `load`."""
+
+    def read(config: DataConfig) -> tuple[Table, None]:
+        if config.path is not None:
+            raise ConfigError(
+                f"data={config.name} comes with scikit-learn and reads no files. Remove data.path."
+            )
+        import sklearn.datasets
+
+        options: dict[str, Any] = {"scaled": False} if load == "load_diabetes" else {}
+        found = getattr(sklearn.datasets, load)(**options)
+        columns = dict(zip(found["feature_names"], found["data"].T.tolist(), strict=True))
+        columns |= {target: found["target"].tolist()}
+        return Table(Path(f"sklearn.datasets.{load}"), columns, range(len(found["target"])), "row"), None
+
+    return read
+
+
+SOURCES: Mapping[str, Callable[[DataConfig], tuple[Table, Table | None]]] = {
+    "diabetes": of_sklearn("load_diabetes", "progression"),
+    "wine": of_sklearn("load_wine", "cultivar"),
+    "table": of_file,
+}

@@ -1,0 +1,187 @@
+"""Tables with a target: kinds of columns, standardisation, categories, absent values, bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.config.schema import DataConfig
+from launcher.data.tabular import load_table
+from launcher.errors import ConfigError, DataError
+from launcher.telemetry.events import read_events
+from tests.configs import composed
+from tests.forked import launch_forked
+
+ROWS = [f"{i % 7},{['red', 'blue', 'green'][i % 3]},{i % 2},{i * 1.5}" for i in range(40)]
+
+
+def data_of(path: Path, **options) -> DataConfig:
+    config = composed("recipe=tabular").data
+    values = {"target": "price", "task": "auto" if "target" in options else "regression"} | options
+    return replace(config, name="table", path=str(path), options=values)
+
+
+def written(folder: Path, rows=ROWS, name="set.csv", header="size,colour,sold,price") -> Path:
+    file = folder / name
+    file.write_text("\n".join([header, *rows]) + "\n")
+    return file
+
+
+def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path) -> None:
+    written(tmp_path, ["0,a,1,1", "2,b,1,2", "4,a,1,4"], "train.csv")
+    written(tmp_path, ["2,c,1,9", "6,a,1,3", "4,b,0,3"], "validation.csv")
+    table = load_table(data_of(tmp_path))
+    std = (8 / 3) ** 0.5
+    numeric = table.validation.columns["numeric"]
+    assert [column.name for column in table.features.numeric] == ["size", "sold"]
+    assert numeric[:, 0].tolist() == pytest.approx([0, 4 / std, 2 / std])
+    assert numeric[:, 1].tolist() == [0.0, 0.0, -1.0], "a constant column has the deviation 1"
+    assert table.train.columns["numeric"].mean(dim=0).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert (table.target_mean, table.target_std) == pytest.approx((7 / 3, (14 / 9) ** 0.5))
+    assert table.validation.columns["target"].tolist() == [9, 3, 3]
+
+
+def test_categories_that_training_lacks_have_a_code_of_their_own(tmp_path) -> None:
+    written(tmp_path, ["0,b,1,1", "2,a,1,2", "4,b,1,4"], "train.csv")
+    written(tmp_path, ["2,c,1,9", "6,a,1,3", "4,b,0,3"], "validation.csv")
+    table = load_table(data_of(tmp_path, categorical=["size"]))
+    assert [(c.name, c.categories) for c in table.features.categorical] == [
+        ("size", ("0", "2", "4")),
+        ("colour", ("a", "b")),
+    ]
+    assert table.validation.columns["categorical"].tolist() == [[2, 0], [0, 1], [3, 2]]
+
+
+def test_parquet_and_csv_give_the_same(tmp_path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    file = written(tmp_path)
+    pandas.read_csv(file).to_parquet(tmp_path / "set.parquet")
+    one, other = (load_table(data_of(tmp_path / f"set.{kind}")) for kind in ("csv", "parquet"))
+    assert one.features == other.features
+    for name, column in one.train.columns.items():
+        assert torch.equal(column, other.train.columns[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "classes"),
+    [
+        ({"task": "auto"}, None),
+        ({"target": "colour"}, ("blue", "green", "red")),
+        ({"target": "sold"}, ("0", "1")),
+        ({"target": "size", "task": "regression"}, None),
+        ({"target": "size", "task": "classification"}, tuple("0123456")),
+    ],
+)
+def test_text_and_few_whole_numbers_are_classes(options, classes, tmp_path) -> None:
+    table = load_table(data_of(written(tmp_path), **options))
+    assert table.classes == classes
+    assert ("label" if classes else "target") in table.train.columns
+    assert len(table.train) + len(table.validation) == 40
+    if classes and len(classes) < 7:
+        assert set(table.validation.columns["label"].tolist()) == set(range(len(classes))), "stratified"
+
+
+ABSENT = ["0,a,1,1", ",b,1,2", "4,,0,4", "nan,a,1,4", "5,a,0,3"]
+
+
+def test_absent_values_are_refused_with_column_and_count_or_replaced(tmp_path) -> None:
+    written(tmp_path, ABSENT, "train.csv")
+    written(tmp_path, ["1,a,1,1"], "validation.csv")
+    with pytest.raises(
+        DataError, match=r"3 values are absent or NaN in .*: size \(2\), colour \(1\)"
+    ) as caught:
+        load_table(data_of(tmp_path))
+    assert "train.csv, line 3" in str(caught.value)
+    assert "data.missing=impute" in str(caught.value)
+    columns = load_table(data_of(tmp_path, missing="impute")).train.columns
+    assert columns["numeric"][[1, 3], 0].tolist() == [0, 0]
+    assert columns["numeric"].isfinite().all()
+    assert columns["categorical"][:, 0].tolist() == [1, 2, 0, 1, 1]
+
+
+BAD = {
+    "no_such_target": (ROWS, {"target": "cost"}, DataError, "has not the column cost. It has: size, colour"),
+    "no_target": (ROWS, {"target": None}, ConfigError, "data.target names the column to predict"),
+    "constant": ([f"{i},a,1,7" for i in range(9)], {}, DataError, "price is 7 in all 7 training rows"),
+    "one_class": (
+        [f"{i},a,1,7" for i in range(9)],
+        {"target": "colour"},
+        DataError,
+        "one class, 'a', in all",
+    ),
+    "text": ([*ROWS, "abc,red,1,3"], {}, DataError, r"line 42: size is 'abc', and the column has numbers"),
+    "infinite": ([*ROWS, "inf,red,1,3"], {}, DataError, r"line 42: size is 'inf'"),
+    "no_price": (
+        [*ROWS, "1,red,1,"],
+        {},
+        DataError,
+        "price is absent or NaN in 1 of 41 rows, first in .* 42",
+    ),
+    "nothing_varies": (["1,a,1,1", "1,a,1,2", "1,a,1,3"], {}, DataError, "one value in all training rows"),
+    "empty_column": (
+        [f"{i},,1,{i}" for i in range(9)],
+        {"missing": "impute"},
+        DataError,
+        "colour has no value",
+    ),
+    "empty_split": (["1,a,1,1", "2,b,1,2"], {}, DataError, "of the 2 rows .* leaves 2 for training and 0"),
+    "odd_option": (
+        ROWS,
+        {"targt": "price"},
+        ConfigError,
+        "data.targt is not an option.* Nearest: target",
+    ),
+    "odd_task": (ROWS, {"task": "guess"}, ConfigError, "data.task='guess': must be one of auto, regression"),
+    "odd_missing": (
+        ROWS,
+        {"missing": "drop"},
+        ConfigError,
+        "data.missing='drop': must be one of refuse, impute",
+    ),
+    "odd_list": (
+        ROWS,
+        {"categorical": "size"},
+        ConfigError,
+        "data.categorical='size': must be a list of columns",
+    ),
+    "odd_column": (ROWS, {"leave_out": ["id"]}, DataError, "has not the column id"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_tables_are_refused(case, tmp_path) -> None:
+    rows, options, kind, text = BAD[case]
+    fraction = {"val_fraction": 0.2}
+    with pytest.raises(kind, match=text):
+        load_table(replace(data_of(written(tmp_path, rows), **options), **fraction))
+
+
+def test_labels_that_are_in_no_training_row_are_refused(tmp_path) -> None:
+    written(tmp_path, ["0,b,1,1", "2,a,1,2"], "train.csv")
+    written(tmp_path, ["2,a,1,9", "6,c,1,3"], "validation.csv")
+    with pytest.raises(
+        DataError, match=r"validation.csv, line 3: the label 'c' of colour is in no training row"
+    ):
+        load_table(data_of(tmp_path, target="colour"))
+
+
+@pytest.mark.parametrize(("data", "metric", "least"), [("diabetes", "r2", 0.35), ("wine", "accuracy", 0.9)])
+def test_the_recipe_learns_what_every_machine_has(data, metric, least, tmp_path) -> None:
+    words = ["recipe=tabular", f"data={data}", "train.epochs=12", "tracker=none", "run.dir=run"]
+    done = launch_forked(tmp_path, [*words, "launch.nproc=2", "train.log_every_steps=1000"])
+    assert done.returncode == 0, done.stderr
+    (*_, last) = (e for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "eval")
+    assert last[metric] > least
+    assert last.keys() >= ({"mae", "rmse", "r2"} if data == "diabetes" else {"accuracy", "macro_f1"})
+
+
+def test_a_table_of_ones_own_trains_from_the_command_line(tmp_path) -> None:
+    written(tmp_path)
+    words = ["recipe=tabular", "data=table", "data.path=set.csv", "data.target=sold", "tracker=none"]
+    done = launch_forked(tmp_path, [*words, "data.leave_out=[size]", "train.max_steps=2", "run.dir=run"])
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
