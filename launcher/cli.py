@@ -15,6 +15,7 @@ from pathlib import Path
 from launcher.commands.arguments import Arguments, parse
 from launcher.commands.export import export_weights
 from launcher.commands.help import help_text, recipes_text, version_text
+from launcher.commands.new import write_recipe
 from launcher.commands.report import write_reports
 from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
@@ -81,6 +82,8 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         write_reports(arguments.words)
     elif arguments.command == "export":
         export_weights(arguments)
+    elif arguments.command == "new":
+        write_recipe(arguments.words)
     else:
         return train(arguments, leader)
     return 0

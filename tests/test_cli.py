@@ -80,7 +80,7 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
         ("recipies", "recipies: there is no such command. Nearest: recipes."),
         (
             "plna recipe=resnet18",
-            "plna: there is no such command. Commands: recipes, report, export. To train: recipe=<name>",
+            "plna: there is no such command. Commands: recipes, report, export, new. To train: recipe=<name>",
         ),
     ],
 )
@@ -116,6 +116,8 @@ def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None
         (["--version"], 0, "fp16-launcher"),
         (["recipe=resnet81", "train.epochs=0"], 2, "2 problems:"),
         ([], 2, "error: recipe: none is chosen."),
+        (["new"], 2, "error: new: give the name of your recipe"),
+        (["new", "resnet18"], 2, "error: new resnet18: is a recipe of the program already"),
         (["plna"], 2, "error: plna: there is no such command."),
         (["report"], 2, "error: report: which run?"),
         (["report", "nowhere"], 2, "error: report nowhere: there is no such directory."),

@@ -21,6 +21,7 @@ Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU wo
   python -m launcher recipes                                       what can be trained
   python -m launcher report RUN_DIR ...                            report.html of finished runs
   python -m launcher export RUN_DIR FILE [--dtype fp16] [--best]   weights as safetensors
+  python -m launcher new NAME                                      the skeleton of a recipe of your own
 
 Choices (group=name):
 {choices}

@@ -48,6 +48,7 @@ def completed(line: str, directory: Path) -> list[str]:
         ("-m launcher report --best recipe=nothing", []),
         ("-m other recipe=res", []),
         ("-m launcher re", ["recipes", "report"]),
+        ("-m launcher ne", ["new"]),
         ("-m launcher seed=1 rep", []),
         ("-m launcher report ", []),
         ("-m launcher --config-dir o", []),

@@ -1,0 +1,90 @@
+"""`new`: the skeleton of a recipe of one's own, in the current folder.
+
+Owns the text of the skeleton, which runs as it is. Never overwrites a file. Imports neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.config.groups import conf_dir, group_choices
+from launcher.errors import ConfigError, StorageError
+
+PYTHON = """\
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from launcher.recipe import Config, Recipe, columns, cross_entropy, recipe
+
+class Points(Dataset):  # any data set with a length, of torch or Hugging Face, or TensorData
+    def __init__(self, size: int, seed: int) -> None:
+        self.points = torch.randn(size, 2, generator=torch.Generator().manual_seed(seed))
+    def __len__(self) -> int:
+        return len(self.points)
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.points[index], int(self.points[index].norm() > 1.2)
+
+@recipe("{name}")
+def {name}(config: Config) -> Recipe:
+    return Recipe(
+        build_model=lambda: nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)),
+        train=Points(1600, seed=1),
+        validation=Points(400, seed=2),
+        collate=columns("image", "label"),  # names for the parts of a sample
+        loss=cross_entropy,  # (network, batch) -> Loss(sum, count, outputs)
+        classes=("inner", "outer"),  # without classes: metrics=[...] or the loss alone
+    )
+"""
+YAML = """\
+# @package _global_
+# What the command `recipes` says of it.
+defaults:
+  - override /optim: adamw
+
+recipe:
+  name: {name}
+  uses: {name}
+
+data:
+  batch_size: 64 # over all ranks
+
+optim:
+  lr: 1e-2
+
+train:
+  epochs: 5
+"""
+
+
+def write_recipe(words: Sequence[str]) -> None:
+    """Write NAME.py and NAME/recipe/NAME.yaml; print the command that trains it."""
+    if len(words) != 1:
+        raise ConfigError("new: give the name of your recipe: python -m launcher new mine")
+    (name,) = words
+    refuse_name(name)
+    files = {Path(f"{name}.py"): PYTHON, Path(name, "recipe", f"{name}.yaml"): YAML}
+    if there := [str(file) for file in files if file.exists() or file.is_symlink()]:
+        raise ConfigError(f"new {name}: {' and '.join(there)} exist(s) already. Choose another name.")
+    try:
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            with open(file, "x", encoding="utf-8") as opened:
+                opened.write(text.replace("{name}", name))
+    except OSError as error:
+        raise StorageError(f"new {name}: {error.filename}: {error.strerror}.") from error
+    print(*files, sep="\n")
+    print(f"train it: python -m launcher recipe={name} recipes.path={name}.py --config-dir {name}")
+
+
+def refuse_name(name: str) -> None:
+    """Raise ConfigError for what cannot name a recipe, a function and a file."""
+    if not (name.isascii() and name.isidentifier()) or name.startswith("_") or keyword.iskeyword(name):
+        raise ConfigError(
+            f"new {name}: must be a name of letters, digits and '_' that begins with a letter, and no "
+            "keyword of Python: it becomes a function and a file."
+        )
+    if name in (taken := group_choices(conf_dir()).get("recipe", [])):
+        raise ConfigError(f"new {name}: is a recipe of the program already: {', '.join(taken)}.")

@@ -1,0 +1,62 @@
+"""`new`: the skeleton of a recipe, which runs as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.commands.new import write_recipe
+from launcher.errors import ConfigError, StorageError
+from launcher.telemetry.events import read_events
+from tests.forked import launch_forked
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_skeleton_runs_as_it_is_with_the_command_that_is_printed(here, capsys) -> None:
+    write_recipe(["mine"])
+    python, yaml, command = capsys.readouterr().out.splitlines()
+    assert (python, yaml) == ("mine.py", "mine/recipe/mine.yaml")
+    assert len((here / python).read_text().splitlines()) <= 25
+    words = command.partition("-m launcher ")[2].split()
+    done = launch_forked(here, [*words, "launch.nproc=2", "tracker=none", "run.dir=run"])
+    assert done.returncode == 0, done.stderr
+    (*_, last) = (e for e in read_events(here / "run" / "metrics.jsonl") if e["event"] == "eval")
+    assert last["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["a-b", "1st", "_mine", "class", "../up", "a b", "", "größe", "mine.py"])
+def test_a_name_must_be_one_of_a_function_and_a_file(name, here) -> None:
+    with pytest.raises(ConfigError, match="must be a name of letters, digits"):
+        write_recipe([name])
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [[], ["one", "two"], ["resnet18"]])
+def test_one_new_name_is_needed(words, here) -> None:
+    with pytest.raises(ConfigError, match=r"^new"):
+        write_recipe(words)
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", ["mine.py", "mine/recipe/mine.yaml"])
+def test_nothing_is_overwritten(there, here) -> None:
+    Path(there).parent.mkdir(parents=True, exist_ok=True)
+    Path(there).write_text("mine own")
+    with pytest.raises(ConfigError, match=f"{there} exist"):
+        write_recipe(["mine"])
+    assert [path for path in here.rglob("*") if path.is_file()] == [here / there]
+    assert Path(there).read_text() == "mine own"
+
+
+def test_a_folder_that_cannot_be_written_is_named(here) -> None:
+    Path("mine").write_text("a file where the folder of the YAML belongs")
+    with pytest.raises(StorageError, match="new mine: mine/recipe: "):
+        write_recipe(["mine"])
+    assert os.listdir(here) == ["mine"]
