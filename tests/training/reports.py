@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
+from launcher.engine.limits import VOTES
 
 LIMITS = ScaleConfig(
     mode="dynamic",
@@ -32,7 +33,7 @@ CLEAN = StepReport(
     wire_bytes=100,
     culprit_ranks=(),
     culprit_parameters=(),
-    votes=(0, 0, 0, 0),
+    votes=(0,) * VOTES,
     spans_ms={"compute": 3.0, "wire": 1.0},
 )
 OVERFLOW = replace(

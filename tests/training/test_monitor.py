@@ -95,7 +95,7 @@ def test_the_first_step_is_reported_at_once_where_somebody_waits_for_it(recorder
 
 def test_votes_are_counted_from_the_reports(recorder) -> None:
     votes = Votes()
-    monitor = monitor_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, 0, 0))], votes=votes)
+    monitor = monitor_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, *CLEAN.votes[2:]))], votes=votes)
     assert votes.take() == set()
     monitor.flush()
     assert votes.take() == {Question.SAVE}
