@@ -50,10 +50,10 @@ HYDRA_VERSION = "1.3"
 PATH_KEYS = (
     ("data", "path"),
     ("data", "csv"),  # of some data sets
-    ("data", "cache"),
     ("recipes", "path"),
     ("checkpoint", "resume"),
 )
+MADE_PATH_KEYS = (("data", "cache"),)  # made where they do not exist
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SWEEP = "sweep"  # section of an experiment's file, already expanded when a job is composed
@@ -174,19 +174,22 @@ class Composer:
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """Make the user's paths absolute: a run's records must not depend on its working directory."""
     resolved = dict(tree)
-    for section, key in PATH_KEYS:
+    for section, key in (*PATH_KEYS, *MADE_PATH_KEYS):
         path = tree[section].get(key)
         if key not in tree[section] or path in NOT_PATHS or not isinstance(path, str | None):
             continue
-        if key == "path" and tree[section].get("name") == "hf" and path and is_hub_name(path):
+        if path and is_hub_name(tree, section, key):
             continue
         resolved[section] = {**resolved[section], key: absolute(path) if path else None}
     return resolved
 
 
-def is_hub_name(path: str) -> bool:
-    """Whether it names a data set of the Hugging Face hub, user/name, and nothing that is here."""
-    return HUB_NAME.fullmatch(path) is not None and not path.startswith(".") and not Path(path).exists()
+def is_hub_name(tree: Mapping[str, Any], section: str, key: str) -> bool:
+    """Whether a path names a data set of the Hugging Face hub, user/name, and nothing that is here."""
+    path = tree[section][key]
+    if (section, key) != ("data", "path") or tree[section].get("name") != "hf" or path.startswith("."):
+        return False
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def absolute(path: str) -> str:

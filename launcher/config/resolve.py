@@ -28,6 +28,7 @@ from launcher.config.composition import (
     Resolved,
     absolute,
     hydra_initialised,
+    is_hub_name,
     paths_of,
     with_absolute_paths,
 )
@@ -172,6 +173,8 @@ def tree_problems(
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
         if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
+            continue
+        if is_hub_name(tree, section, key):
             continue
         if not os.path.exists(Path(path).expanduser()):  # False also for a name that is too long
             written = found.recorded.get(f"{section}.{key}")

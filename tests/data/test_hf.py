@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from launcher.config.composition import with_absolute_paths
+from launcher.config.resolve import Request, compose_jobs
 from launcher.data.images import load_images
 from launcher.errors import ConfigError, DataError
 from tests.data.photographs import data_config
@@ -219,6 +220,25 @@ def test_names_of_the_hub_stay_names_and_what_is_here_becomes_absolute(tmp_path,
         **{"csv": str(tmp_path / "a.csv"), "cache": "auto"},
     }
     assert resolved("imagefolder", path=None, csv=None, cache="kept")["cache"] == str(tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["data=hf", "data.path=user/photographs"], False),
+        (["data=hf", "data.path=./gone"], True),
+        (["data=imagefolder", "data.path=user/photographs"], True),
+        (["data=imagefolder", "data.path=/tmp", "data.csv=/no/such.csv"], True),
+        (["data=imagefolder", "data.path=/tmp", "data.cache=/tmp/to/be/made"], False),
+    ],
+)
+def test_what_has_to_exist_is_looked_for_before_a_run(words, refused):
+    request = Request(("recipe=resnet18", *words))
+    if not refused:
+        assert len(compose_jobs(request)) == 1
+        return
+    with pytest.raises(ConfigError, match="there is no such file or directory"):
+        compose_jobs(request)
 
 
 FROM_HUB = """
