@@ -38,7 +38,8 @@ from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.image_set import ImageSet
 from launcher.data.images import load_images
-from launcher.data.loader import IndexedData, LoadedBatches, Loading, loader_processes
+from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.loader import Loading, loader_processes
 from launcher.data.photograph import random_region
 from scripts.bench.machine import machine
 
