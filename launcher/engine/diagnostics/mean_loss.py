@@ -99,5 +99,5 @@ def _factor(node: Any, name: str) -> float | None:
 def _on_host(value: object) -> float | None:
     """A number, or a tensor of one element that can be read without waiting for a device."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and value.device == torch.device("cpu") else None
+        return float(value.detach()) if value.numel() == 1 and value.device == torch.device("cpu") else None
     return float(value) if isinstance(value, int | float) else None

@@ -93,6 +93,9 @@ SUMS: dict[str, Make] = {
     "count times mean": lambda x, y: len(x) * F.cross_entropy(x, y),
     "mean times a tensor": lambda x, y: F.cross_entropy(x, y) * torch.tensor(float(len(x))),
     "weighted": lambda x, y: F.cross_entropy(x, y, reduction="sum") + 0.1 * x.square().sum(),
+    "a learned weight": lambda x, y: (
+        F.cross_entropy(x, y, reduction="sum") * torch.zeros((), requires_grad=True).exp()
+    ),
     "halved": lambda x, y: F.mse_loss(x, onehot(y), reduction="sum") / 2,
     "weighted mean times count": lambda x, y: 0.3 * (F.mse_loss(x, onehot(y)) * len(x)),
     "means of one sample each": lambda x, y: per_sample(F.cross_entropy, x, y),
