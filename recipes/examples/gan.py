@@ -1,0 +1,103 @@
+"""A generative adversarial network: a training loop of one's own around two Steppers.
+
+Goodfellow et al., 2014 (arXiv:1406.2661), with the generator's loss of section 3 that does not saturate. The
+data are points on a circle. Each network has its own Stepper, so its own loss scale, and a step that
+overflows in one does not hold up the other.
+
+    torchrun --standalone --nproc-per-node=2 recipes/examples/gan.py --steps 500
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from launcher.engine import AdamW, Policy, Stepper
+
+BATCH, NOISE = 64, 8  # samples per rank; numbers that the generator begins with
+
+
+def network(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs)
+    )
+
+
+def circle(generator: torch.Generator) -> Tensor:
+    """[batch, 2], near the unit circle."""
+    angle = 2 * torch.pi * torch.rand(BATCH, generator=generator)
+    return torch.stack([angle.cos(), angle.sin()], dim=1) + 0.02 * torch.randn(BATCH, 2, generator=generator)
+
+
+def judged(logits: Tensor, real: bool) -> Tensor:
+    """The summed loss of calling all of them real, or all of them made."""
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)), reduction="sum")
+
+
+def train(steps: int, device: torch.device) -> tuple[Stepper, Stepper]:
+    torch.manual_seed(0)  # the same networks on all ranks
+    maker, judge = network(NOISE, 2).to(device), network(2, 1).to(device)
+    make = Stepper(maker, AdamW(1e-3, betas=(0.5, 0.999), weight_decay=0.0), Policy.fp16())
+    call = Stepper(judge, AdamW(1e-3, betas=(0.5, 0.999), weight_decay=0.0), Policy.fp16())
+    own = torch.Generator().manual_seed(1 + dist.get_rank())  # other samples on each rank
+    for step in range(1, steps + 1):
+        real, noise = circle(own).to(device), torch.randn(BATCH, NOISE, generator=own).to(device)
+
+        with torch.no_grad(), make.forward():
+            made = maker(noise).float()
+        with call.forward():
+            logits = judge(torch.cat([real, made])).float()
+        call.backward(judged(logits[:BATCH], True) + judged(logits[BATCH:], False), 2 * BATCH)
+        of_judge = call.step()
+
+        judge.requires_grad_(False)  # the generator's backward passes through it
+        with make.forward():
+            logits = judge(maker(noise)).float()
+        make.backward(judged(logits, True), BATCH)
+        of_maker = make.step()
+        judge.requires_grad_(True)
+
+        if step % 100 == 0 and dist.get_rank() == 0:
+            print(
+                f"step {step}: generator {of_maker.read().loss:.3f}, discriminator {of_judge.read().loss:.3f}"
+            )
+    return make, call
+
+
+def digest(*networks: nn.Module) -> str:
+    """SHA-256 of all weights."""
+    found = hashlib.sha256()
+    for each in networks:
+        for parameter in each.parameters():
+            found.update(parameter.detach().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--steps", type=int, default=2000)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        make, call = train(arguments.parse_args().steps, device)
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest(make.model, call.model))
+        if len(set(digests)) > 1:
+            raise SystemExit(f"the ranks' networks differ: {digests}")
+        with torch.no_grad(), make.forward():
+            points = make.model(torch.randn(1000, NOISE, device=device)).float()
+        if dist.get_rank() == 0:
+            print(f"made points lie at {points.norm(dim=1).mean():.3f} from the centre; weights {digests[0]}")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

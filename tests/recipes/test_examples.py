@@ -1,0 +1,109 @@
+"""The recipes to copy from: each trains on two ranks with the command in its docstring."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launcher.checkpoint.catalog import FOLDER
+from launcher.config.groups import recipes_dir
+from launcher.recipe import registry_of
+from launcher.telemetry.events import read_events
+from tests.forked import launch_forked
+
+EXAMPLES = recipes_dir() / "examples"
+RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface")
+SHORT = ["launch.nproc=2", "tracker=none", "train.log_every_steps=1000", "run.dir=run"]
+
+
+def command_of(name: str) -> list[str]:
+    """The words after `-m launcher` of the last command in the docstring, with absolute paths."""
+    doc = (EXAMPLES / f"{name}.py").read_text().split('"""')[1].replace("\\\n", " ")
+    words = shlex.split(re.findall(r"-m launcher (recipe=.*)", doc)[-1])
+    return [word.replace("recipes/examples", str(EXAMPLES)) for word in words]
+
+
+def train(name: str, directory: Path, *words: str) -> dict:
+    """The last evaluation of the example."""
+    done = launch_forked(directory, [*command_of(name), *SHORT, *words])
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    (*_, last) = (e for e in read_events(directory / "run" / "metrics.jsonl") if e["event"] == "eval")
+    return last
+
+
+def test_they_are_no_recipes_of_the_program() -> None:
+    assert registry_of(None).recipes.keys().isdisjoint(RECIPES)
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*RECIPES, "gan"])
+
+
+@pytest.mark.slow
+def test_segmentation_measures_its_own_metric(tmp_path: Path) -> None:
+    last = train("segmentation", tmp_path, "train.epochs=1")
+    assert last["mean_iou"] > 0.5
+    assert last["samples"] == 160
+
+
+def test_the_weights_of_several_losses_are_learned(tmp_path: Path) -> None:
+    last = train("learned_weights", tmp_path, "train.epochs=3")
+    assert last["accuracy"] > 0.8
+    assert last["r2"] > 0.8
+    (newest,) = list((tmp_path / "run" / FOLDER).glob("*/weights*.safetensors"))[-1:]
+    learned = load_file(newest)["log_variances"]
+    assert (learned.abs() > 1e-2).all(), "they start at 0"
+
+
+def test_a_frozen_trunk_stays_as_it_was_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trunk = registry_of(None).models["cnn"](10, 1, 8, 8).state_dict()
+    save_file(trunk, tmp_path / "trunk.safetensors")
+    train("frozen_trunk", tmp_path, "train.max_steps=5")
+    (newest,) = list((tmp_path / "run" / FOLDER).glob("*/weights*.safetensors"))[-1:]
+    found = load_file(newest)
+    for name in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
+        assert torch.equal(found[name].half(), trunk[name].half())
+    assert found["fc.weight"].shape == (2, 512)
+
+
+@pytest.mark.parametrize("weights", ["null", "nowhere.safetensors"])
+def test_a_trunk_without_weights_is_refused(weights, tmp_path: Path) -> None:
+    words = [word for word in command_of("frozen_trunk") if not word.startswith("model.weights")]
+    done = launch_forked(tmp_path, [*words, *SHORT, f"model.weights={weights}"])
+    assert done.returncode == 2
+    assert "there is no such file. Write one: python -m launcher export RUN FILE" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("transformers", "datasets")),
+    reason="needs transformers and datasets",
+)
+def test_a_model_and_a_data_set_of_hugging_face_train(tmp_path: Path) -> None:
+    last = train("huggingface", tmp_path, "train.max_steps=8", "data.workers=0")
+    assert last["samples"] == 240
+
+
+@pytest.mark.slow
+def test_the_two_networks_of_a_gan_stay_equal_on_all_ranks(tmp_path: Path) -> None:
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1])}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(EXAMPLES / "gan.py"), "--steps", "200"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    radius = float(re.search(r"made points lie at ([\d.]+) from the centre", done.stdout)[1])
+    assert 0.5 < radius < 1.5
