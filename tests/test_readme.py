@@ -14,6 +14,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.forked import launch_forked
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("", "launcher/engine", "recipes", "conf", "scripts", "tests")
 PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
@@ -142,6 +144,14 @@ def test_commands_are_accepted(command, tmp_path) -> None:
         words += ["--cfg", "job"]
     done = run(["-m", "launcher", *words], tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_recipe_of_ones_own_trains_with_the_command_below_it(tmp_path) -> None:
+    write_own_recipe(tmp_path)
+    command = next(command for command in COMMANDS if "recipe=rings" in command)
+    done = launch_forked(tmp_path, [*launcher_words(command), "tracker=none", "train.epochs=2"])
+    assert done.returncode == 0, done.stderr
+    assert "outer" in done.stdout, "the report of its classes"
 
 
 @pytest.mark.slow
