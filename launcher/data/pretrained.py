@@ -75,7 +75,12 @@ class PretrainedEncoder:
         pad = found.pad_token_id
         if pad is None:
             raise ConfigError(f"model.path={self.path}: its tokenizer has no token to fill up with.")
-        return SentenceTokenizer(found.backend_tokenizer.to_str(), pad, found.padding_side == "left")
+        return SentenceTokenizer(
+            found.backend_tokenizer.to_str(),
+            pad,
+            pads_left=found.padding_side == "left",
+            has_types="token_type_ids" in found.model_input_names,
+        )
 
     def classifier(self, num_classes: int) -> nn.Module:
         """It with a classifier on top, new where it has none for so many classes. fp32, on the CPU."""

@@ -29,6 +29,7 @@ class SentenceTokenizer:
     definition: str
     pad: int  # the token that fills up a batch
     pads_left: bool = False
+    has_types: bool = True  # whether the model is told which sentence a token is of
 
     @property
     def vocab_size(self) -> int:

@@ -86,19 +86,21 @@ class TokenRows:
         return f"{len(self)} rows, {len(self._tokens)} tokens, sums {sums} {weighted}"
 
     def collate(self, samples: Sequence[tuple[Any, Any, int]]) -> Batch:
-        """int64 [n, longest, rounded up to 8]: input_ids, attention_mask, token_type_ids; label int64 [n]."""
+        """int64 [n, longest, rounded up to 8]: input_ids, attention_mask, token_type_ids; label int64 [n].
+
+        Without token_type_ids where the model takes none.
+        """
         length = -(-max(len(tokens) for tokens, _, _ in samples) // MULTIPLE) * MULTIPLE
         ids = np.full((len(samples), length), self.tokenizer.pad, np.int64)
         types, mask = np.zeros_like(ids), np.zeros_like(ids)
         for row, (tokens, kinds, _) in enumerate(samples):
             place = slice(length - len(tokens), length) if self.tokenizer.pads_left else slice(len(tokens))
             ids[row, place], types[row, place], mask[row, place] = tokens, kinds, 1
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask),
-            "token_type_ids": torch.from_numpy(types),
-            "label": torch.tensor([label for _, _, label in samples]),
-        }
+        columns = {"input_ids": ids, "attention_mask": mask}
+        if self.tokenizer.has_types:
+            columns["token_type_ids"] = types
+        batch = {name: torch.from_numpy(values) for name, values in columns.items()}
+        return {**batch, "label": torch.tensor([label for _, _, label in samples])}
 
 
 def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = None) -> SentenceSet:

@@ -111,6 +111,20 @@ def test_weights_and_tokenizer_of_a_folder_are_used(table, saved):
     assert recipe.train[5][0].tolist() == own.train[5][0].tolist()
 
 
+def test_a_model_that_takes_no_types_gets_none(table, saved, tmp_path):
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(saved)
+    config = transformers.DistilBertConfig(
+        vocab_size=len(tokenizer), dim=16, hidden_dim=32, n_layers=1, n_heads=2, max_position_embeddings=24
+    )
+    transformers.DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "saved")
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(tmp_path / "saved")
+    recipe = load_recipe(shorter(config_of(table, path=str(tmp_path / "saved"))))
+    batch = recipe.collate([recipe.train[0]])
+    assert set(batch) == {"input_ids", "attention_mask", "label"}
+    assert recipe.loss(recipe.build_model(), batch).count == 1
+
+
 def test_longer_sequences_than_the_model_can_read_are_refused(table, saved):
     with pytest.raises(
         ConfigError, match=r"data\.max_seq_len=32 is more than the 24 tokens that .* can read"
