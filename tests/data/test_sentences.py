@@ -14,6 +14,7 @@ from tests.configs import composed
 
 pytest.importorskip("tokenizers")
 
+NLI = Path(__file__).resolve().parents[3] / "shared" / "data" / "nli"
 PAIRS = [
     (f"a dog number {number}", "it is a dog" if number % 2 else "it is a cat", ("yes", "no")[number % 2])
     for number in range(40)
@@ -205,3 +206,11 @@ def test_options_that_sentences_cannot_have(tmp_path, option, message):
 def test_without_a_path_it_says_what_is_needed():
     with pytest.raises(ConfigError, match=r"data\.path is not set\. Give a \.tsv"):
         sentence_files(None, None)
+
+
+@pytest.mark.skipif(not NLI.is_dir(), reason=f"no sentences in {NLI}")
+def test_the_real_pairs():
+    found = load_sentences(config_of(NLI, vocab_size=2000, max_seq_len=512))
+    assert found.classes == ("entailment", "neutral")
+    assert (len(found.train), len(found.validation["validation"])) == (4306, 1076)
+    assert found.vocab_size == 2000

@@ -12,6 +12,7 @@ from launcher.data.vocabulary import TOKENIZERS, vocabulary_from
 from launcher.errors import ConfigError, DataError
 from tests.configs import composed
 
+SHAKESPEARE = Path(__file__).resolve().parents[3] / "shared" / "data" / "shakespeare.txt"
 TEXT = "".join(f"line {number} of a text, naïve and “quoted”\n" for number in range(200))
 KINDS = ["characters", "bytes", "bpe"]
 
@@ -149,3 +150,13 @@ def test_a_folder_without_texts(tmp_path):
 def test_options_that_a_text_cannot_have(tmp_path, option, message):
     with pytest.raises(ConfigError, match=message):
         load_text(config_of(written(tmp_path, "a.txt"), **option))
+
+
+@pytest.mark.skipif(not SHAKESPEARE.is_file(), reason=f"no text in {SHAKESPEARE}")
+def test_the_real_text():
+    text = load_text(config_of(SHAKESPEARE, block_size=64))
+    assert text.vocabulary.size == 65
+    assert (len(text.train), len(text.validation)) == (15684, 1743)
+    assert text.vocabulary.decode(text.train.columns["tokens"][0].tolist()).startswith(
+        "First Citizen:\nBefore we"
+    )
