@@ -29,7 +29,7 @@ from launcher.data.features import (
     numbers,
     refuse_absent,
 )
-from launcher.data.tables import Table, missing_columns, read_table, split_files
+from launcher.data.tables import Table, missing_columns, read_table, shown, split_files
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
 
@@ -43,7 +43,7 @@ log = logging.getLogger("launcher")
 class Options:
     """The keys of `data` that tables have beside those of all sets."""
 
-    target: str
+    target: str  # empty where none is named
     task: str = "auto"  # auto: classification of text, and of at most 20 different whole numbers
     categorical: tuple[str, ...] = ()  # columns that are read as categories though they have numbers
     leave_out: tuple[str, ...] = ()  # columns that are not read, such as numbers of rows
@@ -73,10 +73,12 @@ class Options:
                 raise ConfigError(
                     f"data.{name}={values[name]!r}: must be a list of columns, such as [colour,size]."
                 )
-        if not isinstance(values["target"], str):
-            raise ConfigError("data.target names the column to predict, for instance data.target=price.")
         lists = {name: tuple(values[name]) for name in ("categorical", "leave_out")}
-        return cls(**{**values, **lists})
+        if not isinstance(target := values["target"] or "", str):
+            raise ConfigError(
+                f"data.target={target!r}: must be a name. Quote a number: 'data.target=\"{target}\"'."
+            )
+        return cls(**{**values, **lists, "target": target})
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) 
 
 def feature_names(table: Table, options: Options) -> list[str]:
     """The columns to learn from. Raises DataError for columns in the config that the table lacks."""
+    if not options.target:
+        raise ConfigError(
+            f"data.target names the column to predict. {table.file} has: {shown(list(table.columns))}."
+        )
     named = [options.target, *options.categorical, *options.leave_out]
     if missing := [name for name in dict.fromkeys(named) if name not in table.columns]:
         raise missing_columns(table.file, missing, list(table.columns))

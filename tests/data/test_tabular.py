@@ -105,7 +105,13 @@ def test_absent_values_are_refused_with_column_and_count_or_replaced(tmp_path) -
 
 BAD = {
     "no_such_target": (ROWS, {"target": "cost"}, DataError, "has not the column cost. It has: size, colour"),
-    "no_target": (ROWS, {"target": None}, ConfigError, "data.target names the column to predict"),
+    "no_target": (
+        ROWS,
+        {"target": None},
+        ConfigError,
+        r"names the column to predict\. .*set.csv has: size, colour",
+    ),
+    "a_number_as_target": (ROWS, {"target": 5}, ConfigError, "data.target=5: must be a name. Quote a number"),
     "constant": ([f"{i},a,1,7" for i in range(9)], {}, DataError, "price is 7 in all 7 training rows"),
     "one_class": (
         [f"{i},a,1,7" for i in range(9)],
