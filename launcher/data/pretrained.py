@@ -103,6 +103,10 @@ class PretrainedEncoder:
         return int(min(positions, by_tokenizer))
 
     @cached_property
+    def _local(self) -> bool:
+        return not self.from_hub or not hub_answers()
+
+    @cached_property
     def _config(self) -> Any:
         with self._loading("config") as how:
             return transformers_library().AutoConfig.from_pretrained(self.path, **how)
@@ -113,7 +117,7 @@ class PretrainedEncoder:
         library = transformers_library()
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-        local = not self.from_hub or not hub_answers()
+        local = self._local
         try:
             with without_threads():
                 yield {"local_files_only": local, "trust_remote_code": False}
