@@ -6,8 +6,9 @@ vocabulary and the tokens depend on the files and the options alone, so that all
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,14 @@ from launcher.data.tensors import TensorData
 from launcher.data.vocabulary import TOKENIZERS, Vocabulary, vocabulary_from
 from launcher.errors import ConfigError, DataError
 
-SOURCES = "*.py"  # of the standard library
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+NOT_LIBRARY = {  # folders beside the sources of the standard library
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+}
 TEXTS = (".txt", ".md", ".rst", ".text", ".py")  # read from a folder
 OPTIONS = {
     "block_size": 128,
@@ -91,13 +98,13 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
     """The files of a text, sorted by name, and the folder that they are in."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return [file for file in _below(root, SOURCES) if _is_library(file.relative_to(root))], root
+        return _below(root, (".py",), NOT_LIBRARY), root
     given = Path(path).expanduser()
     if given.is_file():
         return [given], given.parent
     if not given.is_dir():
         raise ConfigError(f"data.path={path} is neither a file nor a folder.")
-    files = [file for file in _below(given, "*") if file.suffix.lower() in TEXTS]
+    files = _below(given, TEXTS)
     if not files:
         raise DataError(f"data.path={path} has no text below it: no file that ends in {', '.join(TEXTS)}.")
     return files, given
@@ -136,13 +143,14 @@ def blocks(tokens: Tensor, size: int, where: str) -> Tensor:
     return tokens.as_strided((count, size + 1), (size, 1))
 
 
-def _below(root: Path, pattern: str) -> list[Path]:
-    """Sorted by the parts of the path: the same on all machines."""
-    return sorted((file for file in root.rglob(pattern) if file.is_file()), key=lambda file: file.parts)
-
-
-def _is_library(file: Path) -> bool:
-    return not NOT_LIBRARY & set(file.parts[:-1])
+def _below(root: Path, suffixes: Collection[str], without: Collection[str] = ()) -> list[Path]:
+    """Sorted by the parts of the path: the same on all machines. Folders in `without` are not entered."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in without]
+        files = (Path(folder, name) for name in names)
+        found += [file for file in files if file.suffix.lower() in suffixes and file.is_file()]
+    return sorted(found, key=lambda file: file.parts)
 
 
 def _ended(text: str) -> str:
