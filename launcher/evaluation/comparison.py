@@ -1,4 +1,4 @@
-"""Which number of an evaluation runs are compared by, and which way it is better."""
+"""The value of an evaluation by which runs are compared, and whether a higher one is better."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from launcher.recipe import refuse_unknown_comparison
 
 
 def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> Compared:
-    """The number named by Recipe.compare_by; None is the accuracy where it was measured, else the loss.
+    """The value named by Recipe.compare_by. None stands for the accuracy if it was measured, else the loss.
 
-    That of the first set, unless the name is SET/METRIC.
+    A name such as SET/METRIC selects a set; without one it is the first.
 
-    Raises ConfigError for an unknown name, and for a metric that does not say which way it is better. All
-    ranks hold the same evaluation, so all raise or none.
+    Raises ConfigError for an unknown name and for a metric without higher_is_better. All ranks hold the same
+    evaluation, so all ranks raise or none.
     """
     first = next(iter(evaluations.values()))
     refuse_unknown_comparison(compare_by, first.metrics, evaluations)
@@ -30,7 +30,7 @@ def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) ->
     higher = evaluation.higher_is_better[name]
     if higher is None:
         raise ConfigError(
-            f"the recipe's compare_by={name!r}: its metric does not say which way is better. Set "
+            f"the recipe's compare_by={name!r}: its metric does not declare which way is better. Set "
             f"higher_is_better in its class: True, False, or a mapping such as {{{name!r}: True}}."
         )
     return Compared(full_name, evaluation.metrics[name], lower_is_better=not higher)

@@ -1,9 +1,8 @@
-"""The metrics of one evaluation, updated on each rank, and made one on rank 0, the same for every number of
-ranks.
+"""The metrics of one evaluation, whose values are the same on any number of ranks.
 
-A metric with `merge` is updated on its own rank; the copies meet in rank order. One without is updated on
-rank 0 alone with what all ranks have kept, in the order of the set. Rank 0 computes and sends the numbers, so
-that all ranks decide by the same bits.
+Owns how a metric gets the samples of all ranks. With `merge` each rank updates its own copy, and rank 0
+merges the states in rank order. Without, only rank 0 updates it, with the outputs and batches of all ranks in
+the order of the set. Rank 0 computes and sends the values, so that all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -13,18 +12,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import launcher.errors
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, RecipeError
 from launcher.evaluation.confusion import Confusion
+from launcher.evaluation.messages import content_of, error_message, message_of
+from launcher.evaluation.objects import CannotPackError, Outline
 from launcher.evaluation.packing import packed, unpacked
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
 from launcher.metrics import Classification, LossMetric
@@ -32,37 +33,42 @@ from launcher.metrics.metric import direction_of, name_of
 from launcher.recipe import Loss, Recipe, refuse_taken_name
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
-Rows = tuple[Any, Batch]  # outputs and batch
 HOST = torch.device("cpu")
+SENDABLE = (
+    "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent; an object only if the "
+    "metric had one of the same class in the same attribute before the first batch. Keep no others in it, "
+    "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
+)
 
 
 def unguarded(what: str, batch: Batch | None) -> AbstractContextManager[None]:
-    """Exceptions of metrics as they are."""
+    """Leaves the exceptions of metrics unchanged."""
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the metrics of an evaluation have found, the same on all ranks."""
+    """The values of all metrics, the same on all ranks."""
 
     values: dict[str, float]
-    higher_is_better: dict[str, bool | None]  # by name; None: the metric does not say
+    higher_is_better: dict[str, bool | None]  # by name; None: not declared
     confusion: Confusion | None = None  # of the first Classification; on rank 0 only
 
 
 @dataclass
 class Measuring:
-    """The metrics of a recipe during one evaluation. `guard` surrounds each call of one of them."""
+    """The metrics of a recipe during one evaluation. `guard` is the context of each call of a metric."""
 
     recipe: Recipe
     env: WorkerEnv
     guard: Guard = unguarded
     beat: Callable[[], object] = lambda: None
-    _order: list[Any] = field(default_factory=list)  # all of them, as the recipe has them
+    _order: list[Any] = field(default_factory=list)  # all metrics, in the order of the recipe
     _merged: list[Any] = field(default_factory=list)
-    _fed: list[Any] = field(default_factory=list)
-    _kept: list[Rows] = field(default_factory=list)
-    _failure: LauncherError | None = None  # on rank 0, until all ranks have met
+    _outlines: list[Outline] = field(default_factory=list)  # of the merged ones before the first batch
+    _fed: list[Any] = field(default_factory=list)  # updated on rank 0 alone
+    _kept: list[dict[str, Any]] = field(default_factory=list)  # on other ranks: outputs and batch for `_fed`
+    _failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
 
     def __post_init__(self) -> None:
         for metric in self.recipe.measures:
@@ -70,6 +76,8 @@ class Measuring:
             self._order.append(started)
             if hasattr(started, "merge"):
                 self._merged.append(started)
+                if self.env.world_size > 1:
+                    self._outlines.append(self._outline(started))
             elif not isinstance(started, LossMetric):
                 self._fed.append(started)
 
@@ -82,7 +90,7 @@ class Measuring:
         if self.env.is_leader:
             self._update(self._fed, outputs, batch)
         elif self._fed:
-            self._kept.append((_on(HOST, outputs), _on(HOST, self._read_by_fed(batch))))
+            self._kept.append(_on(HOST, {"outputs": outputs, "batch": self._read_by_fed(batch)}))
 
     def conclude(self, loss_sum: float, count: int) -> Numbers:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
@@ -92,14 +100,14 @@ class Measuring:
         if self.env.is_leader and self._failure is None:
             with self._held():
                 numbers = self._compute(loss_sum, count)
-        told = send_to_all(self.env, _said(numbers, self._failure).encode(), sender=0)
+        sent = send_to_all(self.env, _message(numbers, self._failure), sender=0)
         if self._failure is not None:
             raise self._failure
-        return numbers or _heard(json.loads(told))
+        return numbers or Numbers(*json.loads(content_of(sent)))  # JSON keeps the bits of floats
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep what the user's code raises until all ranks have met: the others wait in a collective."""
+        """Keep an error until it can be sent to all ranks: the others wait in a collective."""
         try:
             yield
         except LauncherError as error:
@@ -111,16 +119,19 @@ class Measuring:
                 metric.update(outputs, batch)
 
     def _collect(self) -> None:
-        """Bring all to rank 0, rank by rank: its own share comes first in the set."""
-        kinds = [type(metric) for metric in self._merged]
-        own = [_packed_metric(metric, kinds) for metric in self._merged]  # on rank 0 too: all fail, or none
+        """Bring all samples to rank 0, rank by rank: its own are the first of the set."""
         for rank in range(1, self.env.world_size):
-            for metric, mine in zip(self._merged, own, strict=True):
-                sent = send_to_all(self.env, mine, rank)
+            for metric, outline in zip(self._merged, self._outlines, strict=True):
+                self.beat()
+                sent = self._send(rank, partial(self._packed_metric, metric, outline))
                 if self.env.is_leader:
-                    self._merge(metric, unpacked(sent, self.env.device, kinds))
+                    self._merge(metric, outline, sent)
             if self._fed:
                 self._feed(rank)
+
+    def _send(self, rank: int, make: Callable[[], bytes]) -> bytes:
+        """The message that `rank` makes, or its error. A collective."""
+        return send_to_all(self.env, message_of(make) if self.env.rank == rank else b"", rank)
 
     def _started(self, metric: Any) -> Any:
         """The metric without samples."""
@@ -132,29 +143,56 @@ class Measuring:
             return fresh(metric)
 
     def _read_by_fed(self, batch: Batch) -> Batch:
-        """The columns that the metrics without merge read; all where one of them does not say."""
+        """The columns that the metrics without merge read: all, if one of them has no attribute `columns`."""
         read = [getattr(metric, "columns", None) for metric in self._fed]
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    def _merge(self, metric: Any, other: Any) -> None:
+    def _outline(self, metric: Any) -> Outline:
+        """Raises RecipeError for a state that cannot be copied or sent."""
+        with self.guard(f"the metric {name_of(metric)}'s __getstate__", None):
+            try:
+                return Outline.of(metric)
+            except TypeError as error:
+                raise _unsendable(metric, error) from error
+
+    def _packed_metric(self, metric: Any, outline: Outline) -> bytes:
+        """The state of a metric. Raises RecipeError for one that cannot be sent."""
+        with self.guard(f"the metric {name_of(metric)}'s __getstate__", None):
+            try:
+                return packed(metric, outline)
+            except CannotPackError as error:
+                raise _unsendable(metric, error) from error
+
+    def _packed_rows(self, index: int) -> bytes:
+        """What this rank has kept of a batch. Raises RecipeError for a column that cannot be sent."""
+        try:
+            return packed(self._kept[index])
+        except CannotPackError as error:
+            names = ", ".join(name_of(metric) for metric in self._fed)
+            raise RecipeError(
+                f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
+                f"there: {error}. Return only tensors from eval_transform, or name the columns that each "
+                "metric reads in its attribute columns."
+            ) from error
+
+    def _merge(self, metric: Any, outline: Outline, sent: bytes) -> None:
         with self._held(), self.guard(f"the metric {name_of(metric)}'s merge", None):
-            metric.merge(other)
+            metric.merge(unpacked(content_of(sent), self.env.device, outline))
 
     def _feed(self, rank: int) -> None:
         """Update rank 0's copies with what `rank` has kept."""
         number = int(send_to_all(self.env, str(len(self._kept)).encode(), rank))
         for index in range(number):
             self.beat()
-            sent = send_to_all(self.env, packed(self._kept[index]) if self.env.rank == rank else b"", rank)
+            sent = self._send(rank, partial(self._packed_rows, index))
             if self.env.is_leader:
-                rows = unpacked(sent, self.env.device)
-                outputs, batch = (_on(self.env.device, each) for each in rows)
                 with self._held():
-                    self._update(self._fed, outputs, batch)
+                    rows = _on(self.env.device, unpacked(content_of(sent), self.env.device))
+                    self._update(self._fed, rows["outputs"], rows["batch"])
 
     def _compute(self, loss_sum: float, count: int) -> Numbers:
-        """On rank 0, in the order in which the recipe has the metrics."""
+        """The values on rank 0, in the order of the recipe's metrics."""
         numbers = Numbers({}, {})
         taken: dict[str, str] = {}
         for metric in self._order:
@@ -172,15 +210,27 @@ class Measuring:
 
 
 def fresh(metric: Any) -> Any:
-    """The metric without samples: reset where it can be, else a copy of it as the recipe made it."""
+    """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it.
+
+    Raises RecipeError for one that has no reset() and cannot be copied.
+    """
     if callable(getattr(metric, "reset", None)):
         metric.reset()
         return metric
-    return copy.deepcopy(metric)
+    try:
+        return copy.deepcopy(metric)
+    except TypeError as error:
+        raise RecipeError(
+            f"the metric {name_of(metric)} cannot be copied ({error}), but each evaluation needs one without "
+            "samples. Define reset() in its class."
+        ) from error
 
 
 def readable(outputs: Any, metrics: Sequence[str]) -> Any:
-    """What metrics get: no gradient, half precision as fp32. Raises ConfigError for what is no tensor."""
+    """Outputs as metrics read them: without gradient, half precision as fp32.
+
+    Raises ConfigError for outputs that are neither a tensor nor a mapping of tensors.
+    """
     if isinstance(outputs, Tensor):
         detached = outputs.detach()
         return detached.float() if detached.dtype in (torch.float16, torch.bfloat16) else detached
@@ -194,7 +244,7 @@ def readable(outputs: Any, metrics: Sequence[str]) -> Any:
 
 
 def rows_with_nan(outputs: Any) -> Tensor | int:
-    """How many samples have a NaN in some output [n, ...]; a tensor without samples counts as one."""
+    """Number of samples with a NaN in an output [n, ...]. An output without dimensions is one sample."""
     if isinstance(outputs, Mapping):
         return sum((rows_with_nan(each) for each in outputs.values()), start=0)
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
@@ -203,7 +253,7 @@ def rows_with_nan(outputs: Any) -> Tensor | int:
 
 
 def as_numbers(metric: Any, found: Any) -> dict[str, float]:
-    """What `compute` returned as floats by name. Raises RecipeError for anything else."""
+    """What `compute` returned, as floats by name. Raises RecipeError for values that are no numbers."""
     named = found if isinstance(found, Mapping) else {name_of(metric): found}
     numbers: dict[str, float] = {}
     for name, value in named.items():
@@ -212,8 +262,8 @@ def as_numbers(metric: Any, found: Any) -> dict[str, float]:
         else:
             shape = f" of the shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise RecipeError(
-                f"the metric {name_of(metric)} gave {type(value).__name__}{shape} as {name!r}. compute() has "
-                "to return one number for each name: {name: value}."
+                f"the metric {name_of(metric)} gave {type(value).__name__}{shape} as {name!r}. compute() "
+                "must return one number for each name: {name: value}."
             )
     return numbers
 
@@ -222,27 +272,16 @@ def _size(value: Any) -> int:
     return value.numel() if isinstance(value, Tensor) else int(np.size(value))
 
 
-def _packed_metric(metric: Any, kinds: Sequence[type]) -> bytes:
-    try:
-        return packed(metric, kinds)
-    except Exception as error:  # pickle raises whatever the attributes raise
-        raise RecipeError(
-            f"the metric {name_of(metric)} has merge, but cannot be sent to rank 0: {error}. Keep only "
-            "numbers, tensors and arrays in it, or leave merge out: then it is updated on rank 0 alone."
-        ) from error
+def _unsendable(metric: Any, error: TypeError) -> RecipeError:
+    return RecipeError(
+        f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: {error}. {SENDABLE}"
+    )
 
 
-def _said(numbers: Numbers | None, failure: LauncherError | None) -> str:
+def _message(numbers: Numbers | None, failure: LauncherError | None) -> bytes:
     if failure is not None:
-        return json.dumps({"kind": type(failure).__name__, "text": str(failure)})
-    return json.dumps(None if numbers is None else [numbers.values, numbers.higher_is_better])
-
-
-def _heard(told: Any) -> Numbers:
-    """What rank 0 has said; its floats arrive bit for bit. Raises what it raises."""
-    if isinstance(told, dict):
-        raise getattr(launcher.errors, told["kind"])(told["text"])
-    return Numbers(*told)
+        return error_message(failure)
+    return message_of(lambda: json.dumps(numbers and [numbers.values, numbers.higher_is_better]).encode())
 
 
 def _on(device: torch.device, value: Any) -> Any:

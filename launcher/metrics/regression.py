@@ -41,8 +41,15 @@ class _Sums:
         extremes = targets.amin(dim=0), targets.amax(dim=0)
         return cls(len(targets), error.abs().sum(dim=0), error.square().sum(dim=0), mean, spread, *extremes)
 
+    @classmethod
+    def none(cls) -> _Sums:
+        """Of no samples."""
+        return cls(0, *(torch.zeros(0, dtype=torch.float64),) * 6)
+
     def __add__(self, other: _Sums) -> _Sums:
         """Chan, Golub, LeVeque, 1983: the spread around the common mean."""
+        if not self.samples or not other.samples:
+            return self if self.samples else other
         samples, distance = self.samples + other.samples, other.mean - self.mean
         return _Sums(
             samples,
@@ -70,7 +77,7 @@ class Regression:
 
     def __init__(self, target: str = "target", *, output: str | None = None, prefix: str = "") -> None:
         self.target, self.output, self.prefix = target, output, prefix
-        self._sums: _Sums | None = None
+        self._sums = _Sums.none()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,20 +100,16 @@ class Regression:
                 "Loss(sum, count, outputs)."
             )
         if len(wanted):
-            self._add(_Sums.of(predicted, wanted))
+            self._sums += _Sums.of(predicted, wanted)
 
     def merge(self, other: Regression) -> None:
         """Add the samples that `other` has seen."""
-        if other._sums is not None:
-            self._add(other._sums)
+        self._sums += other._sums
 
     def compute(self) -> Mapping[str, float]:
         """The three numbers; NaN without samples."""
-        found = (np.nan,) * 3 if self._sums is None else _measured(self._sums)
+        found = _measured(self._sums) if self._sums.samples else (np.nan,) * 3
         return {name: float(value) for name, value in zip(self.names, found, strict=True)}
-
-    def _add(self, more: _Sums) -> None:
-        self._sums = more if self._sums is None else self._sums + more
 
 
 def _measured(sums: _Sums) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -170,13 +171,26 @@ class Broken(Merged):
 
     names = ("broken",)
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, rank: int) -> None:
         super().__init__()
-        self.where = where
+        self.where, self.rank, self.updated = where, rank, False
+        self.pairs: list[Pairs] = [Pairs()]
+        if "lock" in where:
+            self.lock = threading.Lock()
+        if where == "lock":
+            self.reset = lambda: None
 
     def update(self, outputs: Any, batch: Any) -> None:
+        self.updated = True
         if self.where == "lambda":
             self.function = lambda: None
+        if self.where == "one rank" and self.rank == 2:
+            self.pairs.append(Pairs())
+
+    def __getstate__(self) -> Any:
+        if self.where == "getstate" and self.rank == 1 and self.updated:
+            raise ValueError("no state today")
+        return vars(self)
 
     def merge(self, other: Any) -> None:
         if self.where == "merge":
@@ -207,13 +221,18 @@ def guard(what: str, batch: Any) -> Any:
         raise RecipeError(f"{what} failed: {error}") from error
 
 
+def with_odd_column(batch: Any) -> Any:
+    return {**batch, "added": batch["target"], "odd": [object()]}
+
+
 def fail(env: WorkerEnv, where: str) -> str:
     data = points(6)
-    metric = RefusingFeed() if where == "feed" else Broken(where)
+    metric = {"feed": RefusingFeed(), "column": Pairs()}.get(where) or Broken(where, env.rank)
+    recipe = recipe_of(data, Perplexity(), metric)
+    if where == "column":
+        recipe = replace(recipe, eval_transform=with_odd_column)
     try:
-        evaluate(
-            recipe_of(data, Perplexity(), metric), model(), contextlib.nullcontext, data, env, 4, guard=guard
-        )
+        evaluate(recipe, model(), contextlib.nullcontext, data, env, 4, guard=guard)
     except LauncherError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -222,10 +241,19 @@ def fail(env: WorkerEnv, where: str) -> str:
 FAILURES = {
     "merge": "RecipeError: the metric Broken's merge failed: no merge today",
     "compute": "RecipeError: the metric Broken's compute failed: no compute today",
-    "text": "RecipeError: the metric Broken gave str as 'broken'. compute() has to return one number",
+    "text": "RecipeError: the metric Broken gave str as 'broken'. compute() must return one number",
     "shape": "RecipeError: the metric Broken gave Tensor of the shape [2] as 'broken'",
     "none": "RecipeError: the metric Broken gave NoneType as 'broken'",
-    "lambda": "RecipeError: the metric Broken has merge, but cannot be sent to rank 0: ",
+    "lambda": "RecipeError: the metric Broken has merge, but its state cannot be sent to rank 0: "
+    "function is of the type builtins.function. Numbers, text, bytes, ",
+    "lock": "RecipeError: the metric Broken has merge, but its state cannot be sent to rank 0: ",
+    "lock without reset": "RecipeError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
+    "object), but each evaluation needs one without samples. Define reset() in its class.",
+    "one rank": "RecipeError: the metric Broken has merge, but its state cannot be sent to rank 0: "
+    "pairs[1] is of the type tests.evaluation.test_measuring.Pairs. Numbers, ",
+    "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",
+    "column": "RecipeError: the metrics without merge (Pairs) are updated on rank 0, but a batch cannot be "
+    "sent there: ['batch']['odd'][0] is of the type builtins.object. Return only tensors from",
     "feed": "RecipeError: the metric RefusingFeed's update failed: no second batch today",
     "": "",
 }
@@ -326,7 +354,7 @@ def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, 
         assert comparison("a", found).lower_is_better is lower
         return
     with pytest.raises(
-        ConfigError, match=r"'a': its metric does not say which way is better. Set higher_is_"
+        ConfigError, match=r"'a': its metric does not declare which way is better. Set higher_is_"
     ):
         comparison("a", found)
 

@@ -1,0 +1,317 @@
+"""Values as bytes and back: every bit, without pickle, and no object but of a class that the receiver has."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+import math
+import re
+import struct
+import threading
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from launcher.evaluation.objects import CannotPackError, Outline
+from launcher.evaluation.packing import HEADER, packed, unpacked
+
+HOST = torch.device("cpu")
+
+
+def arrived(value: Any, like: Any = None) -> Any:
+    return unpacked(packed(value, like), HOST, like)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(found: Any, value: Any) -> None:
+    """Types, bits and order; of sets without order."""
+    assert type(found) is type(value)
+    if isinstance(value, Tensor):
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert raw(found).equal(raw(value))
+    elif isinstance(value, np.ndarray | np.generic):
+        assert (found.dtype, found.shape, found.tobytes()) == (value.dtype, value.shape, value.tobytes())
+    elif isinstance(value, float):
+        assert struct.pack("d", found) == struct.pack("d", value)
+    elif isinstance(value, dict):
+        for one, other in ((list(found), list(value)), (list(found.values()), list(value.values()))):
+            assert_same(one, other)
+        assert getattr(found, "default_factory", 0) is getattr(value, "default_factory", 0)
+    elif isinstance(value, list | tuple | deque):
+        assert len(found) == len(value)
+        assert getattr(found, "maxlen", 0) == getattr(value, "maxlen", 0)
+        for one, other in zip(found, value, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == value
+
+
+FLOATS = [0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7976931348623157e308]
+BASE = torch.arange(24, dtype=torch.float32).view(4, 6)
+VALUES: list[Any] = [
+    *FLOATS,
+    FLOATS,
+    *[None, True, 0, -1, 2**63 - 1, 2**63, -(2**63) - 1, 10**5000, "", "é\ud800\0", b"", b"\0\xff"],
+    *[[1, 2**70], [True, 1], [1, 1.0], [], [[]], (), (1,), ((), [()]), {1, "a"}, frozenset({(1, 2)}), set()],
+    *[
+        1 + 2j,
+        complex(math.inf, -0.0),
+        bytearray(b"ab"),
+        torch.Size([2, 3]),
+        torch.float16,
+        HOST,
+        int,
+        Counter,
+    ],
+    {"a": 1, 2: None, (1, "b"): [0.5], None: {}, True: 1.5, frozenset({1}): 0, 0.5: "tensor", b"k": ()},
+    {"tensor": [1]},  # looks like a tag
+    Counter("banana"),
+    OrderedDict([("b", 1), ("a", 2)]),
+    defaultdict(int, a=1),
+    defaultdict(None, {1: {2: defaultdict(list, x=[1])}}),
+    deque([1, 2.5], maxlen=2),
+    deque("ab"),
+    *[BASE, BASE.t(), BASE[1:3, ::2], BASE[0, 0], BASE[:0], torch.empty(0, 3, 0), torch.tensor(7)],
+    *[BASE.to(dtype) for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex64)],
+    torch.tensor([1.0, math.nan, -math.inf]).to(torch.bfloat16),
+    BASE.to(torch.float8_e4m3fn),
+    torch.tensor([1 + 2j]).conj(),
+    *[np.arange(6).reshape(2, 3).T, np.zeros((0, 2)), np.array(3.5, dtype=np.float16), np.arange(3)[::-1]],
+    *[np.array([True]), np.array([1], dtype=">i4"), np.array(["é", "b"]), np.array(["2026-01-01"], "M8[D]")],
+    *[np.float32(0.1), np.int64(-1), np.bool_(True), np.float64(math.nan), np.complex64(1j), np.str_("a")],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_plain_values_arrive_bit_for_bit(value: Any) -> None:
+    assert_same(arrived(value), value)
+    assert_same(arrived([{"deep": (value,)}]), [{"deep": (value,)}])
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEYS = SCALARS | st.tuples(SCALARS, SCALARS)
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    st.recursive(
+        SCALARS,
+        lambda inner: (
+            st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner) | st.frozensets(KEYS)
+        ),
+    )
+)
+def test_any_nesting_arrives(value: Any) -> None:
+    assert_same(arrived(value), value)
+
+
+def test_what_arrives_is_independent_and_a_view_is_sent_without_its_storage() -> None:
+    large = torch.zeros(100_000)
+    assert len(packed(large[7:9])) < 200
+    found, array = arrived(large[7:9]), arrived(np.zeros(2))
+    found += 1
+    array += 1
+    assert large[7] == 0
+    learned = nn.Parameter(torch.ones(2))
+    assert_same(arrived(learned), torch.ones(2))
+
+
+def test_what_was_on_a_device_arrives_on_the_device_and_the_rest_on_the_host() -> None:
+    sent = packed({"a": torch.ones(2), "d": HOST})
+    on_device = sent.replace(b'"torch.float32",[2],true', b'"torch.float32",[2],null')
+    on_device = on_device.replace(b'{"device":true}', b'{"device":null}')
+    assert on_device != sent
+    meta = torch.device("meta")
+    found = unpacked(sent, meta), unpacked(on_device, meta)
+    assert [each["a"].device.type for each in found] == ["cpu", "meta"]
+    assert [each["d"].type for each in found] == ["cpu", "meta"]
+
+
+class Mode(enum.Enum):
+    MACRO = enum.auto()
+
+
+@dataclass(frozen=True)
+class Sums:
+    count: int = 0
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    count: int = 0
+
+
+class Pair(NamedTuple):
+    right: int
+    all: int
+
+
+class Rows(list[float]):
+    title = ""
+
+
+class Stated:
+    """Leaves out what does not change."""
+
+    def __init__(self) -> None:
+        self.lock, self.count = threading.Lock(), 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Metric:
+    """With objects in its attributes, in containers, and of its own class."""
+
+    def __init__(self, inner: Metric | None = None) -> None:
+        self.sums, self.slots, self.pair, self.rows = Sums(), Slots(), Pair(0, 0), Rows()
+        self.parts = [Sums(), {"a": Sums()}]
+        self.inner, self.mode, self.pattern = inner, Mode.MACRO, re.compile("a+")
+        self.distance = lambda a, b: a - b
+        self.counts: Any = defaultdict(lambda: defaultdict(int))
+        self.stated, self.network, self.words = Stated(), nn.Linear(2, 1), UserDict({"a": 1})
+        self.kind = Metric
+
+    def update(self) -> None:
+        self.sums, self.slots, self.pair = Sums(3, torch.tensor(0.5)), Slots(4), Pair(1, 2)
+        self.rows.append(0.5)
+        self.rows.title = "rows"
+        self.parts = [Sums(5), {"a": Sums(6)}]
+        self.counts["a"]["b"] += 1
+        self.stated.count = 7
+        self.words["b"] = 2
+        self.added = (1, 2)
+        if self.inner:
+            self.inner.update()
+
+
+def test_objects_arrive_as_their_state_in_objects_of_the_receivers_classes() -> None:
+    metric, receiver = Metric(Metric()), Metric(Metric())
+    outlines = Outline.of(metric), Outline.of(receiver)  # functions and classes are the same on both
+    receiver.distance = metric.distance
+    metric.update()
+    sent = packed(metric, outlines[0])
+    assert not any(name in sent for name in (b"Sums", b"Stated", b"Linear", b"builtins"))
+    found = unpacked(sent, HOST, outlines[1])
+    for each, own in ((found, receiver), (found.inner, receiver.inner)):
+        assert type(each) is Metric
+        assert (each.sums, each.slots, each.pair) == (Sums(3, torch.tensor(0.5)), Slots(4), Pair(1, 2))
+        assert type(each.pair) is Pair
+        assert (type(each.rows), each.rows, each.rows.title) == (Rows, [0.5], "rows")
+        assert [each.parts[0].count, each.parts[1]["a"].count] == [5, 6]
+        assert (each.mode, each.pattern, each.kind) == (Mode.MACRO, re.compile("a+"), Metric)
+        assert (each.counts, each.stated.count, each.added) == ({"a": {"b": 1}}, 7, (1, 2))
+        assert each.counts["new"]["one"] == 0
+        assert each.words == {"a": 1, "b": 2}
+        assert isinstance(own, Metric)
+        assert each.network.weight.shape == (1, 2)
+    assert found.distance(3, 1) == 2
+
+
+class Holder:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+def cyclic() -> list[Any]:
+    found: list[Any] = []
+    found.append({"again": found})
+    return found
+
+
+UNSENDABLE: list[tuple[Any, Any, str]] = [
+    (None, Sums(), "value is of the type tests.evaluation.test_packing.Sums"),
+    (Slots(), Sums(), "value is of the type tests.evaluation.test_packing.Sums"),
+    (None, [0, {"a": Sums()}], "value[1]['a'] is of the type tests"),
+    (None, lambda: None, "value is of the type builtins.function"),
+    (len, max, "value is of the type builtins.builtin_function_or_method"),
+    (None, date(2026, 1, 1), "value is of the type datetime.date"),
+    (None, Mode.MACRO, "value is of the type tests.evaluation.test_packing.Mode"),
+    (None, Metric, "value is of the type builtins.type"),
+    (None, object(), "value is of the type builtins.object"),
+    (
+        None,
+        torch.eye(2).to_sparse(),
+        "value is of the type torch.Tensor (torch.sparse_coo, torch.float32), which",
+    ),
+    (None, np.array([{}]), "value is of the type numpy.ndarray (object)"),
+    (None, defaultdict(lambda: 0), "value is of the type builtins.function"),
+    (
+        None,
+        cyclic(),
+        "value[0]['again'][0]['again'][0]... is of the type builtins.list, more than 64 levels deep",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "text"), UNSENDABLE, ids=[text for *_, text in UNSENDABLE])
+def test_what_cannot_arrive_is_refused_by_its_attribute_and_type(before, after, text) -> None:
+    holder = Holder(before)
+    outline = Outline.of(holder)
+    holder.value = after
+    with pytest.raises(CannotPackError, match=f"^{re.escape(text)}"):
+        packed(holder, outline)
+
+
+def test_a_mutable_object_of_c_is_refused_even_if_it_is_the_same() -> None:
+    import random
+
+    holder = Holder(random.Random(1))
+    with pytest.raises(CannotPackError, match=r"^value is of the type random\.Random"):
+        packed(holder, Outline.of(holder))
+    with pytest.raises(
+        CannotPackError, match=r"the value is of the type random\.Random, which has its own __red"
+    ):
+        Outline.of(random.Random(1))
+
+
+class Failing(Holder):
+    def __getstate__(self) -> Any:
+        raise TypeError("no state today")
+
+
+def test_an_error_of_getstate_is_not_hidden() -> None:
+    holder = Holder(copy.copy(Holder()))
+    outline = Outline(Holder, [[], {"value": Failing()}, [], {}])
+    holder.value = Failing()
+    with pytest.raises(TypeError, match=r"^no state today"):
+        packed(holder, outline)
+
+
+def message(node: Any, content: bytes = b"") -> bytes:
+    text = json.dumps(node).encode()
+    return HEADER.pack(len(text)) + text + content
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        message({"class": "eval"}),
+        message({"class": "__import__"}),
+        message({"dtype": "os"}),
+        message({"object": [["print(1)"], None, [], {}]}),
+        message({"object": [[], {"dict": [[], []]}, []]}),
+        message({"array": ["|O", [1], [0, 8]]}, bytes(8)),
+        message({"posix": "system"}),
+        message([1])[:-1],
+    ],
+)
+def test_bytes_of_another_make_create_nothing(data: bytes) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        unpacked(data, HOST)
