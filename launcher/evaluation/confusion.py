@@ -1,4 +1,4 @@
-"""The confusion matrix of an evaluation, and scikit-learn's report made from it."""
+"""The confusion matrix of an evaluation, and scikit-learn's classification report on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was predicted for each class."""
+    """The number of samples by true and predicted class."""
 
     classes: tuple[str, ...]
     counts: np.ndarray[
@@ -19,12 +19,12 @@ class Confusion:
 
     def report(self) -> str:
         """Precision, recall, F1 and support of each class that occurs: scikit-learn's report."""
-        from sklearn.metrics import classification_report  # takes a second, and is needed once, at the end
+        from sklearn.metrics import classification_report  # takes a second to import
 
         cells = np.nonzero(self.counts)
         labels, predictions = (
             np.repeat(axis, self.counts[cells]) for axis in cells
-        )  # in any order: all sums
+        )  # the report does not depend on their order
         occurring = np.union1d(labels, predictions)
         text: str = classification_report(
             labels,

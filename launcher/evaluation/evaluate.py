@@ -1,13 +1,13 @@
 """Exact evaluation on any number of ranks.
 
-Owns the pass over a set in which every sample counts exactly once; what is measured is in `measuring`.
-Communicates only after the pass: ranks may have unequal shares, or none. Never changes the model: all ranks
-need the same weights and buffers before they come here, and the model leaves in the mode in which it came.
+Owns the pass over a set, in which every sample counts exactly once; `measuring` owns the metrics.
+Communicates only after the pass: ranks may have unequal shares, or none. Requires the same weights and
+buffers on all ranks. Never changes them, and restores the mode of each module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,58 +33,64 @@ class Evaluation:
     loss: float  # mean over all samples (or tokens)
     samples: int  # that were measured
     metrics: dict[str, float]
-    higher_is_better: dict[str, bool | None]  # by metric; None: the metric does not say
+    higher_is_better: dict[str, bool | None]  # by metric; None: not declared
     nan_outputs: int = 0  # samples with a NaN among the outputs that metrics read
     unreadable: int = 0  # samples that were left out
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
 
 class Interrupted(Exception):
-    """Some rank broke the evaluation off, so there is none. Raised on all ranks alike."""
+    """A rank stopped before the end of its share, so there is no result. Raised on all ranks alike."""
 
 
 @dataclass(frozen=True)
-class _Tally:
-    """What a rank has found out so far; adding the tallies of all ranks gives the whole."""
+class _Counts:
+    """The loss and the counts of one rank. Their sum over the ranks is that of the whole set."""
 
     loss_sum: Tensor  # fp64 [1]
-    # int64 [5 + samples]: loss count, broken off, NaN outputs, samples, unreadable; times each was seen
+    # int64 [5 + samples]: loss count, interrupted, NaN outputs, samples, unreadable; how often each was seen
     integers: Tensor
 
     @classmethod
-    def empty(cls, num_samples: int, device: torch.device) -> _Tally:
+    def empty(cls, num_samples: int, device: torch.device) -> _Counts:
         return cls(
             torch.zeros(1, dtype=torch.float64, device=device),
             torch.zeros(5 + num_samples, dtype=torch.int64, device=device),
         )
 
     @property
-    def broken_off(self) -> Tensor:
+    def interrupted(self) -> Tensor:
         return self.integers[1]
-
-    @property
-    def nan_outputs(self) -> Tensor:
-        return self.integers[2]
 
     @property
     def seen(self) -> Tensor:
         return self.integers[5:]
 
-    def see(self, indices: Tensor, unreadable: bool = False) -> None:
-        """Count samples; of a set whose size is known each by itself. indices: int64 [n]."""
+    def add(self, indices: Tensor, loss: Loss) -> None:
+        """Count a batch. indices: int64 [n]."""
+        self.loss_sum.add_(loss.sum)
+        self.integers[0] += loss.count
+        self.integers[2].add_(rows_with_nan(loss.outputs))
+        self._add_samples(indices)
+
+    def add_unreadable(self, indices: Tensor) -> None:
+        """Count samples that were left out. indices: int64 [n]."""
+        self.integers[4] += len(indices)
+        self._add_samples(indices)
+
+    def _add_samples(self, indices: Tensor) -> None:
         self.integers[3] += len(indices)
-        self.integers[4] += len(indices) if unreadable else 0
-        if len(self.seen):
+        if len(self.seen):  # a stream has no size and no indices
             self.seen.index_add_(0, indices, torch.ones_like(indices))
 
     def totals(self) -> Totals:
-        """The sums over all ranks. Waits for the device."""
+        """The sums over all ranks, once they are reduced. Waits for the device."""
         count, _, nan_outputs, samples, unreadable = self.integers[:5].tolist()
         return Totals(self.loss_sum.item(), count, nan_outputs, samples - unreadable, unreadable)
 
 
 class Totals(NamedTuple):
-    """What an evaluation has counted."""
+    """The sums over a whole set."""
 
     loss_sum: float
     counted: int  # samples or tokens that carry loss
@@ -104,32 +110,22 @@ def evaluate(
     guard: Guard = unguarded,
     beat: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Measures the model on `data` (on the device, whole on every rank). Every rank has to call this.
+    """Measure the model on `data` (on the device, whole on every rank). A collective.
 
-    `guard` surrounds each call of a metric; `beat` is called between the batches that rank 0 is sent.
-    Raises Interrupted, on all ranks, where `interrupted` was true before a batch on any of them.
+    `guard` is the context of each call of a metric. `beat` is called before each message to rank 0.
+    Raises Interrupted, on all ranks, if `interrupted` was true before a batch on any of them.
     """
-    tally = _Tally.empty(0 if isinstance(data, StreamData) else len(data), env.device)
+    counts = _Counts.empty(0 if isinstance(data, StreamData) else len(data), env.device)
     measuring = Measuring(recipe, env, guard, beat)
+    batches = evaluation_batches(data, env.rank, env.world_size, batch_size)
     with evaluating(model), torch.no_grad():
-        for indices, batch in evaluation_batches(data, env.rank, env.world_size, batch_size):
-            if interrupted():
-                tally.broken_off.fill_(1)
-                break
-            if batch is None:  # samples that could not be read and may be left out
-                tally.see(indices, unreadable=True)
-                continue
-            with forward_context():
-                made = _transformed(recipe, batch)
-                loss = _add(tally, recipe, model, indices, made)
-            measuring.update(loss, batch | made)
-            tally.nan_outputs.add_(rows_with_nan(loss.outputs))
-        reduce(tally.integers, env.group)
-        reduce(tally.loss_sum, env.group)
-        if tally.broken_off:
+        _measure_share(recipe, model, forward_context, batches, interrupted, counts, measuring)
+        reduce(counts.integers, env.group)
+        reduce(counts.loss_sum, env.group)
+        if counts.interrupted:
             raise Interrupted
-        check_every_sample_once(tally.seen, env.world_size)
-        totals = tally.totals()
+        check_every_sample_once(counts.seen, env.world_size)
+        totals = counts.totals()
         refuse_no_loss(totals.counted, totals.samples)
         found = measuring.conclude(totals.loss_sum, totals.counted)
     return Evaluation(
@@ -143,8 +139,32 @@ def evaluate(
     )
 
 
+def _measure_share(
+    recipe: Recipe,
+    model: nn.Module,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    batches: Iterable[tuple[Tensor, Batch | None]],
+    interrupted: Callable[[], bool],
+    counts: _Counts,
+    measuring: Measuring,
+) -> None:
+    """Add this rank's batches to the counts and the metrics. Stops at the first one that is interrupted."""
+    for indices, batch in batches:
+        if interrupted():
+            counts.interrupted.fill_(1)
+            return
+        if batch is None:  # samples that could not be read and may be left out
+            counts.add_unreadable(indices)
+            continue
+        with forward_context():
+            made = _transformed(recipe, batch)
+            loss = loss_of(recipe.loss, model, made)
+        counts.add(indices, loss)
+        measuring.update(loss, batch | made)
+
+
 def refuse_no_loss(count: int, num_samples: int) -> None:
-    """Raise DataError where the loss of a whole set has counted nothing: it has no mean."""
+    """Raise DataError if the counts of the losses of a whole set add up to nothing: there is no mean."""
     if count < 1:
         raise DataError(
             f"none of the {num_samples} samples to evaluate on carries loss: the counts of Loss(sum, count) "
@@ -153,18 +173,18 @@ def refuse_no_loss(count: int, num_samples: int) -> None:
 
 
 def check_every_sample_once(seen: Tensor, world_size: int) -> None:
-    """seen: int64 [samples], how often each sample was evaluated over all ranks."""
+    """Assert it. seen: int64 [samples], how often each sample was evaluated over all ranks."""
     missed, repeated = int((seen == 0).sum()), int((seen > 1).sum())
     if missed or repeated:
         raise AssertionError(
             f"evaluation on {world_size} ranks missed {missed} and repeated {repeated} of {len(seen)} "
-            f"samples. Each has to be evaluated exactly once: this is a bug of the launcher."
+            f"samples. Each must be evaluated exactly once: this is a bug of the launcher."
         )
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is in its own mode again, also after an error."""
+    """Evaluation mode in the context. Restores the mode of each module, also after an error."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -177,12 +197,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _transformed(recipe: Recipe, batch: Batch) -> Batch:
     transform = recipe.eval_transform
     return batch if transform is None else transformed("eval_transform", transform, batch)
-
-
-def _add(tally: _Tally, recipe: Recipe, model: nn.Module, indices: Tensor, batch: Batch) -> Loss:
-    """The loss of a batch, counted."""
-    loss = loss_of(recipe.loss, model, batch)
-    tally.loss_sum.add_(loss.sum)
-    tally.integers[0] += loss.count
-    tally.see(indices)
-    return loss

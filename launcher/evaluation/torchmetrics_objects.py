@@ -1,6 +1,6 @@
 """Objects of torchmetrics as metrics of a recipe, without their own collectives.
 
-Owns the decision which of them may be merged. Never imports torchmetrics: a recipe that uses it has done so.
+Owns which of them can be merged. Never imports torchmetrics: a recipe that uses it has imported it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def adapted(metric: Any, label: str, device: torch.device) -> Fed:
 
 
 class Fed:
-    """Updated on rank 0 alone, with the outputs and labels of all ranks: exact for any object."""
+    """Updated on rank 0 alone, with the outputs and labels of all ranks. Exact for any object."""
 
     def __init__(self, metric: Any, label: str) -> None:
         self.adapts = metric
@@ -44,7 +44,7 @@ class Fed:
 
     @property
     def higher_is_better(self) -> Any:
-        """As the object says; of a collection by name."""
+        """As the object declares it; of a collection by name."""
         if isinstance(self.adapts, nn.ModuleDict):
             return {name: each.higher_is_better for name, each in self.adapts.items()}
         return self.adapts.higher_is_better
@@ -64,10 +64,10 @@ class Fed:
 
 
 class Merged(Fed):
-    """Updated on its own rank; then the states of the ranks are reduced in rank order, as torchmetrics does.
+    """Updated on each rank. Rank 0 then reduces the states in rank order, as torchmetrics does.
 
-    Only they travel, not the object: it may hold a whole network. torchmetrics' merge_state is not used: it
-    puts the states of the others first and does not count their updates.
+    Only the states are sent, because the object may hold a whole network. torchmetrics' merge_state is not
+    used: it puts the states of the other object first and does not count its updates.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def _reduced(reduction: str, mine: Any, theirs: Any) -> Any:
 
 
 def _is_mergeable(metric: Any) -> bool:
-    """Whether its states are all that it knows, and their reductions lose nothing.
+    """Whether its states are complete and their reductions lose nothing.
 
-    Not those of wrappers and collections, nor means, whose weights are lost.
+    False for wrappers and collections, and for means, which lose the number of samples of each rank.
     """
     if list(_all_of(metric)) != [metric] or metric.full_state_update is not False:
         return False
@@ -104,5 +104,5 @@ def _is_mergeable(metric: Any) -> bool:
 
 
 def _all_of(metric: Any) -> list[Any]:
-    """The object and those that it wraps or collects, as far as they are metrics."""
+    """The object and all metrics within it."""
     return [each for each in metric.modules() if hasattr(each, "sync_on_compute")]

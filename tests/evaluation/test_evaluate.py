@@ -9,7 +9,7 @@ from torch import nn
 
 from launcher.data.tensors import TensorData
 from launcher.distributed.process_group import WorkerEnv
-from launcher.evaluation.evaluate import Evaluation, check_every_sample_once, evaluate
+from launcher.evaluation.evaluate import Evaluation, Interrupted, check_every_sample_once, evaluate
 from launcher.recipe import Loss, Recipe, cross_entropy
 from tests.ranks.harness import RankFailure, run_ranks
 
@@ -131,6 +131,26 @@ def test_the_mode_is_restored_after_an_error():
     with pytest.raises(ValueError, match="no"):
         evaluate(recipe_for(data, loss=fail), model, contextlib.nullcontext, data, ALONE, 5)
     assert model.training
+
+
+def interrupt_the_last_rank(env):
+    asked = [0]
+
+    def interrupted():
+        asked[0] += 1
+        return env.rank == env.world_size - 1 and asked[0] == 2
+
+    data = points(23)
+    with pytest.raises(Interrupted):
+        evaluate(
+            recipe_for(data), linear_model(), contextlib.nullcontext, data, env, 5, interrupted=interrupted
+        )
+    return asked[0]
+
+
+def test_an_interruption_of_one_rank_is_one_of_all_ranks():
+    assert interrupt_the_last_rank(ALONE) == 2
+    assert run_ranks(2, interrupt_the_last_rank) == [3, 2]  # the other rank measures all of its 12 samples
 
 
 def test_the_forward_context_surrounds_every_batch():
