@@ -87,14 +87,17 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         make, call = train(arguments.parse_args().steps, device)
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest(make.model, call.model))
+        own = digest(make.model, call.model)
+        row = torch.tensor(list(bytes.fromhex(own)), device=device)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        digests = [bytes(each.tolist()).hex() for each in rows]
         if len(set(digests)) > 1:
             raise SystemExit(f"the ranks' networks differ: {digests}")
         with torch.no_grad(), make.forward():
             points = make.model(torch.randn(1000, NOISE, device=device)).float()
         if dist.get_rank() == 0:
-            print(f"made points lie at {points.norm(dim=1).mean():.3f} from the centre; weights {digests[0]}")
+            print(f"made points lie at {points.norm(dim=1).mean():.3f} from the centre; weights {own}")
     finally:
         dist.destroy_process_group()
 
