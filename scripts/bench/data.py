@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.image_set import ImageSet
-from launcher.data.images import load_images
+from launcher.data.images.catalog import load_images
+from launcher.data.images.image_set import ImageSet
+from launcher.data.images.photograph import random_region
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading, loader_processes
-from launcher.data.photograph import random_region
 from scripts.bench.machine import machine
 
 BATCH = 32

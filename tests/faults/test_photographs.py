@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.photographs import write_classes
+from tests.data.images.photographs import write_classes
 from tests.faults.launching import run
 
 SMALL = (

@@ -18,7 +18,7 @@ from tests.test_end_to_end import launch
 
 RECIPE = """
 from torch import nn
-from launcher.data.images import load_images
+from launcher.data.images.catalog import load_images
 from launcher.recipe import Config, Recipe, cross_entropy, recipe
 
 

@@ -12,15 +12,22 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from launcher.data.batch_plan import BatchPlan, generator_for
-from launcher.data.image_folder import list_csv, list_folder, stratified
-from launcher.data.images import load_images
+from launcher.data.images.catalog import load_images
+from launcher.data.images.folder import list_csv, list_folder, stratified
+from launcher.data.images.photograph_set import cut_regions
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading
-from launcher.data.photograph_set import cut_regions
 from launcher.errors import ConfigError, DataError, DataWarning
-from tests.data.photographs import QUARTERS, corner_colours, corners, data_config, encoded, write_classes
+from tests.data.images.photographs import (
+    QUARTERS,
+    corner_colours,
+    corners,
+    data_config,
+    encoded,
+    write_classes,
+)
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ANTS_BEES = REPOSITORY.parent / "shared" / "data" / "ants_bees"
 
 
@@ -152,7 +159,7 @@ def test_the_only_image_of_a_class_is_for_training_with_a_warning(tmp_path, frac
 LIST = """
 import os, sys
 from pathlib import Path
-from launcher.data.image_folder import list_folder
+from launcher.data.images.folder import list_folder
 from launcher.errors import DataError
 os.setuid(65534)
 try:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.data.sentence_tokenizer import SPECIAL, SentenceTokenizer, fitted
+from launcher.data.text.tokenizer import SPECIAL, SentenceTokenizer, fitted
 from launcher.errors import ConfigError
 
 pytest.importorskip("tokenizers")

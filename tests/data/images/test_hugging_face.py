@@ -10,11 +10,11 @@ from PIL import Image
 
 from launcher.config.composition import with_absolute_paths
 from launcher.config.resolve import Request, compose_jobs
-from launcher.data.images import load_images
+from launcher.data.images.catalog import load_images
 from launcher.errors import ConfigError, DataError
-from tests.data.photographs import data_config
+from tests.data.images.photographs import data_config
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
 
 
@@ -242,9 +242,9 @@ def test_what_has_to_exist_is_looked_for_before_a_run(words, refused):
 
 
 FROM_HUB = """
-from launcher.data.images import load_images
+from launcher.data.images.catalog import load_images
 from launcher.errors import DataError
-from tests.data.photographs import data_config
+from tests.data.images.photographs import data_config
 try:
     load_images(data_config("hf", "user/photographs"))
 except DataError as error:

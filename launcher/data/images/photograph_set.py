@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from launcher.config.schema import DataConfig
-from launcher.data.image_cache import ImageCache, open_cache
-from launcher.data.photograph import (
+from launcher.data.images.cache import ImageCache, open_cache
+from launcher.data.images.photograph import (
     BASE_OVER_CROP,
     DRAWS,
     Source,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from launcher.data.photograph import ATTEMPTS, DRAWS, centre, random_region, read_photograph
+from launcher.data.images.photograph import ATTEMPTS, DRAWS, centre, random_region, read_photograph
 from launcher.errors import DataError
-from tests.data.photographs import ORIENTATION, QUARTERS, corner_colours, corners, encoded
+from tests.data.images.photographs import ORIENTATION, QUARTERS, corner_colours, corners, encoded
 
 WHOLE = centre(1.0)
 KINDS = (

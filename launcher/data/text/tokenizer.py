@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.data.tokenizer_library import tokenizers_library, without_threads
+from launcher.data.text.library import tokenizers_library, without_threads
 from launcher.errors import ConfigError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

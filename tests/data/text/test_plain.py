@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from launcher.data import load_text
-from launcher.data.text import held_out, text_files
-from launcher.data.vocabulary import TOKENIZERS, vocabulary_from
+from launcher.data.text.plain import held_out, text_files
+from launcher.data.text.vocabulary import TOKENIZERS, vocabulary_from
 from launcher.errors import ConfigError, DataError
 from tests.configs import composed
 
-SHAKESPEARE = Path(__file__).resolve().parents[3] / "shared" / "data" / "shakespeare.txt"
+SHAKESPEARE = Path(__file__).resolve().parents[4] / "shared" / "data" / "shakespeare.txt"
 TEXT = "".join(f"line {number} of a text, naïve and “quoted”\n" for number in range(200))
 KINDS = ["characters", "bytes", "bpe"]
 

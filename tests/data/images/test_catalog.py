@@ -16,12 +16,12 @@ from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.batch_plan import epoch_noise
-from launcher.data.image_set import crop_and_flip
-from launcher.data.images import load_images, split
+from launcher.data.images.catalog import load_images, split
+from launcher.data.images.image_set import crop_and_flip
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 REAL_CIFAR10 = REPOSITORY.parent / "shared" / "data" / "cifar10"
 CLASS_NAMES = {"_type": "ClassLabel", "names": ["cat", "dog", "owl"]}
 
@@ -94,8 +94,8 @@ def test_digits_are_the_ones_of_scikit_learn():
 
 def test_digits_are_read_without_importing_scikit_learn():
     code = (
-        "import sys; from tests.data.test_images import data_config; before = set(sys.modules);"
-        "from launcher.data.images import load_images; load_images(data_config('digits'));"
+        "import sys; from tests.data.images.test_catalog import data_config; before = set(sys.modules);"
+        "from launcher.data.images.catalog import load_images; load_images(data_config('digits'));"
         "assert 'sklearn' not in sys.modules, 'sklearn'; assert 'datasets' not in sys.modules, 'datasets'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
@@ -362,9 +362,9 @@ def test_missing_datasets_package_names_the_line_that_installs_it(monkeypatch, t
 
 
 LOAD_FROM_HUB = """
-from tests.data.test_images import data_config
+from tests.data.images.test_catalog import data_config
 from launcher.errors import DataError
-from launcher.data.images import load_images
+from launcher.data.images.catalog import load_images
 try:
     load_images(data_config("cifar10"))
 except DataError as error:
@@ -391,8 +391,8 @@ def test_without_a_network_the_hub_is_given_up_quickly(tmp_path):
 
 LOAD_FOLDER = """
 import sys
-from tests.data.test_images import data_config
-from launcher.data.images import load_images
+from tests.data.images.test_catalog import data_config
+from launcher.data.images.catalog import load_images
 images = load_images(data_config("cifar10", sys.argv[1], cache="none"))
 print(len(images.train), int(images.train.columns["image"].sum()))
 """

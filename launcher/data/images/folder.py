@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.batch_plan import generator_for
-from launcher.data.photograph import Source
+from launcher.data.images.photograph import Source
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 
 SUFFIXES = frozenset(

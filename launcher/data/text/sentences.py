@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from launcher.config.schema import DataConfig
-from launcher.data.image_folder import stratified
-from launcher.data.sentence_tokenizer import SentenceTokenizer, fitted
+from launcher.data.images.folder import stratified
 from launcher.data.tables import Table, read_table, split_files
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import Batch
-from launcher.data.tokenizer_library import tokenizers_library
+from launcher.data.text.library import tokenizers_library
+from launcher.data.text.tokenizer import SentenceTokenizer, fitted
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from launcher.data.image_folder import TRAIN, VALIDATION, stratified
-from launcher.data.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
-from launcher.data.photograph import Source
+from launcher.data.images.folder import TRAIN, VALIDATION, stratified
+from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
+from launcher.data.images.photograph import Source
 from launcher.errors import ConfigError, DataError, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from launcher.data import load_sentences
-from launcher.data.sentences import sentence_files
+from launcher.data.text.sentences import sentence_files
 from launcher.errors import ConfigError, DataError, DataWarning
 from tests.configs import composed
 
 pytest.importorskip("tokenizers")
 
-NLI = Path(__file__).resolve().parents[3] / "shared" / "data" / "nli"
+NLI = Path(__file__).resolve().parents[4] / "shared" / "data" / "nli"
 PAIRS = [
     (f"a dog number {number}", "it is a dog" if number % 2 else "it is a cat", ("yes", "no")[number % 2])
     for number in range(40)

@@ -1,7 +1,7 @@
 """Image sets by name: as uint8 tensors in memory, or as photographs that are decoded when they are read.
 
 Owns the source of each set and the split of sets that come without one. Never communicates: every rank loads
-the same set. `launcher.data.parquet`, `image_folder` and `hf` read the files.
+the same set. `launcher.data.images.parquet`, `image_folder` and `hf` read the files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
-from launcher.data.hf import Columns, list_rows
-from launcher.data.image_folder import list_csv, list_folder, stratified
-from launcher.data.image_set import ImageSet, photographs
-from launcher.data.parquet import load_parquet_splits
-from launcher.data.photograph_set import photograph_options
+from launcher.data.images.folder import list_csv, list_folder, stratified
+from launcher.data.images.hugging_face import Columns, list_rows
+from launcher.data.images.image_set import ImageSet, photographs
+from launcher.data.images.parquet import load_parquet_splits
+from launcher.data.images.photograph_set import photograph_options
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, PreflightError
 

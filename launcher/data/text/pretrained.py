@@ -18,9 +18,9 @@ from torch import nn
 
 from launcher.config.schema import DataConfig
 from launcher.data.hub import hub_answers
-from launcher.data.sentence_tokenizer import SentenceTokenizer
-from launcher.data.sentences import sentence_options
-from launcher.data.tokenizer_library import transformers_library, without_threads
+from launcher.data.text.library import transformers_library, without_threads
+from launcher.data.text.sentences import sentence_options
+from launcher.data.text.tokenizer import SentenceTokenizer
 from launcher.errors import ConfigError, listed
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -1,6 +1,6 @@
 """Images as a recipe gets them: two sets, the classes, and the transforms of a batch on the device.
 
-Owns normalisation and the augmentation of images in memory. Where sets come from is `launcher.data.images`.
+Owns normalisation and the augmentation of images in memory. Where sets come from is in `catalog`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from launcher.config.schema import AugmentConfig
-from launcher.data.photograph_set import (
+from launcher.data.images.photograph_set import (
     MEAN,
     STD,
     Listing,

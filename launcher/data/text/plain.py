@@ -20,7 +20,7 @@ from launcher.config.schema import DataConfig
 from launcher.data.tables import read_text
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
-from launcher.data.vocabulary import TOKENIZERS, Vocabulary, vocabulary_from
+from launcher.data.text.vocabulary import TOKENIZERS, Vocabulary, vocabulary_from
 from launcher.errors import ConfigError, DataError
 
 NOT_LIBRARY = {  # folders beside the sources of the standard library

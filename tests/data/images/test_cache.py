@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from launcher.data.batch_plan import generator_for
-from launcher.data.image_cache import open_cache
-from launcher.data.images import load_images
+from launcher.data.images.cache import open_cache
+from launcher.data.images.catalog import load_images
 from launcher.errors import DataWarning
-from tests.data.photographs import corners, data_config, encoded, write_classes
+from tests.data.images.photographs import corners, data_config, encoded, write_classes
 
 SHAPE = (3, 4, 5)
 
@@ -120,7 +120,7 @@ def test_processes_fill_it_together_and_another_run_goes_on_where_one_was_killed
 def test_what_an_earlier_boot_left_unfinished_is_not_used(tmp_path, monkeypatch):
     open_cache(tmp_path, "k", 2, SHAPE).put(0, image(0))
     (tmp_path / "boot").write_text("another-boot")
-    monkeypatch.setattr("launcher.data.image_cache.BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr("launcher.data.images.cache.BOOT_ID", tmp_path / "boot")
     cache = filled(tmp_path, 2)
     assert cache.path.exists()
     assert list(tmp_path.glob("*.partial")) == []

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from launcher.data.tokenizer_library import tokenizers_library, without_threads
+from launcher.data.text.library import tokenizers_library, without_threads
 from launcher.errors import ConfigError
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]

@@ -1,0 +1,1 @@
+"""Sets of texts: sentences with labels, and plain text."""
