@@ -73,7 +73,7 @@ class Loss:
     """The result of a forward pass on one micro-batch. The loss of a step is the sum over all `count`."""
 
     sum: Tensor  # fp32, 0-dim: over the samples (or tokens) of the micro-batch, not their mean
-    count: int  # how many samples (or tokens) carry loss
+    count: int | Tensor  # how many samples (or tokens) carry loss; 0-dim if a tensor
     # What metrics read, in evaluations only: logits [n, classes], predicted classes int64 [n], or any tensor
     # [n, ...] or mapping of tensors.
     outputs: Tensor | Mapping[str, Tensor] | None = None
@@ -191,15 +191,26 @@ def schedule(name: str) -> Callable[[Function], Function]:
 
 
 def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", labels: str = "label") -> Loss:
-    """Summed cross-entropy of `network(batch[inputs])` [n, classes] against `batch[labels]` [n]."""
+    """Summed cross-entropy of `network(batch[inputs])` [n, classes, ...] against `batch[labels]` [n, ...].
+
+    Counts the labels that carry loss: those of int64 that are not IGNORED (-100), or all probabilities of
+    classes (floating-point, of the logits' shape).
+    """
     logits = network(batch[inputs]).float()
     if logits.ndim < 2 or len(logits) != len(batch[labels]):
         raise ConfigError(
             f"the model returned the shape {list(logits.shape)} for {len(batch[labels])} samples: "
             f"cross_entropy needs [{len(batch[labels])}, classes], one value per sample and class."
         )
-    loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum")
-    return Loss(loss_sum, len(logits), logits.detach())
+    loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum", ignore_index=IGNORED)
+    return Loss(loss_sum, _labels_with_loss(logits, batch[labels]), logits.detach())
+
+
+def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
+    """How many: a tensor on the device for classes, since reading it would wait for the device."""
+    if labels.is_floating_point():
+        return logits.numel() // logits.shape[1]
+    return (labels != IGNORED).sum()
 
 
 def load_recipe(config: Config) -> Recipe:

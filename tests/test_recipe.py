@@ -269,6 +269,29 @@ def test_cross_entropy_is_summed_in_fp32_over_the_samples():
     assert not loss.outputs.requires_grad
 
 
+IMAGES = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "count"),
+    [
+        (IMAGES[:, :, 0, 0], torch.tensor([1, -100]), 1),
+        (IMAGES[:, :, 0, 0], torch.tensor([-100, -100]), 0),
+        (IMAGES, torch.ones(2, 3, 3, dtype=torch.int64), 18),
+        (IMAGES, torch.tensor([[[1, -100, 2]] * 3, [[0, 3, -100]] * 3]), 12),
+        (IMAGES[:, :, 0, 0], torch.full((2, 4), 0.25), 2),
+        (IMAGES, torch.full((2, 4, 3, 3), 0.25), 18),
+    ],
+    ids=["an ignored label", "only ignored", "pixels", "ignored pixels", "probabilities", "of pixels"],
+)
+def test_cross_entropy_counts_the_labels_that_carry_loss(logits, labels, count):
+    """Else a step divides by a wrong number."""
+    loss = cross_entropy(nn.Identity(), {"image": logits, "label": labels})
+    assert loss.count == count
+    if count:
+        assert torch.allclose(loss.sum / loss.count, nn.functional.cross_entropy(logits, labels))
+
+
 def test_cross_entropy_reads_the_columns_it_is_told():
     batch = {"x": torch.ones(2, 4), "y": torch.tensor([0, 1])}
     assert cross_entropy(nn.Linear(4, 3), batch, inputs="x", labels="y").count == 2

@@ -273,7 +273,7 @@ def build_stepper(
 def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:
     """Choose the loss scale by a dry backward over this rank's first micro-batch; returns a description."""
 
-    def dry() -> tuple[Tensor, int]:
+    def dry() -> tuple[Tensor, int | Tensor]:
         of_batch = loss_of(recipe.loss, model, first[0])
         return of_batch.sum, of_batch.count
 

@@ -77,8 +77,8 @@ class DivergenceCheck:
     def _refuse_empty_step(self, position: Position, report: StepReport) -> None:
         if report.count == 0:
             raise DataError(
-                f"step {position.step} had no sample on any rank. Each step needs at least one: check the "
-                "data."
+                f"step {position.step} had no sample that carries loss on any rank. Each step needs at least "
+                "one: check the data and its labels."
             )
 
     def _refuse_bad_losses(self, position: Position, report: StepReport) -> None:

@@ -44,7 +44,7 @@ def checked(
     [
         (replace(OVERFLOW, bad_loss_steps=3), DivergedError, "the loss was not finite in 3 steps"),
         (replace(OVERFLOW, floor_skips=4), DivergedError, "(?s)overflowed in 4 steps in a row.*fc.weight"),
-        (replace(OVERFLOW, count=0), DataError, "no sample on any rank"),
+        (replace(OVERFLOW, count=0), DataError, "no sample that carries loss on any rank"),
     ],
 )
 def test_a_run_that_cannot_recover_is_ended(report, error, words) -> None:
