@@ -249,7 +249,7 @@ def schedule_named(name: str, registry: Registry) -> Schedule | None:
 
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:
-    """Raise ConfigError for what is no metric, a name given twice, and a `compare_by` that none gives.
+    """Raise ConfigError for an invalid metric, a name given twice, and a `compare_by` that no metric gives.
 
     The names are those that the metrics declare; what they do not declare is checked at the first evaluation.
     """
@@ -258,7 +258,7 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
         if not isinstance(metric, Metric | LossMetric) or isinstance(metric, type):
             given = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
             raise ConfigError(
-                f"Recipe.metrics has {given}, which is no metric. A metric is an object with "
+                f"Recipe.metrics has {given}, which is not a metric. A metric is an object with "
                 "update(outputs, batch) and compute() -> {name: value}."
             )
         for name in declared_names(metric) or ():
@@ -302,7 +302,10 @@ def refuse_unusable_data(recipe: Recipe) -> None:
         raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
     for name, data in sets.items():
         if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):
-            raise DataError(f"{name!r} in Recipe.validation is no name: it must be a text without '/'.")
+            raise DataError(
+                f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
+                "without '/'."
+            )
         if hasattr(data, "__len__") and len(data) == 0:
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "

@@ -103,7 +103,7 @@ class Pool:
             yield fetched
 
     def explain(self, error: RuntimeError) -> LauncherError | None:
-        """What a loss of a process or a long wait means, with the sample that was being read."""
+        """The error for a lost process or a long wait, naming the sample that was being read."""
         if lost := LOST.search(str(error)):
             pids = {int(pid) for pid in lost[1].replace(" ", "").split(",") if pid}
             mine = [row for row in self._shared if int(row[PID]) in pids]
@@ -176,7 +176,7 @@ def _starting() -> Iterator[None]:
 
 @contextmanager
 def loader_processes() -> Iterator[None]:
-    """Ends the loader processes that were started within, and names what the loss of one means."""
+    """End the loader processes started within the context; raise a lost one's failure as a LauncherError."""
     try:
         yield
     except RuntimeError as error:  # torch's, wherever this process was when its child ended

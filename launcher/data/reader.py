@@ -149,8 +149,8 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     ]
     if odd:
         raise DataError(
-            f"a batch holds what is no tensor: {', '.join(odd)}. {rule} Leave these out, or turn them into "
-            "tensors, in the data set or in Recipe.collate."
+            f"a batch has columns that are not tensors: {', '.join(odd)}. {rule} Leave these out, or turn "
+            "them into tensors, in the data set or in Recipe.collate."
         )
     return dict(batch)
 

@@ -49,7 +49,7 @@ class Batches(Protocol):
 def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Readable:
     """A recipe's set as one that batches can be made of: on the device, or read by loader processes.
 
-    Raises DataError for what is neither. `kind` is "training" or "validation", for messages.
+    Raises DataError for anything else. `kind` is "training" or "validation", for messages.
     """
     if isinstance(data, TensorData):
         return data.to(how.device)
@@ -64,7 +64,7 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
     if not hasattr(data, "__len__"):
         raise DataError(
             f"the recipe's {kind} set is a {type(data).__name__}, which has no __len__. Give it one, or give "
-            "an iterable, whose length nobody needs to know."
+            "an iterable, whose length may be unknown."
         )
     return IndexedData(data, collate, how, kind)
 

@@ -1,4 +1,4 @@
-"""Batches of a stream: an iterable whose length nobody knows, and which may not fit the disk.
+"""Batches of a stream: an iterable of unknown length, which may be larger than the disk.
 
 Owns its division among ranks and loader processes, its position for a resume, and its end. Two kinds:
 

@@ -1,4 +1,4 @@
-"""What takes long to make from a data set, such as its tokens, kept as tensors in a file that is mapped.
+"""Results that take long to compute from a data set, such as its tokens, kept as tensors in a mapped file.
 
 Owns the files: one for each key, written whole or not at all, by one process of a machine while the others
 wait. What is not of the key that is asked for is never read. Never a reason to end a run: where no file can

@@ -116,8 +116,8 @@ def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) 
     if isinstance(train, StreamData):
         if config.train.max_steps is None:
             raise ConfigError(
-                "train.max_steps is not set, but the training set is a stream, whose length nobody knows: "
-                "set train.max_steps=N. Where the stream ends before, it starts again."
+                "train.max_steps is not set, but the training set is a stream, of unknown length: "
+                "set train.max_steps=N. A stream that ends earlier is read again."
             )
         num_samples = config.train.max_steps * config.data.batch_size
     else:

@@ -86,8 +86,8 @@ class Evaluator:
         if found.nan_outputs:
             telemetry.warn(
                 f"{found.nan_outputs} of the outputs for the {found.samples} samples of the "
-                f"{set_title(name)} set are NaN, so the metrics that read them say nothing. Check the input "
-                "for NaN, or lower optim.lr."
+                f"{set_title(name)} set are NaN, so metrics computed from them are meaningless. Check "
+                "the input for NaN, or lower optim.lr."
             )
         self._report_unreadable(set_title(name), found.unreadable)
         telemetry.emit(

@@ -163,7 +163,7 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
         label = int(found[1])
         more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
         return (
-            "A label must lie between 0 and the number of the model's outputs less one. Give it "
+            "A label must be at least 0 and less than the number of the model's outputs. Give it "
             f"{more}, or correct the labels."
         )
     if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(str(error)):

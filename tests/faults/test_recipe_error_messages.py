@@ -98,8 +98,8 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         "BUILD",
         "model = Model(); model.inner = nn.Linear(4, 2); return model",
         7,
-        "in loss: IndexError: Target 2 is out of bounds. A label must lie between 0 and the number of the "
-        "model's outputs less one. Give it at least 3 outputs",
+        "in loss: IndexError: Target 2 is out of bounds. A label must be at least 0 and less than the "
+        "number of the model's outputs. Give it at least 3 outputs",
     ),
     "inputs of float64": (
         "RECIPE",

@@ -171,7 +171,7 @@ def _splits(loaded: Any, where: str) -> tuple[Any, Any | None]:
     held_out = next((name for name in HELD_OUT if name in loaded), None)
     if TRAIN not in loaded or held_out is None:
         raise DataError(
-            f"{where} has the splits {listed(list(loaded), SHOWN)}. Needed are train and one of "
+            f"{where} has the splits {listed(list(loaded), SHOWN)}. It needs train and one of "
             f"{', '.join(HELD_OUT)}, or a single one."
         )
     return loaded[TRAIN], loaded[held_out]
@@ -231,7 +231,7 @@ def _values(rows: Any, column: str, where: str) -> list[Any]:
     if wrong := [row for row, value in enumerate(values) if not isinstance(value, int | str)]:
         raise DataError(
             f"{where}: row {wrong[0]} has {values[wrong[0]]!r} in the label column {column} ({len(wrong)} "
-            "such rows). Needed are whole numbers or texts."
+            "such rows). Labels must be whole numbers or strings."
         )
     return values
 

@@ -58,7 +58,7 @@ class Listing(Protocol):
         """A text that changes with whatever may change a pixel."""
 
     def identity(self, index: int) -> str:
-        """What tells the image from others, the same on all machines that have the set."""
+        """A key of the image, unique in the set and equal on all machines that have the set."""
 
     def source(self, index: int) -> tuple[Source, str]:
         """The image and the name by which an error mentions it."""

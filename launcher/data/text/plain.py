@@ -106,7 +106,9 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
         raise ConfigError(f"data.path={path} is neither a file nor a folder.")
     files = _below(given, TEXTS)
     if not files:
-        raise DataError(f"data.path={path} has no text below it: no file that ends in {', '.join(TEXTS)}.")
+        raise DataError(
+            f"data.path={path} contains no texts, that is no file that ends in {', '.join(TEXTS)}."
+        )
     return files, given
 
 

@@ -39,7 +39,7 @@ def pretrained_encoder(path: str) -> PretrainedEncoder:
         return PretrainedEncoder(str(folder), from_hub=False)
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
         raise ConfigError(
-            f"model.path={path} is no folder. It needs config.json, *.safetensors and a tokenizer."
+            f"model.path={path} is not a folder. It needs config.json, *.safetensors and a tokenizer."
         )
     return PretrainedEncoder(path, from_hub=True)
 

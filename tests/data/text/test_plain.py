@@ -128,7 +128,7 @@ def test_a_text_that_cannot_be_used(tmp_path, text, message):
 
 
 def test_a_folder_without_texts(tmp_path):
-    with pytest.raises(DataError, match=r"has no text below it: no file that ends in \.txt"):
+    with pytest.raises(DataError, match=r"contains no texts, that is no file that ends in \.txt"):
         load_text(config_of(tmp_path))
     with pytest.raises(ConfigError, match="is neither a file nor a folder"):
         text_files(str(tmp_path / "absent"))
