@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection, Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.errors import EngineWarning, listed
@@ -22,6 +24,26 @@ NO_GRADIENTS = (
     "them, that nothing detaches it (.detach(), .data, torch.no_grad()), and under fp16 that the loss scale "
     "is not too small. Otherwise freeze them with requires_grad_(False) before building the Stepper."
 )
+
+ALONE = (
+    "{variable}={size}, but no process group is initialised: this process trains alone, and the others each "
+    "train a model of their own. Call torch.distributed.init_process_group() before building the Stepper. To "
+    "train alone on purpose, then pass a group of one: "
+    "new_group([get_rank()], use_local_synchronization=True)."
+)
+# Set by torchrun, by Open MPI, by MPICH and Intel MPI, by srun. SLURM_NTASKS is also set outside of srun.
+WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def warn_if_alone(stacklevel: int) -> None:
+    """Warn where a launcher started several processes and no process group is initialised."""
+    if dist.is_available() and dist.is_initialized():
+        return
+    for variable in WORLD_SIZES:
+        size = os.environ.get(variable, "")
+        if size.isdecimal() and int(size) > 1:
+            warnings.warn(ALONE.format(variable=variable, size=size), EngineWarning, stacklevel + 1)
+            return
 
 
 class Notices:

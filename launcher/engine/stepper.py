@@ -32,6 +32,7 @@ from launcher.engine.errors import (
 )
 from launcher.engine.flat.broadcast import refuse_different_models
 from launcher.engine.flat.groups import ParameterGroup
+from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
@@ -48,7 +49,8 @@ from launcher.engine.wire.transports import Wire
 class Stepper:
     """Trains `model` with `optimizer` under a precision policy, on one or many ranks.
 
-    `group` None means the default process group, or one process where none is initialised. To train alone
+    `group` None means the default process group, or one process where none is initialised; that warns where a
+    launcher such as torchrun started several. To train alone
     while other ranks exist, pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`.
     The attribute `group` is the group in use, None for one process.
 
@@ -106,6 +108,8 @@ class Stepper:
         rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
         self.model, self.group = model, group_of(group)
+        if self.group is None:
+            warn_if_alone(stacklevel=2)
         self.policy = policy = policy or Policy.fp16()
         # First: what comes next then raises on all ranks or on none.
         refuse_different_models(model, reference_count, groups, self.group)

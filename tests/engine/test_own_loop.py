@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine import SGD, AdamW, EngineWarning, Policy, Stepper, TorchOptimizer, UnusableError
@@ -135,3 +136,21 @@ def test_a_scheduler_of_torch_sets_the_rates_of_an_own_loop(name, kind) -> None:
     for ours, reference in zip(stepper.model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-5)
     assert stepper._rates is rates  # what a captured CUDA graph reads
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_one_of_several_processes_without_a_process_group_says_so(monkeypatch, variable) -> None:
+    monkeypatch.setenv(variable, "1")
+    stepper_of()
+    monkeypatch.setenv(variable, "2")
+    with pytest.warns(EngineWarning, match=rf"^{variable}=2, but no process group .*init_process_group\(\)"):
+        stepper_of()
+
+
+def test_a_group_of_one_among_several_processes_is_meant(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        stepper_of(group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
