@@ -23,6 +23,7 @@ from launcher.data.reader import (
     Indexed,
     Reader,
     Request,
+    refuse_other_labels,
 )
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import DataError
@@ -67,6 +68,7 @@ class IndexedData:
             log.warning("the %s set: left out %s\n%s", self.kind, bad, bad.details)
         if fetched.batch is None:
             return None
+        refuse_other_labels(fetched, self.how.label, self.kind)
         return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
 
     def evaluation_batches(

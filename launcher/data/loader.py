@@ -44,6 +44,7 @@ class Loading:
     seed: int
     max_bad: int = 0
     timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
+    label: str | None = None  # the column with a class per sample; None: there are no classes
 
 
 class Noting(Protocol):

@@ -26,6 +26,10 @@ EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 
 
+class MissingError(DataError):
+    """A sample, or a part of it, is None."""
+
+
 class Indexed(Protocol):
     """A map-style data set, as torch's and Hugging Face's are."""
 
@@ -108,12 +112,39 @@ class Reader:
         try:
             return Fetched(collated(samples, self._collate), tuple(kept), tuple(bad))
         except Exception as error:
-            text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-            where = place_of(error)
-            indices = [request.indices[offset] for offset in kept]
-            return Fetched(
-                None, (), tuple(bad), f"samples {_listed(indices)}{f' at {where}' if where else ''}: {text}"
-            )
+            return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
+
+    def _without_odd(
+        self, request: Request, samples: Mapping[int, Any], bad: Sequence[BadSample], error: Exception
+    ) -> Fetched:
+        """The batch without the samples (by offset) that cannot be collated even alone; else the failure."""
+        errors = {offset: found for offset, each in samples.items() if (found := self._alone(each))}
+        good = [offset for offset in samples if offset not in errors]
+        missing = all(isinstance(found, MissingError) for found in errors.values())
+        if errors and (good or missing):  # otherwise the collate itself may be wrong
+            odd = [BadSample.of(request.indices[offset], found) for offset, found in errors.items()]
+            if not good:
+                return Fetched(None, (), (*bad, *odd))
+            try:
+                batch = collated([samples[offset] for offset in good], self._collate)
+                return Fetched(batch, tuple(good), (*bad, *odd))
+            except Exception as again:
+                error = again
+        text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        where = place_of(error)
+        indices = [request.indices[offset] for offset in samples]
+        return Fetched(
+            None, (), tuple(bad), f"samples {_listed(indices)}{f' at {where}' if where else ''}: {text}"
+        )
+
+    def _alone(self, sample: Any) -> Exception | None:
+        """Why this sample cannot be collated by itself; None if it can."""
+        try:
+            collated([sample], self._collate)
+        except Exception as error:
+            missing = _none_in(sample)
+            return MissingError(f"{missing} is None") if missing else error
+        return None
 
     def _sample(self, index: int, epoch: int, position: int) -> Any:
         seed = spread_seed("sample", self._seed, epoch, position)
@@ -135,7 +166,10 @@ def takes_generator(dataset: Indexed) -> bool:
 
 
 def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
-    """A batch of samples, by the recipe's collate or torch's own. DataError unless it holds tensors only."""
+    """A batch of samples, by the recipe's collate or torch's own.
+
+    DataError unless it holds tensors only, and at least one of them has a row per sample.
+    """
     if collate is None:
         refuse_nameless(samples[0])
     batch = default_collate(list(samples)) if collate is None else collate(samples)
@@ -152,7 +186,43 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
             f"a batch has columns that are not tensors: {', '.join(odd)}. {rule} Leave these out, or turn "
             "them into tensors, in the data set or in Recipe.collate."
         )
+    _refuse_other_rows(batch, len(samples))
     return dict(batch)
+
+
+def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
+    """Raise DataError where no column has a row per sample: some samples are left out, or there twice."""
+    if any(column.shape[:1] == (num_samples,) for column in batch.values()):
+        return  # others may be packed: their tokens one after another, say
+    found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
+    raise DataError(
+        f"the recipe's collate was given {num_samples} samples and returned {found}: no column has a row per "
+        "sample. It must return every sample once. To leave samples out, raise an error in the data set and "
+        "set data.max_bad. A packed batch needs one column with a row per sample, such as their lengths."
+    )
+
+
+def refuse_other_labels(fetched: Fetched, label: str | None, kind: str) -> None:
+    """Raise DataError where the batch has another number of labels than of samples."""
+    labels = (fetched.batch or {}).get(label or "")
+    if labels is None or labels.shape[:1] == (len(fetched.kept),):
+        return
+    raise DataError(
+        f"the {kind} set: the recipe names classes, and a batch of {len(fetched.kept)} samples has the "
+        f"column {label} of shape {list(labels.shape)}. It must have one row per sample: correct the "
+        "recipe's collate, or set Recipe.label to the right column."
+    )
+
+
+def _none_in(sample: Any) -> str:
+    """Which part of a sample is None; empty if none is."""
+    if sample is None:
+        return "it"
+    if isinstance(sample, Mapping):
+        return next((f"its column {name}" for name, value in sample.items() if value is None), "")
+    if isinstance(sample, tuple | list):
+        return next((f"its part {number}" for number, value in enumerate(sample) if value is None), "")
+    return ""
 
 
 def refuse_nameless(sample: Any) -> None:

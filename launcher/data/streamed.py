@@ -27,7 +27,7 @@ from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.device import to_device
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
-from launcher.data.reader import EVALUATION, BadSample, Collate, Fetched, collated
+from launcher.data.reader import EVALUATION, BadSample, Collate, Fetched, collated, refuse_other_labels
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import ConfigError, DataError
 
@@ -212,6 +212,7 @@ class StreamData:
             raise error
         if fetched.batch is None:
             raise DataError(f"the {self.kind} stream: {fetched.failure}")
+        refuse_other_labels(fetched, self.how.label, self.kind)
         return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
 
     def evaluation_batches(

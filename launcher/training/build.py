@@ -101,6 +101,7 @@ def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
         seed=config.seed,
         max_bad=config.data.max_bad,
         timeout_s=PATIENCE * config.launch.stall_s,
+        label=None if recipe.classes is None else recipe.label,
     )
     return DataSets(
         readable(recipe.train, recipe.collate, how, "training"),

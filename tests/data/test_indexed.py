@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from launcher.data.batch_plan import BatchPlan, by_length
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading, loader_processes
+from launcher.data.reader import Request
 from launcher.data.sources import evaluation_batches, readable, training_batches
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, StalledError
@@ -249,3 +250,17 @@ def test_samples_of_similar_length_share_batches():
     assert not torch.equal(grouped, by_length(order, lengths, 8, seed=0, epoch=1))
     firsts = lengths[grouped[:1000].view(-1, 8)].float()
     assert abs(firsts[:, :4].mean() - firsts[:, 4:].mean()) < 10, "no rank gets the long ones"
+
+
+@pytest.mark.parametrize("label", ["label", None])
+def test_a_batch_with_another_number_of_labels_than_samples_is_refused(label):
+    def collate(samples):
+        return {"x": torch.ones(len(samples), 2), "label": torch.zeros(len(samples) - 1)}
+
+    data = IndexedData([{"x": 1}] * 4, collate, loading(label=label), "training")
+    fetched = data.fetch(Request(0, 0, (0, 1, 2)))
+    if label is None:
+        assert len(data.usable(fetched)["label"]) == 2
+    else:
+        with pytest.raises(DataError, match=r"of 3 samples has the column label of shape \[2\]"):
+            data.usable(fetched)

@@ -85,6 +85,32 @@ def test_samples_that_cannot_be_read_are_named_and_left_out():
     assert "Traceback" in fetched.bad[0].details
 
 
+@pytest.mark.parametrize("others", [2, 0])
+@pytest.mark.parametrize(
+    ("sample", "collate", "text"),
+    [
+        (None, None, "sample 0: it is None"),
+        ({"x": None}, None, "sample 0: its column x is None"),
+        ((None,), columns("x"), "sample 0: its part 0 is None"),
+    ],
+)
+def test_a_sample_that_is_none_is_named_and_left_out(sample, collate, text, others):
+    good = {"x": torch.ones(2)} if collate is None else (torch.ones(2),)
+    fetched = read(Listed(sample, *[good] * others), *range(1 + others), collate=collate)
+    assert [str(bad) for bad in fetched.bad] == [text]
+    assert fetched.failure == ""
+    assert fetched.kept == tuple(range(1, 1 + others))
+    assert (fetched.batch is None) == (others == 0)
+
+
+def test_a_sample_that_cannot_be_collated_alone_is_left_out_unless_none_can():
+    good, odd = {"x": torch.ones(2)}, {"x": object()}
+    fetched = read(Listed(good, odd, good), 0, 1, 2)
+    assert (fetched.kept, [bad.index for bad in fetched.bad]) == ((0, 2), [1])
+    assert "TypeError" in fetched.bad[0].error
+    assert read(Listed(odd, odd), 0, 1).failure.startswith("samples 0, 1: TypeError")
+
+
 def test_a_request_without_a_readable_sample_has_no_batch():
     fetched = read(Listed(ValueError("torn")), 0)
     assert (fetched.batch, fetched.kept, fetched.failure) == (None, (), "")
@@ -108,7 +134,6 @@ def test_columns_names_the_parts_of_a_tuple():
         ({"text": "words"}, None, "text (list)"),
         ({"x": 1}, lambda samples: [1], "collate returned list"),
         ({"x": 1}, lambda samples: {"x": None}, "x (NoneType)"),
-        ({"x": None}, None, "samples 0: TypeError"),
     ],
 )
 def test_what_cannot_be_collated_is_explained(sample, collate, text):
@@ -120,3 +145,27 @@ def test_what_cannot_be_collated_is_explained(sample, collate, text):
 def test_samples_of_different_shapes_are_named():
     uneven = Listed({"x": torch.ones(2)}, {"x": torch.ones(3)})
     assert "samples 1, 0: RuntimeError: stack expects" in read(uneven, 1, 0).failure
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ({"x": torch.ones(15, 2), "label": torch.ones(15)}, "x [15, 2], label [15]"),
+        ({"x": torch.ones(17, 2)}, "x [17, 2]"),
+        ({"x": torch.ones(15, 2), "y": torch.ones(14), "z": torch.tensor(1)}, "x [15, 2], y [14], z []"),
+        ({}, "no column"),
+    ],
+)
+def test_a_collate_that_leaves_out_or_repeats_samples_is_refused(made, found):
+    """Else nothing shows it, and an evaluation is not over every sample once."""
+    samples = Listed(*[{"x": torch.ones(2)}] * 16)
+    failure = read(
+        samples, *range(16), collate=lambda samples: made if len(samples) == 16 else samples
+    ).failure
+    assert f"was given 16 samples and returned {found}: no column has a row per sample" in failure
+
+
+def test_a_collate_may_pack_columns_of_other_lengths():
+    packed = {"tokens": torch.ones(40), "offsets": torch.ones(17), "length": torch.ones(16)}
+    samples = Listed(*[{"x": torch.ones(2)}] * 16)
+    assert read(samples, *range(16), collate=lambda samples: packed).batch == packed
