@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +58,9 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
-Source = TensorData | Indexed  # columns in memory, or a map-style data set of torch or Hugging Face
+Source = (
+    TensorData | Indexed | Iterable[Any]
+)  # columns in memory, or a map-style data set of torch or Hugging Face
 # (model, position) -> texts, numbers and pictures by name, for the console, metrics.jsonl and the tracker.
 # Called on rank 0 alone: it must not communicate, and only read the model, which is in evaluation mode.
 # `position.epoch` counts from 0, `position.step` from 1.
@@ -306,7 +308,7 @@ def refuse_unusable_data(recipe: Recipe) -> None:
                 f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
                 "without '/'."
             )
-        if hasattr(data, "__len__") and len(data) == 0:
+        if isinstance(data, Sized) and len(data) == 0:
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
                 "Give it some, for instance a part of the training set."

@@ -52,6 +52,9 @@ class Noting(Protocol):
 
     reading: Callable[[int], None]
 
+    def begin(self) -> None:
+        """Called before each iteration, in the process that starts the loader processes."""
+
 
 class Pool:
     """The processes that read a data set; may be iterated again. None for 0 workers.
@@ -90,6 +93,7 @@ class Pool:
         )
 
     def __iter__(self) -> Iterator[Fetched]:
+        self._reader.begin()
         with _starting():
             iterator = iter(self._loader)
         if self._how.workers:

@@ -95,6 +95,9 @@ class Reader:
         self.reading: Callable[[int], None] = lambda index: None
         self._takes_generator = takes_generator(dataset)
 
+    def begin(self) -> None:
+        """Nothing is to be done before an iteration."""
+
     def __getitem__(self, request: Request) -> Fetched:
         samples: list[Any] = []
         kept: list[int] = []

@@ -84,9 +84,24 @@ class StreamReader(IterableDataset[Fetched]):
         self._share = share
         self._parts = parts
         self._start = start  # of the first pass
-        self._pass = start.passes
+        self._pass = self._begun = start.passes
         self._process: tuple[int, int] | None = None  # number and how many, in a loader process
+        self._reader = ""  # who draws the same random numbers for the same position
         self.reading: Callable[[int], None] = lambda position: None
+
+    def begin(self) -> None:
+        """Before each pass, in the worker. All loader processes share the epoch of a Hugging Face stream.
+
+        Its set_epoch() adds the difference to a number in shared memory: of two processes that call it at
+        once, both add.
+        """
+        if self._share.divided:
+            self._set_epoch(self._begun)
+        self._begun += 1
+
+    def _set_epoch(self, epoch: int) -> None:
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(0 if self._pass == EVALUATION else epoch)
 
     def __iter__(self) -> Iterator[Fetched]:
         if self._process is None and (info := get_worker_info()) is not None:
@@ -95,15 +110,13 @@ class StreamReader(IterableDataset[Fetched]):
         own, processes = self._process or (0, 1)
         number = (own + start.next_process) % processes  # the first process makes what was to come next
         current, self._pass = self._pass, self._pass if self._pass == EVALUATION else self._pass + 1
-        reader = f"{self._share.rank}/{number}" if self._share.divided else "all"  # who read alike draw alike
-        seed = spread_seed("stream", self._seed, current, reader)
+        self._reader = f"{self._share.rank}/{number}" if self._share.divided else "all"  # alike read alike
         made = self._micro_batches(start, own, processes, number, current)
         if self._process is not None:
             present(number, processes, self._share.divided)
-            seed_all(seed)
             yield from made
             return
-        generators = Generators(seed)
+        generators = Generators(self._seed)
         while True:
             with generators:
                 fetched = next(made, None)
@@ -115,8 +128,8 @@ class StreamReader(IterableDataset[Fetched]):
         self, start: Standpoint, own: int, processes: int, number: int, current_pass: int
     ) -> Iterator[Fetched]:
         began, state = time.monotonic(), start.states.get(str(number))
-        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
-            set_epoch(max(current_pass, 0))  # first: Hugging Face's takes no state of another epoch
+        if not self._share.divided:
+            self._set_epoch(current_pass)
         if state is not None:
             self._stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
         at = 0 if state is None else int(state["at"])
@@ -128,7 +141,7 @@ class StreamReader(IterableDataset[Fetched]):
         for part in parts:
             goal = at if self._share.divided else part.start
             skipped += max(goal - at, 0) if not skipped else 0
-            at, samples, bad = self._read(source, at, goal, len(part))
+            at, samples, bad = self._read(source, current_pass, at, goal, len(part))
             if bad is not None:
                 yield Fetched(None, (), (bad,))
                 return
@@ -137,12 +150,13 @@ class StreamReader(IterableDataset[Fetched]):
             yield self._made(samples, part, at, number, skipped, time.monotonic() - began)
 
     def _read(
-        self, source: Iterator[Any], at: int, goal: int, size: int
+        self, source: Iterator[Any], current_pass: int, at: int, goal: int, size: int
     ) -> tuple[int, list[Any], BadSample | None]:
         """Skip to `goal` and read `size` samples, or those that are left."""
         samples: list[Any] = []
         while len(samples) < size:
             self.reading(at)
+            seed_all(spread_seed("stream", self._seed, current_pass, self._reader, at))
             try:
                 sample = next(source)
             except StopIteration:

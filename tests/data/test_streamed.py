@@ -43,7 +43,8 @@ class Remembering(Numbers):
         while self.at < self.size:
             self.at += 1
             self.read += 1
-            yield {"index": torch.tensor(self.at - 1)}
+            drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
+            yield {"index": torch.tensor(self.at - 1), "drawn": drawn}
         self.at = 0
 
     def state_dict(self):
@@ -135,15 +136,16 @@ def test_a_stream_of_hugging_face_is_visited_once_in_each_pass(world_size, worke
     [(Numbers, 2, 0), (Numbers, 2, 3), (Remembering, 2, 2), (of_hugging_face, 2, 0), (of_hugging_face, 2, 2)],
 )
 @pytest.mark.parametrize("at", [2, 6])
-def test_a_resume_goes_on_with_the_same_samples(make, world_size, workers, at):
+def test_a_resume_continues_with_the_same_samples(make, world_size, workers, at):
+    name = "index" if make is of_hugging_face else "drawn"
     with loader_processes():
         ranks = [batches(make(), world_size, rank, workers, 2) for rank in range(world_size)]
         run_steps(ranks, range(at))
         saved = json.loads(json.dumps([each.position() for each in ranks]))
-        expected = [joined(step) for step in run_steps(ranks, range(at, STEPS))]
+        expected = [joined(step, name) for step in run_steps(ranks, range(at, STEPS))]
     with loader_processes():
         ranks = [batches(make(), world_size, rank, workers, 2, saved) for rank in range(world_size)]
-        assert [joined(step) for step in run_steps(ranks, range(at, STEPS))] == expected
+        assert [joined(step, name) for step in run_steps(ranks, range(at, STEPS))] == expected
 
 
 def test_a_resume_on_other_ranks_skips_forward():
