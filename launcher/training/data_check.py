@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from launcher.data.indexed import IndexedData
 from launcher.data.reader import EVALUATION, Fetched, Request
 from launcher.data.sources import Readable
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
-from launcher.errors import DataError
+from launcher.errors import DataError, DataWarning
 from launcher.metrics.metric import name_of
 from launcher.recipe import Recipe, set_title
 
@@ -79,11 +81,37 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
         elif own := own_fingerprint(data.dataset):
             known[f"the fingerprint of the {name} set"] = own
         else:
+            warn_unless_repeatable(data)
             for index in spread_positions(len(data), READ):
                 known[f"{name} sample {index}"] = batch_digest(
                     data.fetch(Request(EVALUATION, index, (index,)))
                 )
     return known
+
+
+def warn_unless_repeatable(data: IndexedData) -> None:
+    """Warn of a data set whose first sample is another when it is read again with the same seed."""
+    if not len(data):
+        return
+    first, again = (data.fetch(Request(EVALUATION, 0, (0,))).batch or {} for _ in range(2))
+    odd = [name for name, column in first.items() if not _same(column, again.get(name))]
+    if odd:
+        warnings.warn(
+            f"sample 0 of the {data.kind} set differs when it is read again with the same seed, in "
+            f"{', '.join(odd)}. A resume, and another number of ranks or of data.workers, will train on "
+            "other samples. Draw from random, numpy.random or torch, which are seeded before each sample, or "
+            "give the data set a method sample(index, generator). Keep no generator, counter or open file in "
+            "it from one sample to the next.",
+            DataWarning,
+            stacklevel=2,
+        )
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors have the same bits."""
+    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return one.numel() == 0 or digest(one) == digest(other)
 
 
 def own_fingerprint(data: object) -> str:

@@ -1,0 +1,55 @@
+"""What is looked at in a data set before the first step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from launcher.data.indexed import IndexedData
+from launcher.data.loader import Loading
+from launcher.errors import DataWarning
+from launcher.training.data_check import warn_unless_repeatable
+
+
+class Samples(Dataset):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return {"index": index, "noise": torch.tensor(self.draw(), dtype=torch.float64)}
+
+
+class OwnGenerator:
+    """As augmentations with a generator of their own draw."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self):
+        return self.generator.random()
+
+
+def indexed(draw):
+    return IndexedData(Samples(draw), None, Loading(0, torch.device("cpu"), 0), "training")
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_warned_of():
+    with pytest.warns(DataWarning, match="sample 0 of the training set differs .* seed, in noise. A resume"):
+        warn_unless_repeatable(indexed(OwnGenerator()))
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(()).item(), lambda: float("nan")]
+)
+def test_a_data_set_that_draws_from_what_is_seeded_is_not(draw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_unless_repeatable(indexed(draw))
