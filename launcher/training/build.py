@@ -27,6 +27,7 @@ from launcher.data.loader import Loading
 from launcher.data.sources import Readable, readable
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
+from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
@@ -34,7 +35,7 @@ from launcher.errors import ConfigError
 from launcher.recipe import Recipe, loss_of, set_title
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
-from launcher.training.lr_schedule import learning_rates, own_rates
+from launcher.training.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
 from launcher.training.parameter_groups import parameter_groups
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -252,7 +253,11 @@ def named_schedule(config: Config) -> str:
 def build_stepper(
     config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, total_steps: int
 ) -> Stepper:
+    """The Stepper of the config. A collective. ConfigError, on all ranks, if their learning rates differ."""
     optim = config.optim
+    rates = rates_of(config, recipe, total_steps)
+    if recipe.schedule is not None:  # the recipe's code; what the config gives is the same on all ranks
+        refuse_other_rates(exchange_texts(env, course_of(rates)), named_schedule(config))
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     emulate = config.precision.emulate
     return Stepper(
@@ -263,7 +268,7 @@ def build_stepper(
         scaling=build_scaling(config),
         wire=build_wire(config, env),
         clip_norm=optim.clip_norm,
-        learning_rates=rates_of(config, recipe, total_steps),
+        learning_rates=rates,
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],

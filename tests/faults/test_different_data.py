@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from launcher.data.tensors import TensorData
-from launcher.errors import DataError
+from launcher.errors import ConfigError, DataError
 from launcher.evaluation.evaluate import evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.run_dir.atomic import read_json
@@ -216,3 +217,22 @@ def test_a_resume_on_other_data_warns(tmp_path: Path, monkeypatch) -> None:
         assert done.returncode == 0, done.stderr
         warned.append("is not that of the checkpoint: training column image" in done.stdout + done.stderr)
     assert warned == [False, False, True]
+
+
+def test_a_schedule_that_differs_by_rank_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    file = tmp_path / "tiny.py"
+    file.write_text(
+        file.read_text().replace(
+            'classes=("a", "b")', 'classes=("a", "b"), schedule=lambda step, total: 1 + RANK'
+        )
+    )
+    with Parent(tmp_path, "optim.lr=0.1", "train.epochs=1") as parent:
+        assert parent.end() == ConfigError.exit_code
+        assert re.search(
+            r"^error: the recipe's schedule gives different learning rates on the ranks: 0\.1 to 0\.1 "
+            r"\(digest \w+\) on rank 0; 0\.2 to 0\.2 \(digest \w+\) on rank 1\. It must return",
+            parent.stderr,
+            re.MULTILINE,
+        ), parent.stderr
+        assert parent.stderr.count("error:") == 1
