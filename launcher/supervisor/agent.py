@@ -132,9 +132,9 @@ class Agent(LocalElasticAgent):
             generation.end_within(0)
 
     def _restart_or_raise(self, verdict: Verdict) -> None:
-        if verdict.exit_code == PREEMPTED or self._signals.stop is not None:
-            raise stopped(verdict, self._signals.stop)
         newest = self._newest_step()
+        if verdict.exit_code == PREEMPTED or self._signals.stop is not None:
+            raise stopped(verdict, self._signals.stop, newest)
         self._restarts.allow(verdict, newest)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
@@ -165,10 +165,17 @@ class Agent(LocalElasticAgent):
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
 
-def stopped(verdict: Verdict, asked: signal.Signals | None) -> LauncherError:
-    """The error for a run that was asked to stop: saved, or not."""
+def stopped(verdict: Verdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
+    """The error for a run that was asked to stop: saved, or not. `newest_step` is that of its checkpoints."""
     if verdict.exit_code == PREEMPTED:
         return PreemptedError(verdict.text)
     assert asked is not None
+    if verdict.last_step is not None and newest_step >= verdict.last_step:
+        text = (
+            f"stopped by {asked.name} after the last step, while results were being written or uploaded. The "
+            f"checkpoint of step {verdict.last_step} is saved. The same command with this run.dir completes "
+            "the run."
+        )
+        return RunFailed(Verdict(PREEMPTED, text))
     text = f"stopped by {asked.name} before a checkpoint could be written: {verdict.text}"
     return RunFailed(Verdict(128 + asked, text, verdict.hint))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.handoff import Departure, attributed
-from launcher.distributed.heartbeat import Beat, where
+from launcher.distributed.heartbeat import FINISHING, Beat, where
 from launcher.distributed.process_group import OF_ANOTHER
 from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
 
@@ -58,6 +58,7 @@ class Verdict:
     exit_code: int
     text: str = ""
     hint: str = ""  # printed after the text
+    last_step: int | None = None  # of a run that was ended while it wrote its result and report
 
     @property
     def recoverable(self) -> bool:
@@ -89,8 +90,11 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
     if any(fate.failed for fate in fates):
         return hang([blamed])
     if alive:
+        finishing = all(fate.beat.phase in FINISHING for fate in fates)
         return Verdict(
-            UNEXPECTED, "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive)
+            UNEXPECTED,
+            "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive),
+            last_step=alive[0].beat.step if finishing else None,
         )
     stopped = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code == PREEMPTED]
     return Verdict(PREEMPTED, stopped[0].error) if stopped else Verdict(0)

@@ -19,7 +19,7 @@ from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import LauncherError, PreemptedError
 from launcher.process.lifetime import adopting
 from launcher.run_dir.records import write_result
-from launcher.run_dir.status import FILE_NAME, mark_failed
+from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.supervisor.root_cause import RunFailed, Verdict
 from launcher.supervisor.signals import Signals, heeded, held_back
 
@@ -75,5 +75,6 @@ def write_down(run_dir: Path, error: Exception, steps_done: int = 0) -> None:
     """Write the failure to the run's files: the leader may have been killed, or name the wrong cause."""
     exit_code = error.exit_code if isinstance(error, LauncherError) else 1
     with contextlib.suppress(OSError):
-        write_result(run_dir, {"state": "failed", "exit": exit_code, "error": str(error) or repr(error)})
-        mark_failed(run_dir / FILE_NAME, exit_code, steps_done)
+        state = "preempted" if exit_code == PreemptedError.exit_code else "failed"
+        write_result(run_dir, {"state": state, "exit": exit_code, "error": str(error) or repr(error)})
+        mark_ended(run_dir / FILE_NAME, state, exit_code, steps_done)

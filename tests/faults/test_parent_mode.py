@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -225,6 +226,36 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
         )
         assert "rank 1" in error_of(parent)
         assert_written_down(parent, code)
+
+
+SLOW_PICTURES = """
+from matplotlib.figure import Figure
+
+def savefig(*given, **options):
+    open("drawing", "w").close()
+    time.sleep(60)
+
+if GENERATION == 0 and not os.path.exists("drawing"): Figure.savefig = savefig
+"""
+
+
+def test_a_run_that_is_stopped_while_its_report_is_written_is_saved(tmp_path: Path) -> None:
+    write_recipe(tmp_path, in_build=SLOW_PICTURES)
+    words = ("train.epochs=2", "run.dir=run", "launch.grace_s=1")
+    with Parent(tmp_path, *words) as parent:
+        parent.wait_until((tmp_path / "drawing").exists, 20, "the report is being drawn")
+        parent.signal(signal.SIGINT)
+        assert parent.end() == 75
+        assert "stopped by SIGINT after the last step, while results were being" in parent.stderr
+        assert "The checkpoint of step 8 is saved" in parent.stderr
+        assert "before a checkpoint" not in parent.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit"], status["step"]) == ("preempted", 75, 8)
+    assert not (tmp_path / "run" / "report.html").exists()
+    with Parent(tmp_path, *words, name="again") as parent:
+        assert parent.end() == 0
+    assert (tmp_path / "run" / "report.html").exists()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["state"] == "done"
 
 
 def test_a_stopped_worker_is_killed_at_the_grace(tmp_path: Path) -> None:
