@@ -31,7 +31,7 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, DataError
 from launcher.recipe import Recipe, loss_of, set_title
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
@@ -114,8 +114,16 @@ def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
 
 
 def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) -> BatchPlan:
-    """How the training samples are divided. ConfigError for a stream in a run without train.max_steps."""
+    """How the training samples are divided.
+
+    ConfigError for a stream in a run without train.max_steps, DataError for lengths that do not fit.
+    """
     if isinstance(train, StreamData):
+        if recipe.lengths is not None:
+            raise DataError(
+                "Recipe.lengths is given, but the training set is a stream, whose samples come in their own "
+                "order. Remove it, or group samples of similar length in the stream."
+            )
         if config.train.max_steps is None:
             raise ConfigError(
                 "train.max_steps is not set, but the training set is a stream, of unknown length: "
@@ -132,8 +140,29 @@ def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) 
         rank=env.rank,
         seed=config.seed,
         drop_last=config.data.drop_last,
-        lengths=None if recipe.lengths is None else torch.as_tensor(recipe.lengths),
+        lengths=None if recipe.lengths is None else sample_lengths(recipe.lengths, num_samples),
     )
+
+
+def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
+    """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
+    rule = f"one entry for each of the {num_samples} training samples"
+    try:
+        found = torch.as_tensor(lengths).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Recipe.lengths is a {type(lengths).__name__} that no tensor can be made of: {error}. It must "
+            f"have {rule}."
+        ) from error
+    if found.shape != (num_samples,):
+        raise DataError(f"Recipe.lengths has shape {list(found.shape)}: it must have {rule}.")
+    if len(odd := (~(found.isfinite() & (found >= 0))).nonzero()):
+        number = int(odd[0])
+        raise DataError(
+            f"Recipe.lengths: entry {number} is {found[number].item()}: a length must be a finite number of "
+            "at least 0. Correct what the lengths are computed from."
+        )
+    return found
 
 
 def loader_processes(config: Config, env: WorkerEnv) -> int:
@@ -150,7 +179,14 @@ def uses_channels_last(config: Config, device: torch.device) -> bool:
 
 def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
     """The recipe's model on the device, its batch norms synchronised if asked for. A collective then."""
-    model = recipe.build_model().to(env.device)
+    built: object = recipe.build_model()
+    if not isinstance(built, nn.Module):
+        given = f"the class {built.__name__}" if isinstance(built, type) else repr(built)
+        raise ConfigError(
+            f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
+            "model, and build what is a class."
+        )
+    model = built.to(env.device)
     if uses_channels_last(config, env.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not config.model.sync_bn or env.group is None:

@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from launcher.data.batch_plan import BatchPlan
+from launcher.data.loader import Loading
+from launcher.data.streamed import StreamData
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
-from launcher.errors import RecipeError
+from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
-from launcher.training.build import apply_switches, rates_of
+from launcher.training.build import apply_switches, batch_plan, build_model, rates_of
 from launcher.training.decisions import decisions
 from launcher.training.recipe_errors import guarded
 from tests.configs import composed
@@ -113,3 +117,41 @@ def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
     own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), tmp_path)
     with pytest.raises(RecipeError, match=r"the recipe's schedule failed at .*ZeroDivisionError"):
         rates_of(composed(), own, 4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([1, 2, 3], r"has shape \[3\]: it must have one entry for each of the 64 training samples"),
+        (torch.ones(64, 2), r"has shape \[64, 2\]: it must have one entry"),
+        ([1.0] * 7 + [float("nan")] + [1.0] * 56, "entry 7 is nan: a length must be a finite number"),
+        ([1] * 63 + [-5], "entry 63 is -5: a length must be"),
+        (["long"] * 64, "is a list that no tensor can be made of"),
+    ],
+    ids=["too few", "two dimensions", "NaN", "negative", "no numbers"],
+)
+def test_lengths_that_do_not_fit_the_training_set_are_refused(lengths, text) -> None:
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy, lengths=lengths)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    data = TensorData({"x": torch.ones(64)})
+    with pytest.raises(DataError, match=f"Recipe.lengths.* {text}"):
+        batch_plan(composed(), recipe, data, env)
+    good = replace(recipe, lengths=np.arange(64))
+    assert batch_plan(composed(), good, data, env).lengths.tolist() == list(range(64))
+
+
+def test_lengths_of_a_stream_are_refused() -> None:
+    """Its order is the stream's own."""
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy, lengths=[1, 2])
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    stream = StreamData([], None, Loading(0, torch.device("cpu"), 0), "training")
+    with pytest.raises(DataError, match=r"Recipe.lengths is given, but the training set is a stream"):
+        batch_plan(composed("train.max_steps=2"), recipe, stream, env)
+
+
+@pytest.mark.parametrize(("built", "said"), [(None, "None"), (nn.Linear, "the class Linear"), (3, "3")])
+def test_a_model_that_is_no_module_is_refused(built, said) -> None:
+    recipe = Recipe(lambda: built, DATA, DATA, cross_entropy)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    with pytest.raises(ConfigError, match=f"build_model returned {said}. It must return an nn.Module"):
+        build_model(composed(), recipe, env, BatchPlan(64, 8, None, 1, 0, 0, False))
