@@ -27,6 +27,7 @@ from launcher.config.messages import nearest, suggestion
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.reader import Collate, Indexed, columns
+from launcher.data.sources import refuse_no_length
 from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError, LauncherError
@@ -298,7 +299,10 @@ def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets
 
 
 def refuse_unusable_data(recipe: Recipe) -> None:
-    """Raise DataError for an empty or nameless validation set, and for labels without a class."""
+    """Raise DataError for an empty or nameless validation set, and for labels without a class.
+
+    Also for a __len__ that returns no number of samples.
+    """
     sets = recipe.validation_sets
     if not sets:
         raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
@@ -308,11 +312,13 @@ def refuse_unusable_data(recipe: Recipe) -> None:
                 f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
                 "without '/'."
             )
+        refuse_no_length(data, set_title(name))
         if isinstance(data, Sized) and len(data) == 0:
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
                 "Give it some, for instance a part of the training set."
             )
+    refuse_no_length(recipe.train, "training")
     if recipe.classes is None:
         return
     for kind, data in (*((set_title(name), data) for name, data in sets.items()), ("training", recipe.train)):

@@ -11,7 +11,16 @@ from launcher.config.schema import RecipeConfig, RecipesConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.tensors import DeviceBatches
 from launcher.errors import ConfigError, DataError
-from launcher.recipe import Loss, cross_entropy, load_recipe, loss_of, model_builder, registry_of
+from launcher.recipe import (
+    Loss,
+    Recipe,
+    cross_entropy,
+    load_recipe,
+    loss_of,
+    model_builder,
+    refuse_unusable_data,
+    registry_of,
+)
 from tests.configs import composed
 
 OWN_RECIPE = """
@@ -314,3 +323,26 @@ def test_decorated_functions_stay_plain_functions():
 def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:
     with pytest.raises(ConfigError, match=text):
         loss_of(lambda network, batch: given, torch.nn.Identity(), {})
+
+
+class Measured:
+    """A data set of a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return {"image": torch.ones(2), "label": 0}
+
+
+@pytest.mark.parametrize("length", [64.0, -1, None, "64"], ids=repr)
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_a_length_that_is_no_number_of_samples_is_refused(kind, length):
+    sets = [Measured(length), Measured(8)]
+    if kind == "validation":
+        sets.reverse()
+    with pytest.raises(DataError, match=f"the {kind} set is a Measured, whose __len__ does not return a"):
+        refuse_unusable_data(Recipe(nn.Identity, *sets, cross_entropy))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from launcher.config.user_code import place_of
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading
@@ -67,6 +68,21 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
             "an iterable, whose length may be unknown."
         )
     return IndexedData(data, collate, how, kind)
+
+
+def refuse_no_length(data: Any, kind: str) -> None:
+    """Raise DataError for a map-style set whose __len__ returns no whole number of at least 0."""
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return  # the length of a stream is not asked for
+    try:
+        len(data)
+    except (TypeError, ValueError, OverflowError) as error:
+        if place_of(error):  # raised within it
+            raise
+        raise DataError(
+            f"the {kind} set is a {type(data).__name__}, whose __len__ does not return a number of samples: "
+            f"{error}. It must return a whole number of at least 0."
+        ) from error
 
 
 def _stream(data: Any, collate: Collate | None, how: Loading, kind: str) -> StreamData:

@@ -7,6 +7,7 @@ of a schedule of the recipe's own, with the checks of what it returns. Imports n
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -42,8 +43,10 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
 def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
     """`steps` learning rates: `peak` times `schedule(step, steps)` for each step from 0.
 
-    ConfigError, with `name`, for a factor that is no finite number of at least 0.
+    ConfigError, with `name`, for a function of other arguments, and for a factor that is no finite number of
+    at least 0.
     """
+    _refuse_other_arguments(schedule, name)
     rates: list[float] = []
     for step in range(steps):
         factor = schedule(step, steps)
@@ -74,6 +77,20 @@ def refuse_other_rates(by_rank: Sequence[str], name: str) -> None:
             "return the same factors on every rank: let it depend on (step, total) only, not on the rank, "
             "the time, or random numbers without a seed."
         )
+
+
+def _refuse_other_arguments(schedule: Callable[..., object], name: str) -> None:
+    try:
+        signature = inspect.signature(schedule)
+    except (TypeError, ValueError):  # of C, without a signature
+        return
+    try:
+        signature.bind(0, 1)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} takes {signature}: it must take (step, total), the applied step from 0 and their "
+            "number, and return the factor on the rate."
+        ) from error
 
 
 def _onecycle(step: int, steps: int, warmup: int) -> float:

@@ -78,3 +78,10 @@ def test_a_schedule_of_ones_own_is_torchs_lambda() -> None:
 def test_what_is_no_factor_is_refused_with_its_step(factor) -> None:
     with pytest.raises(ConfigError, match=r"^mine gave .* for step 2 of 5: it must return the factor"):
         own_rates(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)
+
+
+@pytest.mark.parametrize("schedule", [lambda step: 1.0, lambda: 1.0, lambda a, b, c: 1.0])
+def test_a_schedule_of_other_arguments_is_refused(schedule) -> None:
+    with pytest.raises(ConfigError, match=r"^mine takes \(.*\): it must take \(step, total\)"):
+        own_rates(schedule, "mine", 0.3, 5)
+    assert own_rates(lambda step, total, power=2: 1.0, "mine", 0.3, 2) == [0.3, 0.3]
