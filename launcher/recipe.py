@@ -455,9 +455,15 @@ def _where(error: BaseException, file: Path) -> str:
 Found = TypeVar("Found")
 
 
+TOP_LEVEL = (
+    "A function of your own is found if a name at the top level of its file refers to it: assign one that is "
+    "made in a loop or a function to such a name."
+)
+
+
 def _look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
     if name not in known:
-        raise ConfigError(_unknown(f"{key}={name}", name, known))
+        raise ConfigError(f"{_unknown(f'{key}={name}', name, known)} {TOP_LEVEL}")
     return known[name]
 
 

@@ -115,6 +115,21 @@ def test_the_projects_recipes_may_use_an_own_model(tmp_path):
     assert recipe.build_model()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 
 
+def test_a_recipe_that_no_name_of_its_file_refers_to_is_not_known_and_says_why(tmp_path):
+    text = """
+    from launcher.recipe import recipe
+    def made(size):
+        @recipe(f"net{size}")
+        def net(config): ...
+    for size in (1, 2):
+        made(size)
+    """
+    with pytest.raises(
+        ConfigError, match=r"^recipe\.uses=net1 is not known\..* a name at the top level of its"
+    ):
+        load_recipe(config_of("net1", path=written(tmp_path, text)))
+
+
 OWN_SCHEDULE = """
 from launcher.recipe import recipe, schedule
 @schedule("stairs")

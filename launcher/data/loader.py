@@ -115,16 +115,16 @@ class Pool:
             if not mine:
                 return None
             return DataError(
-                f"a loader process ended while it read {self._samples(mine)}: {_first_line(error)} If it "
-                "was killed for memory, lower data.workers or data.micro_batch. If the sample crashes a "
+                f"a loader process ended {self._at(mine, 'while it read')}: {_first_line(error)} If it was "
+                "killed for memory, lower data.workers or data.micro_batch. If the sample crashes a "
                 "library, data.workers=0 shows where."
             )
         if "DataLoader timed out" not in str(error):
             return None
         busy = [row for row in self._shared if row[READING] >= 0]
         return StalledError(
-            f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were reading "
-            f"{self._samples(busy)}. Check what these read from, or raise launch.stall_s."
+            f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
+            f"{self._at(busy, 'reading')}. Check what these read from, or raise launch.stall_s."
         )
 
     def close(self) -> None:
@@ -144,9 +144,12 @@ class Pool:
                 child.kill()
                 child.join()
 
-    def _samples(self, rows: Sequence[Any]) -> str:
+    def _at(self, rows: Sequence[Any], reading: str) -> str:
+        """Which samples processes were `reading`; if none, that they were collating or sending a batch."""
         indices = [int(row[READING]) for row in rows if row[READING] >= 0]
-        return f"sample {', '.join(map(str, indices))} of the {self.kind} set" if indices else "no sample"
+        if indices:
+            return f"{reading} sample {', '.join(map(str, indices))} of the {self.kind} set"
+        return f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full?)"
 
     def _begin(self, number: int) -> None:
         """In a loader process, once. A signal to all processes of a job is for the worker to act on."""
@@ -199,4 +202,5 @@ def _as_it_is(fetched: Fetched) -> Fetched:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0].rstrip()
+    return line if line.endswith((".", "!", "?")) else f"{line}."

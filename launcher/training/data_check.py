@@ -70,7 +70,13 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
     for name, data in (("training", train), *held_out):
         if isinstance(data, StreamData):
             own = own_fingerprint(data.stream)
-            known[f"the {name} stream"] = own or batch_digest(data.first(FIRST_OF_STREAM))
+            first = None if own else data.first(FIRST_OF_STREAM)
+            if not own and first is None:
+                raise DataError(
+                    f"the {name} stream is empty: its __iter__ ended before its first sample. It is called "
+                    "anew for each pass, so it must not return an iterator that is already used up."
+                )
+            known[f"the {name} stream"] = own or batch_digest(first)
             continue
         known[f"the number of {name} samples"] = str(len(data))
         if isinstance(data, TensorData):

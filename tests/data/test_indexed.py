@@ -2,6 +2,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from itertools import chain
@@ -17,7 +18,7 @@ from launcher.data.loader import Loading, loader_processes
 from launcher.data.reader import Request
 from launcher.data.sources import evaluation_batches, readable, training_batches
 from launcher.data.tensors import TensorData
-from launcher.errors import DataError, StalledError
+from launcher.errors import DataError, LauncherError, StalledError
 
 CPU = torch.device("cpu")
 
@@ -190,6 +191,24 @@ def test_a_loader_process_that_is_killed_is_named_with_its_sample():
 
     with pytest.raises(DataError, match="a loader process ended while it read sample 7 of the training set"):
         epoch(batches(Noisy(50, {7: die}), workers=2))
+
+
+@pytest.mark.parametrize("end", ["killed", "hangs"])
+def test_a_loader_process_that_ends_or_hangs_between_samples_is_not_said_to_read_one(end):
+    def collate(samples):
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    data = IndexedData(Noisy(50), collate, loading(workers=1, timeout_s=1.0), "training")
+    plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
+    with pytest.raises(LauncherError) as caught:
+        epoch(LoadedBatches(data, plan, None, 14))
+    assert "between samples of the training set (collating or sending a batch: is /dev/shm full?)" in str(
+        caught.value
+    )
+    if end == "killed":
+        assert re.search(r"(: Killed|unexpectedly)\. If it was killed for memory", str(caught.value))
 
 
 def test_a_sample_that_hangs_is_named_and_its_process_ended():

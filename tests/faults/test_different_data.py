@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from launcher.data.loader import Loading
+from launcher.data.sources import readable
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.evaluate import evaluate
@@ -67,6 +70,17 @@ def test_whatever_differs_is_named(change, named) -> None:
     with pytest.raises(DataError, match=r"Rank 0 differs in: "):
         refuse_other_data([fingerprint(odd), usual, usual])
     refuse_other_data([usual, fingerprint(recipe_of())])
+
+
+class Empty:
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(())
+
+
+def test_an_empty_stream_is_refused() -> None:
+    stream = readable(Empty(), None, Loading(0, torch.device("cpu"), seed=0), "training")
+    with pytest.raises(DataError, match="the training stream is empty: its __iter__ ended before its first"):
+        fingerprint_of(recipe_of(), stream, {})
 
 
 @pytest.mark.parametrize(
