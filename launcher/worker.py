@@ -30,6 +30,7 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import loader_processes
 from launcher.data.sources import training_batches
 from launcher.data.streamed import StreamData
+from launcher.data.tensors import TensorData
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import meet
@@ -62,7 +63,7 @@ from launcher.telemetry import Telemetry, open_telemetry
 from launcher.training import build, results
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
-from launcher.training.data_check import compare_data
+from launcher.training.data_check import compare_data, nan_warnings
 from launcher.training.decisions import decisions
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
@@ -307,6 +308,9 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
         results.write_split(Path(run.config.run.dir), job.recipe)
+        if isinstance(job.data.train, TensorData):
+            for text in nan_warnings(job.data.train):
+                run.telemetry.warn(text)
     for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
     run.telemetry.emit(

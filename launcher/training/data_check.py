@@ -1,6 +1,7 @@
 """Checks that all ranks, and the run of a checkpoint, have the same data, by digests of a few samples.
 
-Owns the comparison before the first step. Never reads a whole data set.
+Owns the comparison before the first step. Reads a whole data set only where it is in memory,
+for NaN.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from launcher.recipe import Recipe, set_title
 
 READ = 8  # samples of a data set that has to read them
 FIRST_OF_STREAM = 4  # samples
+CHUNK = 2**24  # numbers that are checked for NaN at once
 COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
 
 
@@ -118,6 +120,28 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
     if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return one.numel() == 0 or digest(one) == digest(other)
+
+
+def nan_warnings(data: TensorData) -> list[str]:
+    """A warning for each floating-point column of the training set with NaN. Reads it all, on its device."""
+    return [
+        text
+        for name, column in data.columns.items()
+        if column.is_floating_point() and column.numel() and (text := _nan_warning(name, column))
+    ]
+
+
+def _nan_warning(name: str, column: Tensor) -> str:
+    rows = max(1, CHUNK // column[0].numel())
+    parts = [column[start : start + rows] for start in range(0, len(column), rows)]
+    bad = torch.cat([part.isnan().reshape(len(part), -1).any(dim=1) for part in parts])
+    if not (number := int(bad.sum())):
+        return ""
+    return (
+        f"the column {name} of the training set has NaN in {number} of {len(column)} samples, the first "
+        f"being sample {int(bad.int().argmax())}. A step whose loss reads it is skipped: remove these "
+        "samples, or replace the NaN."
+    )
 
 
 def own_fingerprint(data: object) -> str:

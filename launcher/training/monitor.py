@@ -58,6 +58,7 @@ class Monitor:
         self._last: Position | None = None
         self._window = _Window()
         self._first_step_done = first_step_done
+        self._bad_loss_steps = 0  # of this process
         self.totals = totals
 
     def record(self, position: Position, result: StepResult) -> None:
@@ -139,6 +140,23 @@ class Monitor:
             parameters=list(report.culprit_parameters),
             bad_losses=report.bad_losses,
         )
+        if report.bad_losses:
+            self._warn_of_bad_loss(position.step, report.bad_losses)
+
+    def _warn_of_bad_loss(self, step: int, micro_batches: int) -> None:
+        """At the first such step, the tenth, the hundredth: all are in metrics.jsonl."""
+        self._bad_loss_steps += 1
+        if self._bad_loss_steps == 1:
+            self._telemetry.warn(
+                f"the loss of step {step} was not finite in {micro_batches} micro-batch(es), so the step was "
+                "skipped. That is no overflow of the loss scale: check the samples for NaN and infinity, or "
+                "lower optim.lr. Further steps are counted."
+            )
+        elif str(self._bad_loss_steps).strip("0") == "1":
+            self._telemetry.warn(
+                f"the loss was not finite in {self._bad_loss_steps} steps since this run started, the last "
+                f"being step {step}: these were skipped. Check the samples for NaN and infinity."
+            )
 
     def _log(self, position: Position) -> None:
         window, self._window = self._window, _Window()

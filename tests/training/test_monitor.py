@@ -119,6 +119,21 @@ def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
     assert recorder.of("step")[0]["loss"] == 2.0
 
 
+def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> None:
+    """It is skipped as an overflow is, which is harmless: only the warning shows that the data is wrong."""
+    bad = replace(OVERFLOW, loss=float("nan"), bad_losses=2, bad_loss_steps=1)
+    monitor_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).log_remaining()
+    first, tenth = [event["text"] for event in recorder.of("warning")]
+    assert first == (
+        "the loss of step 3 was not finite in 2 micro-batch(es), so the step was skipped. That is no "
+        "overflow of the loss scale: check the samples for NaN and infinity, or lower optim.lr. Further "
+        "steps are counted."
+    )
+    assert tenth.startswith(
+        "the loss was not finite in 10 steps since this run started, the last being step 21"
+    )
+
+
 def test_a_step_that_ends_the_run_is_recorded_before_it_raises(recorder) -> None:
     monitor = monitor_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
     with pytest.raises(DivergedError, match=r"overflowed in 4 steps in a row"):
