@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.faults.parent import Parent
 from tests.forked import launch_forked
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +109,25 @@ def test_the_tables_of_wires_are_what_the_benchmark_found(title: str) -> None:
 
 def test_a_recipe_of_ones_own_takes_at_most_25_lines() -> None:
     assert len(OWN_RECIPE.splitlines()) <= 25
+
+
+def test_the_metric_of_ones_own_measures_as_the_page_says(tmp_path) -> None:
+    (code,) = [block.text for block in BLOCKS if (block.folder, block.kind) == ("recipes", "python")]
+    fields = 'metrics=[MissRate()], compare_by="miss_rate", after_evaluation=largest_weight'
+    assert fields in PAGES["recipes"]
+    recipe = OWN_RECIPE.replace(
+        'classes=("inner", "outer"),', fields.replace('="miss', '="near/miss') + ","
+    ).replace("validation=TensorData(", 'validation={"near": TensorData(')
+    recipe = re.sub(r"(validation=.*),\n", r"\1},\n", recipe)
+    (tmp_path / "mine.py").write_text(f"{code}\n{recipe}")
+    with Parent(
+        tmp_path, "recipe.uses=rings", "recipes.path=mine.py", "run.dir=run", "train.epochs=1"
+    ) as parent:
+        assert parent.end() == 0, parent.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["metric_name"] == "near/miss_rate"
+    assert 0 <= result["sets"]["near"]["miss_rate"] == result["metric"] <= 1
+    assert '"largest weight":' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("code", [code for code in OF_ENGINE if "init_process_group" not in code])
