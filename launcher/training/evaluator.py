@@ -55,7 +55,10 @@ class Evaluator:
         since = self.monitor.totals.since_evaluation
         self.answers.settle(since)
         try:
-            self.latest = {name: self._evaluate(name, position, since) for name in self.data}
+            found: dict[str, Evaluation] = {}
+            for name in self.data:  # no comprehension: its frame would keep the process group of a failure
+                found[name] = self._evaluate(name, position, since)
+            self.latest = found
         except Interrupted:
             self.votes.agree(Question.STOP)
             return None
