@@ -175,6 +175,7 @@ def test_labels_that_are_in_no_training_row_are_refused(tmp_path) -> None:
         load_table(data_of(tmp_path, target="colour"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "metric", "least"), [("diabetes", "r2", 0.35), ("wine", "accuracy", 0.9)])
 def test_the_recipe_learns_what_every_machine_has(data, metric, least, tmp_path) -> None:
     words = ["recipe=tabular", f"data={data}", "train.epochs=12", "tracker=none", "run.dir=run"]

@@ -79,6 +79,7 @@ def test_texts_numbers_and_pictures_are_recorded(ended: Ended) -> None:
     assert "a sample" not in ended.outputs[1]
 
 
+@pytest.mark.slow
 def test_the_tracker_shows_them(ended: Ended) -> None:
     row = history_row(ended.events("after_evaluation")[-1])
     assert row["after_evaluation/a sample"] == Text("<6>")
@@ -98,6 +99,7 @@ def test_the_run_is_the_same_without_it(ended: Ended, tmp_path: Path) -> None:
     assert not (without.directory / "pictures").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_records_it_once(tmp_path: Path) -> None:
     assert run_recipe(tmp_path, ranks=1).codes == [0]
     again = run_recipe(tmp_path, "train.max_steps=8", ranks=1)

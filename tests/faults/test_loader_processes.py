@@ -41,7 +41,7 @@ DISTURBANCES = {
 }
 
 
-@pytest.mark.parametrize("name", DISTURBANCES)
+@pytest.mark.parametrize("name", ["indexed", pytest.param("stream", marks=pytest.mark.slow)])
 def test_whatever_ends_it_it_resumes_to_the_same_bits(tmp_path: Path, undisturbed, name) -> None:
     words, disturbances = DISTURBANCES[name]
     whole = undisturbed(*words, ranks=2)

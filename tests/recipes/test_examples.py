@@ -62,6 +62,7 @@ def test_the_weights_of_several_losses_are_learned(tmp_path: Path) -> None:
     assert (learned.abs() > 1e-2).all(), "they start at 0"
 
 
+@pytest.mark.slow
 def test_a_frozen_trunk_stays_as_it_was_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     trunk = registry_of(None).models["cnn"](10, 1, 8, 8).state_dict()

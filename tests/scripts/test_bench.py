@@ -98,6 +98,7 @@ def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_data_compares_the_loader_with_pil_alone(tmp_path) -> None:
     file = tmp_path / "data.json"
     printed = run("data.py", "--image-size", "64", "--json", str(file))
