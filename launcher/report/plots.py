@@ -7,6 +7,7 @@ state, so that it works in any process.
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ TRAIN, HELD_OUT, SKIPPED, INK, FAINT = "#2f6ca3", "#d4722a", "#b3261e", "#222222
 MAX_POINTS = 4000  # more are not visible at this size
 MAX_NAMED_CLASSES = 60
 MAX_COUNTED_CLASSES = 30
+
+# It writes into the output of a run that it builds its font cache, once per machine.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
 def draw_curves(run_dir: Path) -> Path | None:

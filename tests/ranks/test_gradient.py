@@ -236,4 +236,4 @@ def test_different_models_are_refused_on_all_ranks() -> None:
     results = run_ranks(3, different_models)
     for rank, errors in enumerate(results):
         assert len(errors) == 6
-        assert all(f"rank {rank} has" in error for error in errors)
+        assert all(f"Rank {rank} has" in error for error in errors), errors

@@ -142,7 +142,7 @@ def test_a_step_sends_its_buckets_and_the_counts_and_half_of_the_bytes_of_fp32()
             assert {call for call, _, _ in step["calls"]} == {"all_reduce"}
             assert len(step["calls"]) == step["buckets"] + 1
             counts = [size for _, dtype, size in step["calls"] if dtype == torch.float64]
-            assert counts == [56]  # count, sum of losses, number of bad ones, four votes
+            assert counts == [88]  # count, sum of losses, number of bad ones, eight votes
             total[name] = sum(size for _, dtype, size in step["calls"] if dtype != torch.float64)
             assert total[name] == step["wire_bytes"]
             assert step["buckets"] > 3
