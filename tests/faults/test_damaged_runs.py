@@ -129,7 +129,7 @@ def assert_all_intact(ended: Ended) -> None:
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, undisturbed) -> None:
-    ended = run(tmp_path / "run", *FEW_LINES, user_code=partial(full_disk, begins=18, ends=22))
+    ended = run(tmp_path / "run", *FEW_LINES, user_code=partial(full_disk, begins=18, ends=24))
     whole = undisturbed(*FEW_LINES)
     assert ended.digest == whole.digest
     (warning,) = ended.warnings
