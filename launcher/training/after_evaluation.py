@@ -7,11 +7,11 @@ function cannot change the run: the random generators are restored, and changed 
 from __future__ import annotations
 
 import io
-import json
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import launcher.errors
 from launcher.checkpoint.generators import restore_states, states
 from launcher.distributed.collectives import send_to_all
 from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.errors import LauncherError, RecipeError
+from launcher.errors import RecipeError
 from launcher.evaluation.evaluate import evaluating
+from launcher.evaluation.messages import content_of, message_of
 from launcher.recipe import Recipe
 from launcher.run_dir.atomic import make_folder, write_content
 from launcher.run_dir.records import PICTURES, log_path
@@ -35,7 +35,7 @@ from launcher.training.replica_check import checksums
 from launcher.training.run import Run
 
 EVENT = "after_evaluation"
-STILL_AT_WORK = b"..."  # no JSON
+STILL_AT_WORK = b"..."  # no message
 BEATS_PER_STALL = 4.0
 
 
@@ -51,22 +51,21 @@ class AfterEvaluation:
         """Report what the function returns. A collective; raises on all ranks alike."""
         if self.recipe.after_evaluation is None:
             return
-        env, failure = self.run.env, None
-        if env.is_leader:
-            try:
-                found = self._call(position)
-                log = log_path(Path(self.run.config.run.dir), env.rank)
-                with guarding("what the recipe's after_evaluation returned", log):
-                    self._report(found, position)
-            except LauncherError as error:
-                failure = error
-            send_to_all(env, _said(failure), sender=0)
-        else:
-            while (told := send_to_all(env, b"", sender=0)) == STILL_AT_WORK:
+        if not self.run.env.is_leader:
+            while (told := send_to_all(self.run.env, b"", sender=0)) == STILL_AT_WORK:
                 self._beat()
-            failure = _heard(told)
-        if failure is not None:
-            raise failure
+            content_of(told)
+            return
+        told = message_of(partial(self._call_and_report, position))
+        send_to_all(self.run.env, told, sender=0)
+        content_of(told)
+
+    def _call_and_report(self, position: Position) -> bytes:
+        found = self._call(position)
+        log = log_path(Path(self.run.config.run.dir), self.run.env.rank)
+        with guarding("what the recipe's after_evaluation returned", log):
+            self._report(found, position)
+        return b""
 
     def _beat(self) -> None:
         self.run.heartbeat.beat("evaluation")
@@ -178,12 +177,3 @@ def _digests(model: nn.Module) -> list[int]:
     tensors = {**named_parameters(model), **named_buffers(model)}
     found: list[int] = checksums(tensors).tolist() if tensors else []
     return found
-
-
-def _said(failure: LauncherError | None) -> bytes:
-    return json.dumps(None if failure is None else [type(failure).__name__, str(failure)]).encode()
-
-
-def _heard(told: bytes) -> LauncherError | None:
-    failure = json.loads(told)
-    return None if failure is None else getattr(launcher.errors, failure[0])(failure[1])
