@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -130,7 +130,10 @@ def test_the_metric_of_ones_own_measures_as_the_page_says(tmp_path) -> None:
     assert '"largest weight":' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("code", [code for code in OF_ENGINE if "init_process_group" not in code])
+ALONE = [code for code in OF_ENGINE if "init_process_group" not in code and "ParameterGroup(" not in code]
+
+
+@pytest.mark.parametrize("code", ALONE)
 def test_the_engine_alone_trains_in_a_loop_of_ones_own(code: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -139,6 +142,21 @@ def test_the_engine_alone_trains_in_a_loop_of_ones_own(code: str, tmp_path, monk
     data = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(3)]
     exec(compile(code, "README.md", "exec"), {"torch": torch, "model": model, "data": data})
     assert ("backward" not in code) == bool(torch.equal(model.weight.float(), before.half().float()))
+
+
+def test_the_groups_of_the_engine_page_freeze_and_train_what_they_name() -> None:
+    (code,) = [code for code in OF_ENGINE if "ParameterGroup(" in code]
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    model, stepper = names["model"], names["stepper"]
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for _ in range(8):  # the scale halves until a step does not overflow
+        with stepper.forward():
+            outputs = model(torch.randn(8, 4)).float()
+        stepper.backward(outputs.square().sum(), 8)
+        stepper.step()
+    moved = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved == {"1.weight", "1.bias", "2.weight", "2.bias"}
 
 
 @pytest.mark.slow
