@@ -57,7 +57,8 @@ from launcher.errors import (
 )
 from launcher.evaluation.evaluate import Evaluation
 from launcher.process.shortage import shortage_of
-from launcher.recipe import Recipe, Used, load_recipe
+from launcher.recipe.contract import Recipe, Used
+from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.training import build, results

@@ -41,7 +41,7 @@ ENGINE_LAYERS = (
     {"stepper"},
     {"__init__"},
 )
-ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "recipe.py", "errors.py", "py.typed"}
+ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}
 WITHOUT_TORCH = (
     "torch",
     "launcher.engine",

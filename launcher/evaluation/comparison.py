@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from launcher.checkpoint import Metric as Compared
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe import refuse_unknown_comparison
+from launcher.recipe.checks import refuse_unknown_comparison
 
 
 def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> Compared:

@@ -23,7 +23,7 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import DataError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded
-from launcher.recipe import Loss, Recipe, loss_of
+from launcher.recipe.contract import Loss, Recipe, loss_of
 
 
 @dataclass(frozen=True)

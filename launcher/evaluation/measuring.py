@@ -30,7 +30,8 @@ from launcher.evaluation.packing import packed, unpacked
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
 from launcher.metrics import Classification, LossMetric
 from launcher.metrics.metric import direction_of, name_of
-from launcher.recipe import Loss, Recipe, refuse_taken_name
+from launcher.recipe.checks import refuse_taken_name
+from launcher.recipe.contract import Loss, Recipe
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
 HOST = torch.device("cpu")

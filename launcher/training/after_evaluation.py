@@ -25,7 +25,7 @@ from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import RecipeError
 from launcher.evaluation.evaluate import evaluating
 from launcher.evaluation.messages import content_of, message_of
-from launcher.recipe import Recipe
+from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import make_folder, write_content
 from launcher.run_dir.records import PICTURES, log_path
 from launcher.training.build import seed_generators

@@ -14,7 +14,7 @@ from torch import Tensor
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
-from launcher.recipe import Loss, Recipe
+from launcher.recipe.contract import Loss, Recipe
 from launcher.training.progress import SinceEvaluation
 
 

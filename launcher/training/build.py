@@ -32,7 +32,7 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
-from launcher.recipe import Recipe, loss_of, set_title
+from launcher.recipe.contract import Recipe, loss_of, set_title
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates

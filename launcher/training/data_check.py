@@ -24,7 +24,7 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import DataError, DataWarning
 from launcher.metrics.metric import name_of
-from launcher.recipe import Recipe, set_title
+from launcher.recipe.contract import Recipe, set_title
 
 READ = 8  # samples of a data set that has to read them
 FIRST_OF_STREAM = 4  # samples

@@ -14,7 +14,7 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
-from launcher.recipe import Recipe
+from launcher.recipe.contract import Recipe
 from launcher.training.build import (
     TORCH_OPTIMIZERS,
     compiles_update,

@@ -18,7 +18,7 @@ from launcher.data.tensors import Batch
 from launcher.errors import DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
-from launcher.recipe import ONLY_SET, Recipe, set_title
+from launcher.recipe.contract import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
 from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.answers import Answers

@@ -15,7 +15,7 @@ from launcher.data.tensors import Batch
 from launcher.engine import Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError
-from launcher.recipe import Loss, loss_of
+from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.evaluator import Evaluator

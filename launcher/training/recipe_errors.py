@@ -25,7 +25,7 @@ from launcher.distributed.process_group import OF_ANOTHER
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import DataError, LauncherError, OutOfMemoryError, RecipeError
 from launcher.process.shortage import TO_LOWER, shortage_of
-from launcher.recipe import Recipe
+from launcher.recipe.contract import Recipe
 
 Result = TypeVar("Result")
 DTYPES = re.compile(

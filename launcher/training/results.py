@@ -23,7 +23,7 @@ from launcher.errors import StorageError, in_words
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe import ONLY_SET, Recipe, Used
+from launcher.recipe.contract import ONLY_SET, Recipe, Used
 from launcher.report.gradient_plot import draw_exponents
 from launcher.report.page import write_report
 from launcher.report.plots import draw_confusion_matrix, draw_curves

@@ -19,7 +19,9 @@ from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate
 from launcher.metrics import Classification, Perplexity, Regression
-from launcher.recipe import ONLY_SET, Loss, Recipe, refuse_unusable_data, refuse_unusable_metrics
+from launcher.recipe import Loss, Recipe
+from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
+from launcher.recipe.contract import ONLY_SET
 from tests.ranks.harness import run_ranks
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)

@@ -15,7 +15,9 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate
-from launcher.recipe import ONLY_SET, Loss, Recipe, refuse_unusable_metrics
+from launcher.recipe import Loss, Recipe
+from launcher.recipe.checks import refuse_unusable_metrics
+from launcher.recipe.contract import ONLY_SET
 from tests.ranks.harness import run_ranks
 
 pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")

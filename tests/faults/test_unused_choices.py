@@ -9,7 +9,8 @@ import pytest
 import torch
 from wandb.proto import wandb_internal_pb2
 
-from launcher.recipe import Used, load_recipe
+from launcher.recipe import load_recipe
+from launcher.recipe.contract import Used
 from launcher.report.page import write_report
 from launcher.telemetry.tracker.wandb_sink import used_config
 from tests.configs import composed

@@ -4,7 +4,7 @@ from torch import nn
 
 from launcher.errors import ConfigError
 from launcher.recipe import load_recipe, registry_of
-from tests.test_recipe import config_of
+from tests.recipe.own import config_of
 
 # torchvision's models, and table 1 of arXiv:1512.03385, at 1000 classes
 PARAMETERS = {

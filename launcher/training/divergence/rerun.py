@@ -23,7 +23,7 @@ from launcher.engine.diagnostics.nonfinite import (
 )
 from launcher.engine.flat.names import named_parameters
 from launcher.errors import listed
-from launcher.recipe import Loss
+from launcher.recipe.contract import Loss
 from launcher.training.divergence.evidence import (
     MAX_NAMES,
     NOTHING,

@@ -1,0 +1,35 @@
+"""What a recipe imports: the contract, the decorators, and what batches and metrics are made of."""
+
+from launcher.config.schema import Config
+from launcher.data.reader import columns
+from launcher.data.tensors import Batch, TensorData
+from launcher.engine import ParameterGroup
+from launcher.errors import ConfigError, DataError
+from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
+from launcher.recipe.contract import Loss, Recipe, cross_entropy
+from launcher.recipe.load import load_recipe, model_builder
+from launcher.recipe.registry import model, recipe, registry_of, schedule
+
+__all__ = [
+    "Batch",
+    "Classification",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Loss",
+    "LossMetric",
+    "Metric",
+    "ParameterGroup",
+    "Perplexity",
+    "Recipe",
+    "Regression",
+    "TensorData",
+    "columns",
+    "cross_entropy",
+    "load_recipe",
+    "model",
+    "model_builder",
+    "recipe",
+    "registry_of",
+    "schedule",
+]

@@ -1,0 +1,108 @@
+"""Refuses a recipe that cannot be trained, before a model is built.
+
+Each error names the value, the rule and what to change. What has to be read is checked where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+
+from launcher.config.messages import nearest, suggestion
+from launcher.data.sources import refuse_no_length
+from launcher.data.tensors import TensorData
+from launcher.errors import ConfigError, DataError
+from launcher.metrics import LossMetric, Metric
+from launcher.metrics.metric import RESERVED, declared_names, name_of
+from launcher.recipe.contract import IGNORED, ONLY_SET, Recipe, set_title
+
+
+def refuse_unusable_metrics(recipe: Recipe) -> None:
+    """Raise ConfigError for an invalid metric, a name given twice, and a `compare_by` that no metric gives.
+
+    The names are those that the metrics declare; what they do not declare is checked at the first evaluation.
+    """
+    declared: dict[str, str] = {}
+    for metric in recipe.measures:
+        if not isinstance(metric, Metric | LossMetric) or isinstance(metric, type):
+            given = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
+            raise ConfigError(
+                f"Recipe.metrics has {given}, which is not a metric. A metric is an object with "
+                "update(outputs, batch) and compute() -> {name: value}."
+            )
+        for name in declared_names(metric) or ():
+            refuse_taken_name(name, name_of(metric), declared)
+            declared[name] = name_of(metric)
+    if all(declared_names(metric) is not None for metric in recipe.measures):
+        refuse_unknown_comparison(recipe.compare_by, declared, recipe.validation_sets)
+
+
+def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
+    """Raise ConfigError for a metric's name that is `taken` (metric by name) or reserved."""
+    if name in RESERVED:
+        raise ConfigError(
+            f"the metric {metric} gives the name {name!r}, which every evaluation has already. Give it "
+            "another name."
+        )
+    if name in taken:
+        raise ConfigError(
+            f"the metrics {taken[name]} and {metric} both give the name {name!r}. Give one of them another "
+            'name, for instance Classification(..., prefix="...").'
+        )
+
+
+def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets: Iterable[str]) -> None:
+    """Raise ConfigError unless `compare_by` is the loss, or one of the names of the metrics, of some set."""
+    known = ["loss", *names]
+    known += [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
+    if compare_by is None or compare_by in known:
+        return
+    close = [name for name in known if name.endswith(f"_{compare_by}")]  # f1 for macro_f1
+    raise ConfigError(
+        f"the recipe's compare_by={compare_by!r}: its evaluations have no such metric."
+        f"{suggestion(close or nearest(str(compare_by), known))} They have {', '.join(known)}."
+    )
+
+
+def refuse_unusable_data(recipe: Recipe) -> None:
+    """Raise DataError for an empty or nameless validation set, and for labels without a class.
+
+    Also for a __len__ that returns no number of samples.
+    """
+    sets = recipe.validation_sets
+    if not sets:
+        raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
+    for name, data in sets.items():
+        if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):
+            raise DataError(
+                f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
+                "without '/'."
+            )
+        refuse_no_length(data, set_title(name))
+        if isinstance(data, Sized) and len(data) == 0:
+            raise DataError(
+                f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
+                "Give it some, for instance a part of the training set."
+            )
+    refuse_no_length(recipe.train, "training")
+    if recipe.classes is None:
+        return
+    for kind, data in (*((set_title(name), data) for name, data in sets.items()), ("training", recipe.train)):
+        if not isinstance(data, TensorData):
+            continue  # it would have to be read
+        labels = data.columns.get(recipe.label)
+        if labels is None or labels.ndim != 1 or labels.is_floating_point() or not len(labels):
+            if kind == "training":
+                continue  # only the loss reads these
+            given = "there is none" if labels is None else f"it is {labels.dtype} {list(labels.shape)}"
+            raise DataError(
+                f"the recipe names classes, so its {kind} column {recipe.label} must hold one whole number "
+                f"per sample; {given}. Columns: {', '.join(data.columns)}. Set Recipe.label to the right one."
+            )
+        lowest, highest = int(labels.min()), int(labels.max())
+        ignored = kind == "training" and lowest == IGNORED
+        if highest >= len(recipe.classes) or (lowest < 0 and not ignored):
+            raise DataError(
+                f"the {kind} column {recipe.label} goes from {lowest} to {highest}, but the recipe names "
+                f"{len(recipe.classes)} classes: a label must lie between 0 and {len(recipe.classes) - 1}. "
+                "Correct the labels, or name all classes in Recipe.classes."
+            )

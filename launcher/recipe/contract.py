@@ -1,0 +1,151 @@
+"""What a recipe is: the contract between a training task and the program.
+
+Owns `Recipe`, the `Loss` of its forward pass, and the facts that others read from them. Never finds, checks
+or builds one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from launcher.config.schema import Config
+from launcher.data.reader import Collate, Indexed
+from launcher.data.tensors import Batch, TensorData
+from launcher.engine import ParameterGroup
+from launcher.errors import ConfigError
+from launcher.metrics import Classification, LossMetric, Metric
+
+Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
+Source = (
+    TensorData | Indexed | Iterable[Any]
+)  # columns in memory, or a map-style data set of torch or Hugging Face
+# (model, position) -> texts, numbers and pictures by name, for the console, metrics.jsonl and the tracker.
+# Called on rank 0 alone: it must not communicate, and only read the model, which is in evaluation mode.
+# `position.epoch` counts from 0, `position.step` from 1.
+AfterEvaluation = Callable[[nn.Module, Any], Mapping[str, Any]]
+ONLY_SET = ""  # the name of a validation set that is the only one
+IGNORED = -100  # the label that torch's cross-entropy leaves out
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The result of a forward pass on one micro-batch. The loss of a step is the sum over all `count`."""
+
+    sum: Tensor  # fp32, 0-dim: over the samples (or tokens) of the micro-batch, not their mean
+    count: int | Tensor  # how many samples (or tokens) carry loss; 0-dim if a tensor
+    # What metrics read, in evaluations only: logits [n, classes], predicted classes int64 [n], or any tensor
+    # [n, ...] or mapping of tensors.
+    outputs: Tensor | Mapping[str, Tensor] | None = None
+
+
+def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch: Batch) -> Loss:
+    """The result of a recipe's loss. Raises ConfigError if it is not a Loss."""
+    found = loss(network, batch)
+    if isinstance(found, Loss) and isinstance(found.sum, Tensor):
+        return found
+    given = f"Loss({type(found.sum).__name__}, ...)" if isinstance(found, Loss) else type(found).__name__
+    raise ConfigError(
+        f"the recipe's loss returned a {given}. Return Loss(sum, count, outputs): the sum of the losses as a "
+        "tensor (not .item()), the number of samples, and what metrics read, such as the logits."
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training task: the data, the model, the loss, and what is measured.
+
+    `loss(network, batch)` is called within the precision context, on each micro-batch and in evaluations.
+    Transforms take and return a batch on the device; `noise` [n, 4] in [0, 1) is the same for a sample and
+    epoch whatever the number of ranks.
+    """
+
+    build_model: Callable[[], nn.Module]
+    train: Source
+    validation: Source | Mapping[str, Source]  # of several sets by name the first is the one compared by
+    loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
+    train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
+    eval_transform: Callable[[Batch], Batch] | None = None
+    classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
+    label: str = "label"  # the column with the true class
+    metrics: Sequence[Metric | LossMetric] | None = None  # None: Classification where there are classes
+    compare_by: str | None = None  # loss, a metric, or SET/METRIC; None: accuracy if measured, else the loss
+    collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
+    lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
+    after_evaluation: AfterEvaluation | None = None  # what to show of the model; see the type
+    groups: Sequence[ParameterGroup] = ()  # rates of parameters by name; those of optim.groups come first
+    schedule: Schedule | None = None  # replaces schedule.name of the config, and its warmup_fraction
+
+    @property
+    def measures(self) -> tuple[Metric | LossMetric, ...]:
+        """The metrics of its evaluations."""
+        if self.metrics is not None:
+            return tuple(self.metrics)
+        return () if self.classes is None else (Classification(self.classes, self.label),)
+
+    @property
+    def validation_sets(self) -> dict[str, Source]:
+        """The sets to evaluate on, by name; a single one has the name ""."""
+        sets = self.validation
+        return dict(sets) if isinstance(sets, Mapping) else {ONLY_SET: sets}
+
+
+def set_title(name: str) -> str:
+    """`validation`, or the same with the name of one of several sets."""
+    return "validation" if name == ONLY_SET else f"validation ({name})"
+
+
+@dataclass(frozen=True)
+class ModelBuilder:
+    """Builds a new model, registered under `name`, on each call."""
+
+    name: str
+    build: Callable[[], nn.Module]
+
+    def __call__(self) -> nn.Module:
+        return self.build()
+
+
+@dataclass(frozen=True)
+class Used:
+    """The model and data that a recipe really uses, which the config's `model` and `data` may not name.
+
+    Names in the registries; for a recipe's own, the class of the model and the name of the recipe.
+    """
+
+    model: str
+    data: str
+
+    @classmethod
+    def of(cls, config: Config, recipe: Recipe, network: nn.Module) -> Used:
+        builder = inspect.unwrap(recipe.build_model)
+        model = builder.name if isinstance(builder, ModelBuilder) else type(network).__name__
+        return cls(model, getattr(recipe.train, "name", None) or config.recipe.uses)
+
+
+def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", labels: str = "label") -> Loss:
+    """Summed cross-entropy of `network(batch[inputs])` [n, classes, ...] against `batch[labels]` [n, ...].
+
+    Counts the labels that carry loss: those of int64 that are not IGNORED (-100), or all probabilities of
+    classes (floating-point, of the logits' shape).
+    """
+    logits = network(batch[inputs]).float()
+    if logits.ndim < 2 or len(logits) != len(batch[labels]):
+        raise ConfigError(
+            f"the model returned the shape {list(logits.shape)} for {len(batch[labels])} samples: "
+            f"cross_entropy needs [{len(batch[labels])}, classes], one value per sample and class."
+        )
+    loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum", ignore_index=IGNORED)
+    return Loss(loss_sum, _labels_with_loss(logits, batch[labels]), logits.detach())
+
+
+def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
+    """How many: a tensor on the device for classes, since reading it would wait for the device."""
+    if labels.is_floating_point():
+        return logits.numel() // logits.shape[1]
+    return (labels != IGNORED).sum()

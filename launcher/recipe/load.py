@@ -1,0 +1,64 @@
+"""Builds what the config names: its recipe with the data, its model and its schedule."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import replace
+from typing import Any
+
+from launcher.config.rules import SCHEDULES
+from launcher.config.schema import Config
+from launcher.engine import ParameterGroup
+from launcher.errors import ConfigError
+from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
+from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
+from launcher.recipe.registry import Registry, look_up, registry_of, unknown
+
+
+def load_recipe(config: Config) -> Recipe:
+    """The recipe that the config asks for, with its data loaded. ConfigError for an unknown name."""
+    registry = registry_of(config.recipes.path)
+    build = look_up("recipe.uses", config.recipe.uses, registry.recipes)
+    named = schedule_named(config.schedule.name, registry)
+    built = build(config)
+    if not isinstance(built, Recipe):
+        raise ConfigError(
+            f'the function under @recipe("{config.recipe.uses}") returned {type(built).__name__}. '
+            f"It has to return a launcher.recipe.Recipe."
+        )
+    refuse_unusable_metrics(built)
+    refuse_unusable_data(built)
+    if built.schedule is not None and not callable(built.schedule):
+        raise ConfigError(
+            f"the recipe's schedule={built.schedule!r}: it must be a function of (step, total), or None. "
+            "The name of a schedule belongs into the config: schedule.name."
+        )
+    if not isinstance(built.groups, list | tuple) or not all(
+        isinstance(group, ParameterGroup) for group in built.groups
+    ):
+        raise ConfigError(
+            f"Recipe.groups={built.groups!r}: it must be a list of ParameterGroup, for example "
+            '[ParameterGroup("*.bias", weight_decay=0.0)].'
+        )
+    return built if named is None else replace(built, schedule=named)
+
+
+def schedule_named(name: str, registry: Registry) -> Schedule | None:
+    """The registered schedule; None for those of the launcher. ConfigError for an unknown name."""
+    if name in SCHEDULES:
+        return None
+    return look_up("schedule.name", name, {**dict.fromkeys(SCHEDULES), **registry.schedules})
+
+
+def model_builder(config: Config, **facts: Any) -> ModelBuilder:
+    """A function that builds the config's model from its options and the facts given by the recipe.
+
+    Facts are what the data dictates (num_classes, ...). ConfigError for an unknown model or option.
+    """
+    build = look_up("model.name", config.model.name, registry_of(config.recipes.path).models)
+    options = [name for name in inspect.signature(build).parameters if name not in facts]
+    for name in config.model.options:
+        if name not in options:
+            raise ConfigError(unknown(f"model.{name} (an option of {config.model.name})", name, options))
+    return ModelBuilder(config.model.name, functools.partial(build, **facts, **config.model.options))

@@ -1,0 +1,169 @@
+"""Finds recipes, models and schedules by name.
+
+Owns the decorators that offer them and the loading of recipe files: those of the project and the user's own.
+Never calls what it finds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from launcher.config.groups import recipes_dir
+from launcher.config.rules import SCHEDULES
+from launcher.config.schema import Config
+from launcher.errors import ConfigError, LauncherError
+from launcher.recipe.contract import Recipe, Schedule
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Found = TypeVar("Found")
+REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
+TOP_LEVEL = (
+    "A function of your own is found if a name at the top level of its file refers to it: assign one that is "
+    "made in a loop or a function to such a name."
+)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The functions that recipe files offer, by name."""
+
+    recipes: Mapping[str, Callable[[Config], Recipe]]
+    models: Mapping[str, Callable[..., nn.Module]]
+    schedules: Mapping[str, Schedule]
+
+
+def recipe(name: str) -> Callable[[Function], Function]:
+    """Offers `f(config: Config) -> Recipe` under `name` (the config's `recipe.uses`)."""
+    return _mark("recipe", name)
+
+
+def model(name: str) -> Callable[[Function], Function]:
+    """Offers a function that builds a model under `name` (the config's `model.name`).
+
+    Its keyword arguments that the recipe does not give itself are the model's options in the config.
+    """
+    return _mark("model", name)
+
+
+def schedule(name: str) -> Callable[[Function], Function]:
+    """Offers a schedule of the learning rate under `name` (the config's `schedule.name`).
+
+    `f(step: int, total: int) -> float` gives the factor on optim.lr of each applied step, 0 to total - 1: a
+    finite number of at least 0, the same on all ranks. Skipped steps are not counted. The function decides on
+    the whole course: schedule.warmup_fraction is not applied to it.
+    """
+    return _mark("schedule", name)
+
+
+def registry_of(user_path: str | None) -> Registry:
+    """All recipes and models, the project's and the user's. ConfigError for a name given twice."""
+    files = sorted(path for path in recipes_dir().glob("*.py") if not path.name.startswith("_"))
+    if user_path is not None:
+        files.append(_user_file(user_path))
+    entries = [(file, *entry) for file in files for entry in _registered_in(_load(file))]
+    schedules = _by_name("schedule", entries)
+    if taken := sorted(schedules.keys() & set(SCHEDULES)):
+        raise ConfigError(
+            f'@schedule("{taken[0]}"): the launcher has a schedule of that name. Choose another.'
+        )
+    return Registry(_by_name("recipe", entries), _by_name("model", entries), schedules)
+
+
+def _mark(kind: str, name: str) -> Callable[[Function], Function]:
+    def mark(function: Function) -> Function:
+        setattr(function, REGISTERED, (*getattr(function, REGISTERED, ()), (kind, name)))
+        return function
+
+    return mark
+
+
+def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., Any]]]:
+    """(kind, name, function) of what the file itself defines, not of what it imports from another."""
+    functions = {id(value): value for value in vars(module).values() if callable(value)}.values()
+    return [
+        (kind, name, function)
+        for function in functions
+        if getattr(function, "__module__", None) == module.__name__
+        for kind, name in getattr(function, REGISTERED, ())
+    ]
+
+
+def _by_name(
+    wanted: str, entries: Iterable[tuple[Path, str, str, Callable[..., Any]]]
+) -> dict[str, Callable[..., Any]]:
+    found: dict[str, tuple[Path, Callable[..., Any]]] = {}
+    for file, kind, name, function in entries:
+        if kind != wanted:
+            continue
+        if name in found:
+            first = found[name][0]
+            raise ConfigError(
+                f'@{kind}("{name}") is given twice: in {first} and in {file}. Rename one of them.'
+            )
+        found[name] = (file, function)
+    return {name: function for name, (_, function) in found.items()}
+
+
+def _user_file(user_path: str) -> Path:
+    path = Path(user_path).expanduser()
+    if not path.is_file() or path.suffix != ".py":
+        kind = "is a folder" if path.is_dir() else "is not a .py file" if path.exists() else "does not exist"
+        raise ConfigError(f"recipes.path={user_path} {kind}. Give the Python file that holds your @recipe.")
+    return path
+
+
+def _load(file: Path) -> ModuleType:
+    """Runs a recipe file once per process and version of its text; errors name the file."""
+    source = file.read_bytes()
+    digest = hashlib.sha256(str(file.resolve()).encode() + b"\0" + source).hexdigest()[:12]
+    name = f"launcher_recipe_{file.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and torch.compile look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except LauncherError:
+        del sys.modules[name]
+        raise
+    except (Exception, SystemExit) as error:  # a user's file may fail in any way
+        del sys.modules[name]
+        raise ConfigError(f"recipe file {file} cannot be loaded: {_where(error, file)}.") from error
+    return module
+
+
+def _where(error: BaseException, file: Path) -> str:
+    """`line 3: NameError: ...`, the innermost line of `file` that the error passed through."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == str(file):
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"line {line}: {type(error).__name__}: {error}" if line else f"{type(error).__name__}: {error}"
+
+
+def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
+    if name not in known:
+        raise ConfigError(f"{unknown(f'{key}={name}', name, known)} {TOP_LEVEL}")
+    return known[name]
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    choices = sorted(known)
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    advice = f"Did you mean {' or '.join(close)}? " if close else ""
+    return f"{what} is not known. {advice}Known: {', '.join(choices) or 'none'}."

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch import nn
+
+from launcher.errors import ConfigError
+from launcher.recipe import Loss, cross_entropy
+from launcher.recipe.contract import loss_of
+
+
+def test_cross_entropy_is_summed_in_fp32_over_the_samples():
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    batch = {"image": torch.randn(5, 4, dtype=torch.bfloat16), "label": torch.tensor([0, 1, 2, 0, 1])}
+    loss = cross_entropy(model, batch)
+    logits = model(batch["image"]).float()
+    expected = -torch.log_softmax(logits, dim=1)[torch.arange(5), batch["label"]].sum()
+    assert loss.sum.dtype == torch.float32
+    assert torch.allclose(loss.sum, expected)
+    assert loss.count == 5
+    assert torch.equal(loss.outputs, logits)
+    assert loss.outputs.dtype == torch.float32
+    assert not loss.outputs.requires_grad
+
+
+IMAGES = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "count"),
+    [
+        (IMAGES[:, :, 0, 0], torch.tensor([1, -100]), 1),
+        (IMAGES[:, :, 0, 0], torch.tensor([-100, -100]), 0),
+        (IMAGES, torch.ones(2, 3, 3, dtype=torch.int64), 18),
+        (IMAGES, torch.tensor([[[1, -100, 2]] * 3, [[0, 3, -100]] * 3]), 12),
+        (IMAGES[:, :, 0, 0], torch.full((2, 4), 0.25), 2),
+        (IMAGES, torch.full((2, 4, 3, 3), 0.25), 18),
+    ],
+    ids=["an ignored label", "only ignored", "pixels", "ignored pixels", "probabilities", "of pixels"],
+)
+def test_cross_entropy_counts_the_labels_that_carry_loss(logits, labels, count):
+    """Else a step divides by a wrong number."""
+    loss = cross_entropy(nn.Identity(), {"image": logits, "label": labels})
+    assert loss.count == count
+    if count:
+        assert torch.allclose(loss.sum / loss.count, nn.functional.cross_entropy(logits, labels))
+
+
+def test_cross_entropy_reads_the_columns_it_is_told():
+    batch = {"x": torch.ones(2, 4), "y": torch.tensor([0, 1])}
+    assert cross_entropy(nn.Linear(4, 3), batch, inputs="x", labels="y").count == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.ones(()), "returned a Tensor"),
+        (Loss(1.5, 2), r"returned a Loss\(float, ...\)"),
+        (None, "returned a NoneType"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:
+    with pytest.raises(ConfigError, match=text):
+        loss_of(lambda network, batch: given, torch.nn.Identity(), {})
