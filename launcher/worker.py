@@ -6,14 +6,12 @@ at the end. It never sees argv; it runs the same lines on every rank.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import os
 import time
-import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,38 +23,26 @@ from torch import nn
 
 from launcher.checkpoint import Due, Writer
 from launcher.config.schema import Config
-from launcher.config.user_code import place_of
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import loader_processes
-from launcher.data.sources import training_batches
+from launcher.data.sources import Batches, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
-from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import meet
 from launcher.distributed.process_group import (
     LaunchEnv,
     WorkerEnv,
     claim_first_failure,
-    failure_of_another,
     give_reason,
     join,
-    stall_of,
     tighten,
 )
 from launcher.distributed.watchdog import Watchdog
-from launcher.engine import EngineWarning, UnusableError, works
+from launcher.engine import EngineWarning
 from launcher.engine.diagnostics.step_timer import PARTS
-from launcher.errors import (
-    CollectiveError,
-    ConfigError,
-    DataWarning,
-    LauncherError,
-    PreemptedError,
-    in_words,
-)
+from launcher.errors import DataWarning
 from launcher.evaluation.evaluate import Evaluation
-from launcher.process.shortage import shortage_of
 from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
@@ -69,10 +55,11 @@ from launcher.training.decisions import decisions
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.evaluator import Evaluator
+from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
 from launcher.training.loop import Task, train
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Start
-from launcher.training.recipe_errors import guarded, guarding, recipe_failure
+from launcher.training.recipe_errors import guarded, guarding
 from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
@@ -108,77 +95,15 @@ def run(
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
-            failure = (
-                _user_error(error, launch)
-                or _disagreement(error, store, job, launch)
-                or stall_of(error, store, job, launch)
-                or _of_the_recipe(error, log_path(run_dir, launch.rank))
-            )
-            if failure is not None:
-                failure.__cause__ = error  # whose traceback the log gets
+            failure = failure_of(error, store, job, launch, log_path(run_dir, launch.rank))
             give_reason(store, job, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            cause = _of_another_rank(failure or error, store, job, launch)
-            _report_failure(telemetry, steps, run_dir, launch, cause)
-            _release_frames(error)
+            cause = of_another_rank(failure or error, store, job, launch)
+            report_failure(telemetry, steps, run_dir, launch, cause)
+            release_frames(error)
             if failure is not None:
                 raise failure from error
             raise
-
-
-def _user_error(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
-    """The error for users, if `error` is one of torch or the engine that they can fix; else None."""
-    if isinstance(error, UnusableError):
-        return ConfigError(str(error))
-    return shortage_of(error, f"rank {launch.rank}")
-
-
-def _disagreement(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
-) -> LauncherError | None:
-    """Which ranks called another collective, if a rank was lost for that reason.
-
-    Otherwise None, and a note on the error names the lost rank.
-    """
-    if store is None or not is_loss(error):
-        return None
-    _release_frames(error)  # or a rank that waits for this one would not notice in time to record its calls
-    said = exchange_calls(store, job, launch)
-    if text := disagreement(said, launch.world_size):
-        return CollectiveError(text)
-    if note := loss(said, launch.world_size):
-        error.add_note(note)
-    return None
-
-
-def _of_another_rank(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
-) -> BaseException:
-    """For rank 0's files: the error of the rank whose connection was lost, if it recorded one."""
-    if launch.rank != 0 or store is None or not is_loss(error):
-        return error
-    _release_frames(error)  # or the others that wait for this rank would not notice
-    cause = failure_of_another(store, job, launch.rank)
-    if cause is None or is_loss(RuntimeError(str(cause))):
-        return error
-    cause.__cause__ = error  # whose traceback the log gets
-    return cause
-
-
-def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:
-    """The error for an exception in a recipe's line that no guard covers, such as in a backward pass."""
-    return recipe_failure(error, "code of the recipe", log_file) if place_of(error) else None
-
-
-def _release_frames(error: BaseException) -> None:
-    """Free what the frames of a failure hold, in particular the process group.
-
-    Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
-    that wait in a collective for this one notice.
-    """
-    traceback.clear_frames(error.__traceback__)
-    works.release()
-    gc.collect()
 
 
 def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
@@ -208,21 +133,6 @@ def _warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
             warnings.simplefilter("always", each)  # each is given once per Stepper or data set
         warnings.showwarning = show
         yield
-
-
-def _report_failure(
-    telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
-) -> None:
-    code = error.exit_code if isinstance(error, LauncherError) else 1
-    if isinstance(error, PreemptedError):
-        state = "preempted"
-        log.info("rank %d: %s", launch.rank, error)
-    else:
-        state = "failed"
-        log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
-    telemetry.emit("end", steps, state=state, exit=code, error=in_words(error))
-    if launch.rank == 0:
-        results.write_failure(run_dir, state, code, error)
 
 
 @dataclass
@@ -328,34 +238,17 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
 
 
 def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
-    run, recipe, course, continuity = job.run, job.recipe, job.course, job.continuity
-    config, stepper = run.config, run.stepper
-    batches = training_batches(
-        job.data.train,
-        job.plan,
-        recipe.train_transform,
-        course.total_steps,
-        continuity.stream,
-        partial(run.telemetry.decision, "resume"),
-    )
-    continuity.stream_position = batches.position
-    if config.precision.scale.mode == "auto" and not continuity.has_scale and course.total_steps > start.step:
-        first = batches.step(*divmod(start.step, course.steps_per_epoch))
-        run.telemetry.decision("loss scale", build.calibrate(stepper, recipe, job.model, first[:1]))
+    """All steps from `start` on, and the result."""
+    run, config, continuity, stepper = job.run, job.run.config, job.continuity, job.run.stepper
+    batches = _batches(job)
+    if config.precision.scale.mode == "auto" and not continuity.has_scale:
+        _calibrate(job, batches, start)
     votes = Votes()
-    inspector = DivergenceInspector(stepper, recipe.loss, batches, run.env.group)
-    monitor = Monitor(
-        run,
-        votes,
-        DivergenceCheck(config.precision.scale, inspector),
-        build.gradient_stats(config, run.env, stepper, run.telemetry),
-        continuity.totals,
-        first_step_done=partial(_first_step_done, run, watchdog),
-    )
+    monitor = _monitor(job, votes, batches, partial(_first_step_done, run, watchdog))
     evaluator = Evaluator(
         run,
-        course,
-        recipe,
+        job.course,
+        job.recipe,
         job.data.validation,
         job.model,
         monitor,
@@ -369,17 +262,53 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
     with Writer(continuity.directory, config.checkpoint.keep) as writer:
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
         train(
-            course,
+            job.course,
             start,
-            Task(stepper, network, recipe.loss, batches, continuity.answers),
-            Checkpoints(run, course, monitor, votes, writer, due, continuity.take),
+            Task(stepper, network, job.recipe.loss, batches, continuity.answers),
+            Checkpoints(run, job.course, monitor, votes, writer, due, continuity.take),
             monitor,
-            Replicas(stepper, course),
+            Replicas(stepper, job.course),
             evaluator,
         )
     run.heartbeat.beat("finishing")
     _finish(job, monitor, evaluator.latest, time.perf_counter() - began)
     run.heartbeat.beat("done")
+
+
+def _batches(job: _Job) -> Batches:
+    """The training batches of this rank; those of a stream continue where the checkpoint was taken."""
+    batches = training_batches(
+        job.data.train,
+        job.plan,
+        job.recipe.train_transform,
+        job.course.total_steps,
+        job.continuity.stream,
+        partial(job.run.telemetry.decision, "resume"),
+    )
+    job.continuity.stream_position = batches.position
+    return batches
+
+
+def _calibrate(job: _Job, batches: Batches, start: Start) -> None:
+    """Choose the loss scale by the first batch, if there is one left."""
+    if start.step >= job.course.total_steps:
+        return
+    first = batches.step(*divmod(start.step, job.course.steps_per_epoch))
+    found = build.calibrate(job.run.stepper, job.recipe, job.model, first[:1])
+    job.run.telemetry.decision("loss scale", found)
+
+
+def _monitor(job: _Job, votes: Votes, batches: Batches, first_step_done: Callable[[], None]) -> Monitor:
+    run = job.run
+    inspector = DivergenceInspector(run.stepper, job.recipe.loss, batches, run.env.group)
+    return Monitor(
+        run,
+        votes,
+        DivergenceCheck(run.config.precision.scale, inspector),
+        build.gradient_stats(run.config, run.env, run.stepper, run.telemetry),
+        job.continuity.totals,
+        first_step_done=first_step_done,
+    )
 
 
 def _first_step_done(run: Run, watchdog: Watchdog) -> None:

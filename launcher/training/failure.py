@@ -1,0 +1,113 @@
+"""How the failure of a rank is explained, recorded and passed on to the other ranks.
+
+Owns the order in which causes are considered. The error for users is a LauncherError with the exit code.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.config.user_code import place_of
+from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
+from launcher.distributed.process_group import LaunchEnv, failure_of_another, stall_of
+from launcher.engine import UnusableError, works
+from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
+from launcher.process.shortage import shortage_of
+from launcher.telemetry import Telemetry
+from launcher.training import results
+from launcher.training.recipe_errors import recipe_failure
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+log = logging.getLogger("launcher")
+
+
+def failure_of(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, log_file: Path
+) -> LauncherError | None:
+    """The error for users, caused by `error`; None where it is to be raised as it is."""
+    failure = (
+        _user_error(error, launch)
+        or _disagreement(error, store, job, launch)
+        or stall_of(error, store, job, launch)
+        or _of_the_recipe(error, log_file)
+    )
+    if failure is not None:
+        failure.__cause__ = error  # whose traceback the log gets
+    return failure
+
+
+def _user_error(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
+    """The error for users, if `error` is one of torch or the engine that they can fix; else None."""
+    if isinstance(error, UnusableError):
+        return ConfigError(str(error))
+    return shortage_of(error, f"rank {launch.rank}")
+
+
+def _disagreement(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> LauncherError | None:
+    """Which ranks called another collective, if a rank was lost for that reason.
+
+    Otherwise None, and a note on the error names the lost rank.
+    """
+    if store is None or not is_loss(error):
+        return None
+    release_frames(error)  # or a rank that waits for this one would not notice in time to record its calls
+    said = exchange_calls(store, job, launch)
+    if text := disagreement(said, launch.world_size):
+        return CollectiveError(text)
+    if note := loss(said, launch.world_size):
+        error.add_note(note)
+    return None
+
+
+def of_another_rank(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> BaseException:
+    """For rank 0's files: the error of the rank whose connection was lost, if it recorded one."""
+    if launch.rank != 0 or store is None or not is_loss(error):
+        return error
+    release_frames(error)  # or the others that wait for this rank would not notice
+    cause = failure_of_another(store, job, launch.rank)
+    if cause is None or is_loss(RuntimeError(str(cause))):
+        return error
+    cause.__cause__ = error  # whose traceback the log gets
+    return cause
+
+
+def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:
+    """The error for an exception in a recipe's line that no guard covers, such as in a backward pass."""
+    return recipe_failure(error, "code of the recipe", log_file) if place_of(error) else None
+
+
+def release_frames(error: BaseException) -> None:
+    """Free what the frames of a failure hold, in particular the process group.
+
+    Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
+    that wait in a collective for this one notice.
+    """
+    traceback.clear_frames(error.__traceback__)
+    works.release()
+    gc.collect()
+
+
+def report_failure(
+    telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
+) -> None:
+    """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
+    code = error.exit_code if isinstance(error, LauncherError) else 1
+    if isinstance(error, PreemptedError):
+        state = "preempted"
+        log.info("rank %d: %s", launch.rank, error)
+    else:
+        state = "failed"
+        log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
+    telemetry.emit("end", steps, state=state, exit=code, error=in_words(error))
+    if launch.rank == 0:
+        results.write_failure(run_dir, state, code, error)
