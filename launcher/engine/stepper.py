@@ -212,8 +212,9 @@ class Stepper:
         self._reference.agree(count)
         self._parts.tally.add(loss_sum, count)
         self._failed = True  # until the pass has finished
+        objective = self._objective(loss_sum)
         with self._during_backward(), self.reducer.receiving(self._done + 1 == self._micro_batches):
-            self._objective(loss_sum).backward()  # type: ignore[no-untyped-call]
+            objective.backward()  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
                 self._failed = False
                 self._parts.tally.take_back()
@@ -426,7 +427,7 @@ class Stepper:
 
     def _objective(self, loss_sum: Tensor) -> Tensor:
         """J = (S / n0) * sum of losses, in fp32."""
-        return loss_sum * (self.scale.value() / self._reference.divisor)  # both powers of two: exact
+        return loss_sum * self.scale.over(self._reference.divisor)  # both powers of two: exact
 
     def _wait_for_readers(self) -> None:
         read, self._read = self._read, None

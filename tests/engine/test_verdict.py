@@ -1,4 +1,4 @@
-"""The judgement of a step: the same bits from the compiler that a GPU has, without a break in the graph."""
+"""The judgement of a step: the same bits on the host, in tensors and from the compiler that a GPU has."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, strategies
 from torch import Tensor
 
 from launcher.engine.precision.loss_scale import Scaling
-from launcher.engine.verdict import Terms, judge, next_rate
+from launcher.engine.verdict import Terms, Verdict, judge, judge_on_host, next_rate
 from launcher.engine.wire.reducer import ABANDONED, CULPRIT
 from launcher.engine.wire.step_counts import FIELDS
 
@@ -56,6 +57,47 @@ def test_the_last_rate_holds_for_ever_after() -> None:
     ]
 
 
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("mode", ["dynamic", "static", "none"])
+def test_the_host_gives_the_same_bits(mode, clip_norm) -> None:
+    terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2, max=2**17))
+    for case in cases():
+        before = [tensor.clone() for tensor in case]
+        assert_equal(judge(terms, *case), judge_on_host(terms, *case))
+        assert all(
+            torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, case, strict=True)
+        )
+
+
+NUMBERS = strategies.floats(0, 1e300) | strategies.sampled_from([math.inf, math.nan, 0.0])
+
+
+@given(
+    sums=strategies.lists(NUMBERS, min_size=1, max_size=9),
+    marks=strategies.lists(strategies.sampled_from([0, 0, 0, CULPRIT, ABANDONED]), min_size=1, max_size=4),
+    tally=strategies.tuples(NUMBERS, strategies.floats(), strategies.integers(0, 3)),
+    state=strategies.tuples(
+        strategies.integers(0, 24), *[strategies.integers(0, 4)] * 2, *[strategies.integers(0, 9)] * 4
+    ),
+    scaling=strategies.builds(
+        Scaling,
+        strategies.sampled_from(["dynamic", "static", "none"]),
+        growth_interval=strategies.integers(1, 5),
+        hysteresis=strategies.integers(1, 3),
+    ),
+    unit=strategies.integers(0, 20),
+    clip_norm=strategies.none() | strategies.floats(1e-3, 1e3),
+)
+def test_the_host_gives_the_same_bits_for_any_step(
+    sums, marks, tally, state, scaling, unit, clip_norm
+) -> None:
+    counts = torch.tensor([*tally, *[0] * (FIELDS - len(tally))], dtype=torch.float64)
+    terms = Terms(2.0**unit, clip_norm, scaling)
+    values = [torch.tensor(each, dtype=torch.float64) for each in (sums, marks)]
+    case = (*values, counts, torch.tensor(state), RATES)
+    assert_equal(judge(terms, *case), judge_on_host(terms, *case))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by the compiler's first import
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
@@ -64,7 +106,11 @@ def test_a_compiler_gives_the_same_bits(mode, clip_norm) -> None:
     terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2))
     compiled = torch.compile(judge, fullgraph=True)
     for case in cases():
-        for one, other in zip(judge(terms, *case), compiled(terms, *case), strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one.isnan(), other.isnan())
-            assert torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0))
+        assert_equal(judge(terms, *case), compiled(terms, *case))
+
+
+def assert_equal(verdict: Verdict, same: Verdict) -> None:
+    for one, other in zip(verdict, same, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one.isnan(), other.isnan()), (verdict, same)
+        assert torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0)), (verdict, same)

@@ -7,7 +7,7 @@ neither can become 0 or inf. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -139,6 +139,12 @@ class LossScale:
         """S as fp32, 0-dim: built from its bits, so exact."""
         return power_of_two(self.exponent)
 
+    def over(self, divisor: int) -> Tensor | float:
+        """S / divisor, exact for a power of two: fp32, 0-dim; on a CPU the number, which costs less."""
+        if self.state.device.type == "cpu":
+            return math.ldexp(1.0, int(self.exponent)) / divisor
+        return self.value() / divisor
+
     def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor) -> None:
         """Update the state after one step. All flags are bool, 0-dim, equal on all ranks.
 
@@ -166,6 +172,26 @@ def next_state(
     floor, bad = (floor + at_floor) * skipped, (bad + bad_loss) * skipped
     after = torch.stack([s, t, h, applied + clean, skips + skipped, floor, bad])
     return torch.where(abandoned, state, after)
+
+
+def next_fields(
+    scaling: Scaling, fields: Sequence[int], skipped: bool, bad_loss: bool, overflow: bool, abandoned: bool
+) -> list[int]:
+    """`next_state` in Python's numbers."""
+    if abandoned:
+        return list(fields)
+    s, t, h, applied, skips, floor, bad = fields
+    clean, at_floor = not skipped, overflow
+    if scaling.mode == "dynamic":
+        low, high = _exponent(scaling.min), _exponent(scaling.max)
+        at_floor = overflow and s == low
+        grown = clean and t >= scaling.growth_interval - 1
+        lowered = overflow and h <= 1
+        s = min(max(s + grown - lowered, low), high)
+        t = 0 if grown or overflow else t + clean
+        h = scaling.hysteresis if clean else h - overflow
+    floor, bad = (floor + at_floor) * skipped, (bad + bad_loss) * skipped
+    return [s, t, h, applied + clean, skips + skipped, floor, bad]
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
