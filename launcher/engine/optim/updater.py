@@ -242,9 +242,8 @@ def _widened(batch: _Batch, multiplier: Tensor) -> list[Tensor]:
         # A 1-dim factor: with a 0-dim fp32 one the product would be computed in fp16, and overflow.
         factor = multiplier.view(1)
         return [torch.mul(part.grad, factor) for part in batch.parts]
-    for scratch, part in zip(batch.scratch, batch.parts, strict=True):
-        scratch.copy_(part.grad)
-        scratch.mul_(multiplier)
+    torch._foreach_copy_(batch.scratch, [part.grad for part in batch.parts])
+    torch._foreach_mul_(batch.scratch, multiplier)
     return batch.scratch
 
 

@@ -16,6 +16,7 @@ CHUNK = 1 << 17  # elements of one dot product in fp32: with more, sums of equal
 BLOCKS = (1 << 11, 1 << 9)  # elements that a compiled kernel sums in fp32: long is faster, short fits more
 SMALL = 1 << 12  # elements below which parameters are summed together: most vectors
 FEW = 1 << 16  # elements below which a copy in fp64 costs less than calls for chunks
+ALL = 1 << 13  # elements of a whole model below which one copy of everything costs less than two
 IN_CHUNKS, AS_COPY = 0, 1  # how to sum, where it is not by blocks of so many elements
 
 ReadSums = Callable[[], Tensor]  # [parameters] fp64 sums; inf or nan where an element is
@@ -90,6 +91,10 @@ class SumOfSquares:
 
     def _groups(self, parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         """Neighbours that one call sums: blocks without a gap between them, and small ones."""
+        gaps = _gaps(parts)
+        if self._kernel is None and min(gaps, default=0) >= 0 and sum(gaps) + sum(map(len, parts)) < ALL:
+            yield list(parts)  # a small model: one copy of everything
+            return
         group = [parts[0]]
         for before, part in itertools.pairwise(parts):
             (gap,) = _gaps([before, part])

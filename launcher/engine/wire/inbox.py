@@ -84,7 +84,10 @@ def _laid_out(gradient: Tensor, slot: Slot) -> Tensor:
 
     On a GPU one kernel copies many gradients if all strides are equal; else each needs its own kernel.
     """
-    strides = zip(gradient.shape, gradient.stride(), slot.stride, strict=True)
-    if gradient.stride() == slot.stride or any(size != 1 and own != other for size, own, other in strides):
+    own = gradient.stride()
+    if own == slot.stride:
+        return gradient
+    sizes = zip(gradient.shape, own, slot.stride, strict=True)
+    if any(size != 1 and stride != other for size, stride, other in sizes):
         return gradient
     return gradient.as_strided(slot.shape, slot.stride)

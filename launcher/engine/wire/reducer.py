@@ -206,7 +206,7 @@ class Reducer:
         if self._sharded:
             sums, marks = self._share_sums(sums)
         elif self._group is None:
-            marks = self._mark(_not_finite(sums))[None]
+            marks = self._mark(_not_finite(sums)).view(1)
         else:
             last = self.buckets[-1]
             marks = last.tail.double() / self._transports[last.segment.name].after
@@ -303,7 +303,9 @@ def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
     def receive(parameter: nn.Parameter) -> None:
         reducer = held()
         if reducer is not None:
-            reducer.receive(slot, parameter)
+            # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
+            with torch._C.DisableTorchFunction():
+                reducer.receive(slot, parameter)
 
     receive.reducer = held  # type: ignore[attr-defined]
 
