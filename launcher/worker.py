@@ -256,6 +256,8 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
         continuity.standing,
         continuity.answers,
     )
+    if start.step < job.course.total_steps and not start.owes_evaluation:
+        evaluator.rehearse()
     network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)

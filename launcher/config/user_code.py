@@ -25,6 +25,17 @@ def place_of(error: BaseException) -> str:
     return place
 
 
+def innermost(error: BaseException) -> str:
+    """`file:line, in function` of the line that raised, whoever's it is; empty without a traceback."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return ""
+    code = frame.tb_frame.f_code
+    return f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
+
+
 def is_the_users(code: CodeType) -> bool:
     file = code.co_filename
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,14 +72,24 @@ class IndexedData:
         refuse_other_labels(fetched, self.how.label, self.kind)
         return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
 
+    def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
+        """At most `most` samples of the first of `evaluation_batches`, read in this process."""
+        requests = self._evaluation_requests(rank, world_size, batch_size)
+        if not requests:
+            return None
+        return self.usable(self.fetch(replace(requests[0], indices=requests[0].indices[:most])))
+
+    def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[Request]:
+        pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
+        return [Request(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
+
     def evaluation_batches(
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Batch | None]]:
         """This rank's samples in order: (indices int64 [n], batch), None for those that cannot be read."""
         key = (rank, world_size, batch_size)
         if self._evaluation is None or self._evaluation[0] != key:
-            pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
-            requests = [Request(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
+            requests = self._evaluation_requests(*key)
             self._evaluation = key, requests, self.pool(requests)
         for request, fetched in zip(*self._evaluation[1:], strict=True):
             batch = self.usable(fetched)

@@ -21,6 +21,7 @@ from launcher.data.tensors import Batch, DeviceBatches, TensorData, tensor_batch
 from launcher.errors import DataError
 
 Readable = TensorData | IndexedData | StreamData
+FIRST = 32  # samples of a `first_batch` at most
 
 
 class Batches(Protocol):
@@ -130,3 +131,17 @@ def evaluation_batches(
     if isinstance(data, TensorData):
         return tensor_batches(data, rank, world_size, batch_size)
     return data.evaluation_batches(rank, world_size, batch_size)
+
+
+def first_batch(data: Readable, rank: int, world_size: int, batch_size: int) -> Batch | None:
+    """At most FIRST samples of the first of `evaluation_batches`, read in this process.
+
+    None where this rank has no sample, or none that can be read. Of a stream it is the same on all ranks.
+    """
+    if isinstance(data, TensorData):
+        batches = tensor_batches(data, rank, world_size, batch_size)
+        return next(({name: column[:FIRST] for name, column in batch.items()} for _, batch in batches), None)
+    if isinstance(data, IndexedData):
+        return data.first_batch(rank, world_size, batch_size, FIRST)
+    fetched = data.first(min(batch_size, FIRST))
+    return None if fetched is None else data.usable(fetched)

@@ -156,11 +156,22 @@ def _measure_share(
         if batch is None:  # samples that could not be read and may be left out
             counts.add_unreadable(indices)
             continue
-        with forward_context():
-            made = _transformed(recipe, batch)
-            loss = loss_of(recipe.loss, model, made)
-        counts.add(indices, loss)
-        measuring.update(loss, batch | made)
+        counts.add(indices, measure_batch(recipe, model, forward_context, batch, measuring))
+
+
+def measure_batch(
+    recipe: Recipe,
+    model: nn.Module,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    batch: Batch,
+    measuring: Measuring,
+) -> Loss:
+    """The loss of a batch, which the metrics are updated with."""
+    with forward_context():
+        made = _transformed(recipe, batch)
+        loss = loss_of(recipe.loss, model, made)
+    measuring.update(loss, batch | made)
+    return loss
 
 
 def refuse_no_loss(count: int, num_samples: int) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import json
+import numbers
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch import Tensor
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.process_group import WorkerEnv
-from launcher.errors import ConfigError, LauncherError, RecipeError
+from launcher.errors import ConfigError, LauncherError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.messages import content_of, error_message, message_of
 from launcher.evaluation.objects import CannotPackError, Outline
@@ -35,6 +38,7 @@ from launcher.recipe.contract import Loss, Recipe
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
 HOST = torch.device("cpu")
+MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
 SENDABLE = (
     "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent; an object only if the "
     "metric had one of the same class in the same attribute before the first batch. Keep no others in it, "
@@ -53,17 +57,24 @@ class Numbers:
 
     values: dict[str, float]
     higher_is_better: dict[str, bool | None]  # by name; None: not declared
+    failed: list[str] = field(
+        default_factory=list
+    )  # in a rehearsal: errors of `compute` that may be no mistakes
     confusion: Confusion | None = None  # of the first Classification; on rank 0 only
 
 
 @dataclass
 class Measuring:
-    """The metrics of a recipe during one evaluation. `guard` is the context of each call of a metric."""
+    """The metrics of a recipe during one evaluation. `guard` is the context of each call of a metric.
+
+    In a `rehearsal` the metrics see a few samples, which may not be enough for each `compute`.
+    """
 
     recipe: Recipe
     env: WorkerEnv
     guard: Guard = unguarded
     beat: Callable[[], object] = lambda: None
+    rehearsal: bool = False
     _order: list[Any] = field(default_factory=list)  # all metrics, in the order of the recipe
     _merged: list[Any] = field(default_factory=list)
     _outlines: list[Outline] = field(default_factory=list)  # of the merged ones before the first batch
@@ -97,14 +108,14 @@ class Measuring:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         if self.env.world_size > 1:
             self._collect()
-        numbers = None
+        found = None
         if self.env.is_leader and self._failure is None:
             with self._held():
-                numbers = self._compute(loss_sum, count)
-        sent = send_to_all(self.env, _message(numbers, self._failure), sender=0)
+                found = self._compute(loss_sum, count)
+        sent = send_to_all(self.env, _message(found, self._failure), sender=0)
         if self._failure is not None:
             raise self._failure
-        return numbers or Numbers(*json.loads(content_of(sent)))  # JSON keeps the bits of floats
+        return found or Numbers(*json.loads(content_of(sent)))  # JSON keeps the bits of floats
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -150,7 +161,7 @@ class Measuring:
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
     def _outline(self, metric: Any) -> Outline:
-        """Raises RecipeError for a state that cannot be copied or sent."""
+        """Raises ConfigError for a state that cannot be copied or sent."""
         with self.guard(f"the metric {name_of(metric)}'s __getstate__", None):
             try:
                 return Outline.of(metric)
@@ -158,7 +169,7 @@ class Measuring:
                 raise _unsendable(metric, error) from error
 
     def _packed_metric(self, metric: Any, outline: Outline) -> bytes:
-        """The state of a metric. Raises RecipeError for one that cannot be sent."""
+        """The state of a metric. Raises ConfigError for one that cannot be sent."""
         with self.guard(f"the metric {name_of(metric)}'s __getstate__", None):
             try:
                 return packed(metric, outline)
@@ -166,12 +177,12 @@ class Measuring:
                 raise _unsendable(metric, error) from error
 
     def _packed_rows(self, index: int) -> bytes:
-        """What this rank has kept of a batch. Raises RecipeError for a column that cannot be sent."""
+        """What this rank has kept of a batch. Raises ConfigError for a column that cannot be sent."""
         try:
             return packed(self._kept[index])
         except CannotPackError as error:
             names = ", ".join(name_of(metric) for metric in self._fed)
-            raise RecipeError(
+            raise ConfigError(
                 f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
                 f"there: {error}. Return only tensors from eval_transform, or name the columns that each "
                 "metric reads in its attribute columns."
@@ -194,26 +205,44 @@ class Measuring:
 
     def _compute(self, loss_sum: float, count: int) -> Numbers:
         """The values on rank 0, in the order of the recipe's metrics."""
-        numbers = Numbers({}, {})
+        total = Numbers({}, {})
         taken: dict[str, str] = {}
         for metric in self._order:
-            with self.guard(f"the metric {name_of(metric)}'s compute", None):
-                of_loss = isinstance(metric, LossMetric)
-                found = metric.of_loss(loss_sum, count) if of_loss else metric.compute()
+            try:
+                found = self._computed(metric, loss_sum, count)
+            except LauncherError as error:
+                if not (self.rehearsal and _may_depend_on_samples(error)):
+                    raise
+                total.failed.append(str(error))
+                continue
             for name, value in as_numbers(metric, found).items():
                 refuse_taken_name(name, name_of(metric), taken)
                 taken[name] = name_of(metric)
-                numbers.values[name] = value
-                numbers.higher_is_better[name] = direction_of(metric, name)
-            if numbers.confusion is None and isinstance(metric, Classification):
-                numbers = replace(numbers, confusion=Confusion(metric.classes, metric.confusion_matrix()))
-        return numbers
+                total.values[name] = value
+                total.higher_is_better[name] = direction_of(metric, name)
+            if total.confusion is None and isinstance(metric, Classification):
+                total = replace(total, confusion=Confusion(metric.classes, metric.confusion_matrix()))
+        return total
+
+    def _computed(self, metric: Any, loss_sum: float, count: int) -> Any:
+        """What the metric returns. Warnings of few samples are left out where there are few on purpose."""
+        with (
+            warnings.catch_warnings(action="ignore" if self.rehearsal else None),
+            self.guard(f"the metric {name_of(metric)}'s compute", None),
+        ):
+            return metric.of_loss(loss_sum, count) if isinstance(metric, LossMetric) else metric.compute()
+
+
+def _may_depend_on_samples(error: LauncherError) -> bool:
+    """Whether more samples may help, such as those of a class that is not among the first ones."""
+    cause = error.__cause__
+    return cause is not None and not isinstance(cause, MISTAKES)
 
 
 def fresh(metric: Any) -> Any:
     """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it.
 
-    Raises RecipeError for one that has no reset() and cannot be copied.
+    Raises ConfigError for one that has no reset() and cannot be copied.
     """
     if callable(getattr(metric, "reset", None)):
         metric.reset()
@@ -221,7 +250,7 @@ def fresh(metric: Any) -> Any:
     try:
         return copy.deepcopy(metric)
     except TypeError as error:
-        raise RecipeError(
+        raise ConfigError(
             f"the metric {name_of(metric)} cannot be copied ({error}), but each evaluation needs one without "
             "samples. Define reset() in its class."
         ) from error
@@ -254,35 +283,42 @@ def rows_with_nan(outputs: Any) -> Tensor | int:
 
 
 def as_numbers(metric: Any, found: Any) -> dict[str, float]:
-    """What `compute` returned, as floats by name. Raises RecipeError for values that are no numbers."""
+    """What `compute` returned, as floats by name. Raises ConfigError for values that are no numbers."""
     named = found if isinstance(found, Mapping) else {name_of(metric): found}
-    numbers: dict[str, float] = {}
-    for name, value in named.items():
-        if isinstance(value, int | float | np.number) or (hasattr(value, "item") and _size(value) == 1):
-            numbers[str(name)] = float(value.item() if hasattr(value, "item") else value)
-        else:
-            shape = f" of the shape {list(value.shape)}" if hasattr(value, "shape") else ""
-            raise RecipeError(
-                f"the metric {name_of(metric)} gave {type(value).__name__}{shape} as {name!r}. compute() "
-                "must return one number for each name: {name: value}."
-            )
-    return numbers
+    return {str(name): _as_number(metric, name, value) for name, value in named.items()}
+
+
+def _as_number(metric: Any, name: object, value: Any) -> float:
+    single = value
+    if hasattr(value, "item") and _size(value) == 1:
+        with suppress(RuntimeError):  # of a tensor without memory
+            single = value.item()
+    if isinstance(single, numbers.Real | Decimal):
+        return float(single)
+    dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
+    shape = f" in the shape {list(value.shape)}" if hasattr(value, "shape") else ""
+    raise ConfigError(
+        f"the metric {name_of(metric)} gave {type(value).__name__}{dtype}{shape} as {name!r}. compute() "
+        "must return one number for each name: {name: value}."
+    )
 
 
 def _size(value: Any) -> int:
     return value.numel() if isinstance(value, Tensor) else int(np.size(value))
 
 
-def _unsendable(metric: Any, error: TypeError) -> RecipeError:
-    return RecipeError(
+def _unsendable(metric: Any, error: TypeError) -> ConfigError:
+    return ConfigError(
         f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: {error}. {SENDABLE}"
     )
 
 
-def _message(numbers: Numbers | None, failure: LauncherError | None) -> bytes:
+def _message(found: Numbers | None, failure: LauncherError | None) -> bytes:
     if failure is not None:
         return error_message(failure)
-    return message_of(lambda: json.dumps(numbers and [numbers.values, numbers.higher_is_better]).encode())
+    return message_of(
+        lambda: json.dumps(found and [found.values, found.higher_is_better, found.failed]).encode()
+    )
 
 
 def _on(device: torch.device, value: Any) -> Any:

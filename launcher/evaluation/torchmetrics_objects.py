@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
-from launcher.metrics.metric import name_of
+from launcher.metrics.metric import column_of, name_of
 
 EXACT = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")  # reductions that lose nothing
 
@@ -57,7 +57,7 @@ class Fed:
                     f"the outputs {', '.join(outputs)}. Return a single one, or write a metric around it."
                 )
             (outputs,) = outputs.values()
-        self.adapts.update(outputs, batch[self.label])
+        self.adapts.update(outputs, column_of(batch, self.label, name_of(self), "Recipe.label=..."))
 
     def compute(self) -> Any:
         return self.adapts.compute()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
-from launcher.metrics.metric import Outputs, chosen, shape_text
+from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -73,7 +73,9 @@ class Classification:
 
     def update(self, outputs: Outputs, batch: Batch) -> None:
         """Add the samples of a batch. Raises ConfigError for outputs that do not fit the labels."""
-        given, labels = chosen(outputs, self.output, "Classification"), batch[self.label]
+        given = chosen(outputs, self.output, "Classification")
+        advice = "Recipe.label=..., or Classification(classes, label=...)"
+        labels = column_of(batch, self.label, "Classification", advice)
         logits = self._logits(given, labels)
         labels = labels.reshape(-1).to(torch.int64)
         predicted = (given.reshape(-1) if logits is None else logits.argmax(dim=1)).to(torch.int64)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from launcher.data.tensors import Batch
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, DataError
 
 Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32
 RESERVED = (
@@ -45,7 +45,8 @@ class Metric(Protocol):
       batches of all ranks are kept on the host and sent to one copy on rank 0, in the order of the set:
       exact for any metric, at the cost of that memory and of sending it.
     - `higher_is_better`: True, False, or a mapping from name to either. Needed to compare runs by it.
-    - `names`: the names that `compute` may return, so that a mistake is found before the first step.
+    - `names`: the names that `compute` may return. Needed where it returns fewer for the first samples of a
+      set than for all: the metrics are tried on these before the first step.
     - `columns`: the columns of the batch that `update` reads. Without merge no others are kept and sent.
     - `reset()`: forget all samples. Without it each evaluation works on a deep copy.
 
@@ -105,6 +106,16 @@ def chosen(outputs: Outputs, output: str | None, metric: str) -> Tensor:
         return outputs
     raise ConfigError(
         f"{metric} reads Loss.outputs as a tensor; the recipe's loss gave {type(outputs).__name__}."
+    )
+
+
+def column_of(batch: Batch, name: str, metric: str, advice: str) -> Tensor:
+    """The column that a metric reads. Raises DataError where the batch has none of that name."""
+    if name in batch:
+        return batch[name]
+    raise DataError(
+        f"{metric} reads the column {name!r}, but a batch has the columns {', '.join(batch)}. Name one of "
+        f"these: {advice}."
     )
 
 

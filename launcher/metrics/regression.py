@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
-from launcher.metrics.metric import Outputs, chosen, shape_text
+from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -91,7 +91,8 @@ class Regression:
 
     def update(self, outputs: Outputs, batch: Batch) -> None:
         """Add the samples of a batch. Raises ConfigError for outputs that do not fit the targets."""
-        given, targets = chosen(outputs, self.output, "Regression"), batch[self.target]
+        given = chosen(outputs, self.output, "Regression")
+        targets = column_of(batch, self.target, "Regression", "Regression(target=...)")
         predicted, wanted = _columns(given), _columns(targets)
         if given.is_complex() or predicted is None or wanted is None or predicted.shape != wanted.shape:
             raise ConfigError(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -18,6 +19,7 @@ from launcher.data.tensors import Batch
 from launcher.errors import DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
+from launcher.evaluation.rehearsal import rehearse
 from launcher.recipe.contract import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
 from launcher.training.after_evaluation import AfterEvaluation
@@ -70,20 +72,51 @@ class Evaluator:
         compared = comparison(self.recipe.compare_by, self.latest)
         return self.standing.measure(compared, next(iter(self.latest.values())).loss)
 
+    def rehearse(self) -> None:
+        """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
+
+        Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe.
+        """
+        found: dict[str, Evaluation] = {}
+        for name in self.data:
+            tried = rehearse(
+                self.recipe,
+                self.model,
+                self._context,
+                self.data[name],
+                self.run.env,
+                self._batch_size,
+                partial(self._guard, name),
+                self._beat,
+            )
+            for text in tried.failed:
+                self.run.telemetry.warn(
+                    f"{text} This was a trial on a few samples of the {set_title(name)} set. If the metric "
+                    "needs others, or a trained model, ignore it; otherwise the first evaluation will fail."
+                )
+            if tried.failed:
+                return  # the names of its values are not known
+            found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
+        comparison(self.recipe.compare_by, found)
+
+    @property
+    def _batch_size(self) -> int:
+        data = self.run.config.data
+        return data.micro_batch or max(1, data.batch_size // self.run.env.world_size)
+
     def _evaluate(self, name: str, position: Position, since: SinceEvaluation) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises Interrupted on all ranks alike."""
         began = time.perf_counter()
-        config, telemetry = self.run.config.data, self.run.telemetry
-        share = config.batch_size // self.run.env.world_size
+        telemetry = self.run.telemetry
         found = evaluate(
             self.recipe,
             self.model,
             self._context,
             self.data[name],
             self.run.env,
-            config.micro_batch or max(1, share),
+            self._batch_size,
             interrupted=lambda: self.run.requests.stop is not None,
-            guard=self._guard,
+            guard=partial(self._guard, name),
             beat=self._beat,
         )
         if found.nan_outputs:
@@ -123,5 +156,6 @@ class Evaluator:
     def _beat(self) -> None:
         self.run.heartbeat.beat("evaluation")  # per batch: a large set may exceed the limit of a phase
 
-    def _guard(self, what: str, batch: Batch | None) -> AbstractContextManager[None]:
-        return guarding(what, log_path(Path(self.run.config.run.dir), self.run.env.rank), batch)
+    def _guard(self, name: str, what: str, batch: Batch | None) -> AbstractContextManager[None]:
+        log = log_path(Path(self.run.config.run.dir), self.run.env.rank)
+        return guarding(f"{what} on the {set_title(name)} set", log, batch, of_metric=True)

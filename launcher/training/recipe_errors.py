@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from launcher.config.user_code import is_the_users, place_of
+from launcher.config.user_code import innermost, is_the_users, place_of
 from launcher.distributed.process_group import OF_ANOTHER
 from launcher.engine import EngineWarning, UnusableError
-from launcher.errors import DataError, LauncherError, OutOfMemoryError, RecipeError
+from launcher.errors import ConfigError, DataError, LauncherError, OutOfMemoryError, RecipeError
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.recipe.contract import Recipe
 
@@ -69,21 +69,31 @@ def guarded(recipe: Recipe, log: Path) -> Recipe:
 
 
 @contextmanager
-def guarding(what: str, log: Path, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
+def guarding(
+    what: str, log: Path, batch: Mapping[str, Any] | None = None, of_metric: bool = False
+) -> Iterator[None]:
     """Raise the `recipe_failure` of an exception in the context."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        failure = recipe_failure(error, what, log, batch)
+        failure = recipe_failure(error, what, log, batch, of_metric)
         if failure is None:
             raise
         raise failure from error
 
 
 def recipe_failure(
-    error: BaseException, what: str, log: Path, batch: Mapping[str, Any] | None = None
+    error: BaseException,
+    what: str,
+    log: Path,
+    batch: Mapping[str, Any] | None = None,
+    of_metric: bool = False,
 ) -> LauncherError | None:
-    """The error for an exception that `what` of a recipe raised; None for one that passes unchanged."""
+    """The error for an exception that `what` of a recipe raised; None for one that passes unchanged.
+
+    Of a metric it is no RecipeError but a ConfigError: after a restart the same samples raise it again. It
+    names the line of a library where the metric is one's.
+    """
     if isinstance(error, SystemExit):
         return RecipeError(
             f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){_at(error)}. Only the "
@@ -99,9 +109,10 @@ def recipe_failure(
         return None
     renamed = RENAMED.get(str(error), "")
     rule = _rule(error, batch or {})
-    kind = DataError if rule else RecipeError
+    kind = DataError if rule else ConfigError if of_metric else RecipeError
+    place = place_of(error) or (innermost(error) if of_metric else "")
     return kind(
-        f"{what} failed{_at(error)}: {type(error).__name__}: "
+        f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
         f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
         f"{' ' if rule or renamed else ''}{rule or renamed} The full traceback is in {log}."
     )

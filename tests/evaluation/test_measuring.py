@@ -243,18 +243,18 @@ def fail(env: WorkerEnv, where: str) -> str:
 FAILURES = {
     "merge": "RecipeError: the metric Broken's merge failed: no merge today",
     "compute": "RecipeError: the metric Broken's compute failed: no compute today",
-    "text": "RecipeError: the metric Broken gave str as 'broken'. compute() must return one number",
-    "shape": "RecipeError: the metric Broken gave Tensor of the shape [2] as 'broken'",
-    "none": "RecipeError: the metric Broken gave NoneType as 'broken'",
-    "lambda": "RecipeError: the metric Broken has merge, but its state cannot be sent to rank 0: "
+    "text": "ConfigError: the metric Broken gave str as 'broken'. compute() must return one number",
+    "shape": "ConfigError: the metric Broken gave Tensor of torch.float32 in the shape [2] as 'broken'",
+    "none": "ConfigError: the metric Broken gave NoneType as 'broken'",
+    "lambda": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "function is of the type builtins.function. Numbers, text, bytes, ",
-    "lock": "RecipeError: the metric Broken has merge, but its state cannot be sent to rank 0: ",
-    "lock without reset": "RecipeError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
+    "lock": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: ",
+    "lock without reset": "ConfigError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
     "object), but each evaluation needs one without samples. Define reset() in its class.",
-    "one rank": "RecipeError: the metric Broken has merge, but its state cannot be sent to rank 0: "
+    "one rank": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "pairs[1] is of the type tests.evaluation.test_measuring.Pairs. Numbers, ",
     "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",
-    "column": "RecipeError: the metrics without merge (Pairs) are updated on rank 0, but a batch cannot be "
+    "column": "ConfigError: the metrics without merge (Pairs) are updated on rank 0, but a batch cannot be "
     "sent there: ['batch']['odd'][0] is of the type builtins.object. Return only tensors from",
     "feed": "RecipeError: the metric RefusingFeed's update failed: no second batch today",
     "": "",

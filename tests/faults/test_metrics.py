@@ -100,16 +100,46 @@ def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
 
 
 REFUSED: dict[str, tuple[str, str, int, str]] = {
-    "an exception in update": ("UPDATE", "batch['target']", 7, "the metric Margin's update failed at "),
-    "an exception in compute": ("COMPUTE", "1 / 0", 1, "the metric Margin's compute failed at "),
+    "in update": (
+        "UPDATE",
+        "batch['target']",
+        7,
+        "the metric Margin's update on the validation (near) set failed at ",
+    ),
+    "in compute": (
+        "COMPUTE",
+        "self.margin",
+        2,
+        "the metric Margin's compute on the validation (near) set failed at ",
+    ),
 }
 
 
 @pytest.mark.parametrize(("mark", "line", "code", "text"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_message_on_all_ranks(tmp_path: Path, mark, line, code, text) -> None:
+def test_a_mistake_is_one_message_on_all_ranks_before_the_first_step(
+    tmp_path: Path, mark, line, code, text
+) -> None:
     ended = run_recipe(tmp_path, ranks=2, mark=mark, line=line)
     assert ended.codes == [code] * 2, ended
     assert sum(output.count(text) for output in ended.outputs) == 1, ended
     assert not any("Traceback" in output for output in ended.outputs), ended
     assert f"{text}{tmp_path / 'measured.py'}:" in ended.result["error"]
     assert "The full traceback is in " in ended.result["error"]
+    assert not ended.events("step", "eval")
+
+
+def test_a_name_that_no_metric_gives_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    ended = run_recipe(tmp_path, "'margins'", ranks=2)
+    assert ended.codes == [2, 2], ended
+    assert "compare_by='margins': its evaluations have no such metric." in ended.result["error"]
+    assert "Nearest: margin." in ended.result["error"]
+    assert not ended.events("step", "eval")
+
+
+def test_what_few_samples_may_cause_is_a_warning_first(tmp_path: Path) -> None:
+    ended = run_recipe(tmp_path, mark="COMPUTE", line="1 / 0")
+    assert ended.codes == [2], ended
+    warning = next(text for text in ended.warnings if "1 / 0" not in text and "Margin's compute" in text)
+    assert "This was a trial on a few samples of the validation (near) set." in warning
+    assert ended.events("step")
+    assert "the metric Margin's compute on the validation (near) set failed at " in ended.result["error"]
