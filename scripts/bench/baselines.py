@@ -1,181 +1,258 @@
-"""Baselines of the benchmarks, written as their authors recommend.
+"""Training steps of other libraries, as their authors would write them, behind one interface.
 
-Owns the updates of the update benchmark (a fused optimizer alone, the composition of torch's own parts, the
-usual loop over tensors) and whole training steps: autocast with GradScaler, in plain torch, under Accelerate
-and under Lightning Fabric. They share no code with the engine.
+`PEERS[name](model, setup)` returns a function that trains on one batch and returns its mean loss. Nothing
+here shares code with the engine. `refuse_disagreement` compares the losses of all sides of a benchmark, so
+that no side is fast because it computes something else.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-LOSS_SCALE = 2.0**16
-CLIP_NORM = 1.0
+Batch = tuple[Tensor, Tensor]  # inputs [samples, ...], class of each [samples]
+Step = Callable[[Batch], Tensor]  # trains on a batch; its mean loss, 0-dim, detached
+CPU = torch.device("cpu")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "weight_decay": 0.01},
+    "sgd": {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
+}
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
 
 
-class FusedAlone:
-    """Torch's fused optimizer on fp32 weights and fp32 gradients: no check, no norm, no clip, no fp16."""
+@dataclass(frozen=True)
+class Setup:
+    """What all sides of a comparison have in common.
 
-    def __init__(self, shapes: Sequence[torch.Size], optimizer: str, options: Mapping[str, Any]) -> None:
-        self._weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-        for weight in self._weights:
-            weight.grad = torch.randn_like(weight)
-        self._optimizer = TORCH_OPTIMIZERS[optimizer](self._weights, fused=True, **options)  # type: ignore[call-arg]
-
-    def step(self) -> None:
-        self._optimizer.step()
-
-
-class StockComposition:
-    """fp16 weights and gradients around torch's own parts, each over all tensors at once.
-
-    Cast the gradients, `GradScaler.unscale_` (which checks them), `clip_grad_norm_`, the fused optimizer
-    under `GradScaler.step`, cast the weights. Vectors are fp32 throughout, as in the engine.
+    `half` runs the model under autocast to fp16, natively; without it the arithmetic is fp32. `scaled` runs a
+    GradScaler. `bucket_mb` None means DDP's default of 25.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], optimizer: str, options: Mapping[str, Any]) -> None:
-        self._masters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-        for master in self._masters:
-            master.grad = torch.zeros_like(master)
-        self._weights, self._rounded = half_copies(self._masters)
-        self._wire = [scaled_gradient(master) for master in self._masters]
-        self._optimizer = TORCH_OPTIMIZERS[optimizer](self._masters, fused=True, **options)  # type: ignore[call-arg]
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE)
-        self._scaler.scale(torch.zeros(()))  # creates the scale tensor; in training, scaling the loss does
+    optimizer: str = "sgd"
+    device: torch.device = CPU
+    half: bool = True
+    scaled: bool = True
+    channels_last: bool = False
+    bucket_mb: float | None = None
 
-    def step(self) -> None:
-        grads = [master.grad for master in self._masters if master.grad is not None]
-        torch._foreach_copy_(grads, self._wire)
-        self._scaler.unscale_(self._optimizer)
-        nn.utils.clip_grad_norm_(self._masters, CLIP_NORM, foreach=True)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._rounded)
+    def fused(self, model: nn.Module) -> torch.optim.Optimizer:
+        kind = TORCH_OPTIMIZERS[self.optimizer]
+        return kind(model.parameters(), fused=True, **OPTIONS[self.optimizer])  # type: ignore[call-arg]
 
+    def scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self.scaled)
 
-class PerTensor:
-    """The usual loop: each part iterates over the tensors and allocates new ones."""
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.float16) if self.half else contextlib.nullcontext()
 
-    def __init__(self, shapes: Sequence[torch.Size], optimizer: str, options: Mapping[str, Any]) -> None:
-        self._masters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-        self._weights, self._rounded = half_copies(self._masters)
-        self._wire = [scaled_gradient(master) for master in self._masters]
-        self._optimizer = TORCH_OPTIMIZERS[optimizer](self._masters, foreach=False, **options)  # type: ignore[call-arg]
-
-    def step(self) -> None:
-        for master, gradient in zip(self._masters, self._wire, strict=True):
-            master.grad = gradient.float() / LOSS_SCALE
-        if not all(master.grad.isfinite().all() for master in self._masters if master.grad is not None):
-            return
-        nn.utils.clip_grad_norm_(self._masters, CLIP_NORM, foreach=False)
-        self._optimizer.step()
-        with torch.no_grad():
-            for weight, master in zip(self._weights, self._rounded, strict=True):
-                weight.copy_(master)
+    def laid_out(self, images: Any) -> Any:
+        """A module or a batch of images in the memory format of this setup."""
+        if self.channels_last and (isinstance(images, nn.Module) or images.ndim == 4):
+            return images.to(memory_format=torch.channels_last)
+        return images
 
 
-def half_copies(masters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-    """fp16 weights of the matrices, and the masters that they are rounded from."""
-    matrices = [master.detach() for master in masters if master.ndim >= 2]
-    return [master.half() for master in matrices], matrices
+def raw(model: nn.Module, setup: Setup) -> Step:
+    """The loop of torch's AMP recipe: autocast, GradScaler, fused optimizer; no synchronization by itself."""
+    model = setup.laid_out(model.to(setup.device))
+    return _loop(model, setup.fused(model), setup)
 
 
-def scaled_gradient(master: Tensor) -> Tensor:
-    """A gradient as it comes from the wire: scaled, fp16 for matrices and fp32 for vectors."""
-    gradient = torch.randn_like(master)
-    return gradient.half() if master.ndim >= 2 else gradient
+def ddp(model: nn.Module, setup: Setup) -> Step:
+    """The same in DistributedDataParallel, gradients as views of the buckets."""
+    wrapped = _wrapped(model, setup)
+    return _loop(wrapped, setup.fused(wrapped), setup)
 
 
-class AutocastLoop:
-    """autocast + GradScaler + fused optimizer + channels_last, without synchronization between steps.
+def ddp_with_hook(model: nn.Module, setup: Setup) -> Step:
+    """DistributedDataParallel that sends fp16, by torch's own communication hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    `half` False is the same loop in fp32, or in TF32 where that is allowed.
+    wrapped = _wrapped(model, setup)
+    wrapped.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+    return _loop(wrapped, setup.fused(wrapped), setup)
+
+
+def replicated(model: nn.Module, setup: Setup) -> Step:
+    """`replicate` of FSDP2 with parameters and reduction in fp16, fp32 in the optimizer."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
+
+    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    model = setup.laid_out(model.to(setup.device))
+    mesh = dist.device_mesh.init_device_mesh(
+        setup.device.type, (dist.get_world_size(),), mesh_dim_names=("replicate",)
+    )
+    replicate(model, mesh=mesh, mp_policy=half if setup.half else MixedPrecisionPolicy())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    # Its parameters are DTensors, which torch's fused optimizers refuse beside GradScaler's plain tensors.
+    optimizer = TORCH_OPTIMIZERS[setup.optimizer](
+        model.parameters(), foreach=True, **OPTIONS[setup.optimizer]
+    )  # type: ignore[call-arg]
+    scale = (
+        2.0**10 if setup.scaled else 1.0
+    )  # constant, so that nothing is checked: less work than GradScaler
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        inputs, labels = batch
+        loss = F.cross_entropy(model(inputs).float(), labels)
+        (loss * scale).backward()
+        if setup.scaled:
+            with torch.no_grad():
+                torch._foreach_mul_([p.grad.to_local() for p in model.parameters()], 1 / scale)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def accelerate(model: nn.Module, setup: Setup) -> Step:
+    """Accelerate, as its examples have it.
+
+    On a CPU it would train in fp32 without a word when asked for fp16, so what it has on a GPU is set here.
+    In fp32 it has no scaler, which is less work than the other sides do.
     """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        inputs: Tensor,
-        labels: Tensor,
-        optimizer: str = "sgd",
-        half: bool = True,
-    ) -> None:
-        self._device = device
-        self._half = half
-        self._model = channels_last(model.to(device))
-        self._inputs, self._labels = channels_last(inputs.to(device)), labels.to(device)
-        self._optimizer = stock_optimizer(self._model, optimizer)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=half)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="fp16" if setup.half else "no", cpu=setup.device.type == "cpu")
+    if setup.half and setup.device.type == "cpu":
+        accelerator.native_amp, accelerator.scaler = True, setup.scaler()
+    model = setup.laid_out(model)
+    prepared, optimizer = accelerator.prepare(model, setup.fused(model))
 
-    def step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        half = torch.autocast(self._device.type, torch.float16)
-        with half if self._half else contextlib.nullcontext():
-            loss = F.cross_entropy(self._model(self._inputs).float(), self._labels)
-        self._scaler.scale(loss).backward()
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        inputs, labels = batch
+        with accelerator.autocast():
+            loss = F.cross_entropy(prepared(inputs).float(), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
-class AccelerateLoop:
-    """The same through Accelerate, as its examples have it."""
+def lightning(model: nn.Module, setup: Setup) -> Step:
+    """Lightning Fabric; its Trainer runs the same with more around it.
 
-    def __init__(self, model: nn.Module, device: torch.device, inputs: Tensor, labels: Tensor) -> None:
-        from accelerate import Accelerator
+    On a CPU it would train in bf16 when asked for fp16, so its own precision plugin is passed instead. With
+    `scaled` alone it has that plugin with autocast to fp32, which does nothing.
+    """
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
 
-        self._accelerator = Accelerator(mixed_precision="fp16", cpu=device.type == "cpu")
-        model = channels_last(model)
-        self._model, self._optimizer = self._accelerator.prepare(model, stock_optimizer(model, "sgd"))
-        self._inputs, self._labels = channels_last(inputs.to(device)), labels.to(device)
+    class Scaled(MixedPrecision):
+        """GradScaler without autocast."""
 
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        with self._accelerator.autocast():
-            loss = F.cross_entropy(self._model(self._inputs).float(), self._labels)
-        self._accelerator.backward(loss)
-        self._optimizer.step()
+        def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+            return contextlib.nullcontext()
 
+        def convert_input(self, data: Any) -> Any:
+            return data
 
-class FabricLoop:
-    """The same through Lightning Fabric."""
+        def convert_output(self, data: Any) -> Any:
+            return data
 
-    def __init__(self, model: nn.Module, device: torch.device, inputs: Tensor, labels: Tensor) -> None:
-        from lightning.fabric import Fabric
+    kind = MixedPrecision if setup.half else Scaled
+    plugin = kind("16-mixed", setup.device.type, setup.scaler())
+    fabric = Fabric(accelerator=setup.device.type, devices=1, plugins=[plugin])
+    model = setup.laid_out(model)
+    prepared, optimizer = fabric.setup(model, setup.fused(model))
 
-        self._fabric = Fabric(accelerator=device.type, devices=1, precision="16-mixed")
-        model = channels_last(model)
-        self._model, self._optimizer = self._fabric.setup(model, stock_optimizer(model, "sgd"))
-        self._inputs, self._labels = channels_last(inputs.to(device)), labels.to(device)
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        inputs, labels = batch
+        loss = F.cross_entropy(prepared(inputs).float(), labels)
+        fabric.backward(loss)
+        optimizer.step()
+        return loss.detach()
 
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        loss = F.cross_entropy(self._model(self._inputs).float(), self._labels)
-        self._fabric.backward(loss)
-        self._optimizer.step()
-
-
-def stock_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Torch's fused optimizer, with the options of the engine's side."""
-    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
-    if name == "sgd":
-        options = {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
-    return TORCH_OPTIMIZERS[name](model.parameters(), fused=True, **options)  # type: ignore[call-arg]
+    return step
 
 
-def channels_last(images: Any) -> Any:
-    """Convert images and convolutions to channels_last, the format of tensor cores."""
-    if isinstance(images, nn.Module) or images.ndim == 4:
-        return images.to(memory_format=torch.channels_last)
-    return images
+Build = Callable[[nn.Module, Setup], Step]
+PEERS: dict[str, Build] = {
+    "raw": raw,
+    "ddp": ddp,
+    "ddp + hook": ddp_with_hook,
+    "replicate": replicated,
+    "accelerate": accelerate,
+    "lightning": lightning,
+}
+
+
+def installed(name: str) -> bool:
+    """Whether a peer can run here: Accelerate and Lightning are the extra `bench`."""
+    return name not in ("accelerate", "lightning") or importlib.util.find_spec(name) is not None
+
+
+def _wrapped(model: nn.Module, setup: Setup) -> DistributedDataParallel:
+    device_ids = [setup.device] if setup.device.type == "cuda" else None
+    bucket = {} if setup.bucket_mb is None else {"bucket_cap_mb": setup.bucket_mb}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bucket_cap_mb")  # not a whole number
+        return DistributedDataParallel(
+            setup.laid_out(model.to(setup.device)), device_ids, gradient_as_bucket_view=True, **bucket
+        )
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup) -> Step:
+    scaler = setup.scaler()
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        inputs, labels = batch
+        with setup.autocast():
+            loss = F.cross_entropy(model(inputs).float(), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return step
+
+
+class Disagreement(Exception):
+    """A side of a benchmark does not compute what the others do."""
+
+
+def refuse_disagreement(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
+    """Compare the losses of the first steps of all sides, which start from the same weights and batch.
+
+    `tolerance` is relative to the first loss. Raises Disagreement for a side that differs from the first by
+    more, and where the losses of the first have moved by less than ten times that: such a comparison could
+    not notice a side that does not train.
+    """
+    (name, first), *others = losses.items()
+    scale = abs(first[0])
+    moved = max(abs(loss - first[0]) for loss in first) / scale
+    if not moved >= 10 * tolerance:
+        raise Disagreement(
+            f"the losses of {name} move by {moved:.2%} of the first in {len(first)} steps, {[*first]}. That "
+            f"is too little for a comparison to {tolerance:.2%}: take more steps or a higher learning rate."
+        )
+    for other, found in others:
+        apart = [abs(one - two) / scale for one, two in zip(first, found, strict=True)]
+        if not all(each <= tolerance for each in apart):  # a nan is a difference, which max() may drop
+            raise Disagreement(
+                f"{other} does not train as {name} does: its losses are {max(apart):.2%} apart, of at most "
+                f"{tolerance:.2%}. {name}: {[*first]}; {other}: {[*found]}."
+            )

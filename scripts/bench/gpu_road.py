@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
-from launcher.engine import stepper as stepper_module
 from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.optim.updater import Updater
 from launcher.recipe import registry_of
-from scripts.bench.baselines import AutocastLoop, channels_last
+from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_session import SKIPPED
+from scripts.bench.group_of_one import collectives_of_one
 
 RUN = ("recipe=resnet18", "data=synthetic", "tracker=none", "train.epochs=1000")
 RUN += ("train.eval_every_epochs=1000",)
@@ -168,25 +168,6 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def collectives_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A default group of one whose Steppers run their collectives, as one GPU can.
-
-    A Stepper otherwise treats a group of one as no group.
-    """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    chosen, stepper_module.group_of = stepper_module.group_of, lambda group: group
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
-    finally:
-        stepper_module.group_of = chosen
-        dist.destroy_process_group()
-
-
 def masters(
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -227,7 +208,7 @@ def resnet_steps(
     """A ResNet-18, or what `build` makes, on 8 x 8 images of one channel, and one training step of it."""
     torch.manual_seed(0)
     stepper = Stepper(
-        channels_last(build().to(device)),
+        build().to(device).to(memory_format=torch.channels_last),
         SGD(0.05, 0.9, True, 5e-4),
         Policy.fp16(),
         group,
@@ -253,8 +234,10 @@ def resnet_steps(
 def launches(device: torch.device, dry_run: bool) -> dict[str, Any]:
     """Of the same ResNet-18 by the engine, plain and compiled, and by autocast + GradScaler + fused SGD."""
     build = tiny_net if dry_run else resnet18
-    theirs = AutocastLoop(build(), device, torch.randn(8, 1, 8, 8), torch.randint(10, (8,)))
-    sides = {"ours": resnet_steps(device, build=build)[1], "autocast": theirs.step}
+    setup = Setup(device=device, channels_last=True)
+    theirs = raw(build(), setup)
+    batch = setup.laid_out(torch.randn(8, 1, 8, 8, device=device)), torch.randint(10, (8,), device=device)
+    sides = {"ours": resnet_steps(device, build=build)[1], "autocast": lambda: theirs(batch)}
     if device.type == "cuda" and importlib.util.find_spec("triton"):
         sides["ours, compiled"] = resnet_steps(device, compiled=True)[1]
     found = {name: profiled(step, device) for name, step in sides.items()}
@@ -264,7 +247,7 @@ def launches(device: torch.device, dry_run: bool) -> dict[str, Any]:
     return found
 
 
-def profiled(step: Callable[[], None], device: torch.device, steps: int = 3) -> dict[str, float]:
+def profiled(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict[str, float]:
     """Per step: operations, kernel launches, copies, synchronisations, by the runtime's own calls."""
     for _ in range(5):
         step()

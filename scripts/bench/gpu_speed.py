@@ -26,16 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.engine import SGD, AdamW, Policy, Stepper
+from launcher.engine import Policy, Stepper
 from launcher.recipe import registry_of
-from scripts.bench.baselines import AccelerateLoop, AutocastLoop, FabricLoop, FusedAlone, channels_last
+from scripts.bench.baselines import OPTIONS, PEERS, Setup, installed
 from scripts.bench.gpu_road import tiny_net
 from scripts.bench.gpu_session import SKIPPED
+from scripts.bench.ours import OPTIMIZERS
+from scripts.bench.shapes import bert_shapes, tiny_shapes
 from scripts.bench.transformers_in_torch import bert_base, gpt_small, tiny_transformer
-from scripts.bench.update import Copy, Ours, bert_shapes, tiny_shapes
+from scripts.bench.update import Ours
+from scripts.bench.update_baselines import Copy, FusedAlone
 
-Step = Callable[[], None]
-OPTIMIZERS = {"sgd": SGD(1e-3, 0.9, True, 5e-4), "adamw": AdamW(1e-4, weight_decay=0.01)}
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,27 @@ class Task:
     labels: Tensor
 
     def stock(self, bench: Bench, optimizer: str = "sgd", half: bool = True) -> Step:
-        return AutocastLoop(self.model(), bench.device, self.inputs, self.labels, optimizer, half).step
+        return self.peer(bench, "raw", optimizer, half)
+
+    def peer(self, bench: Bench, name: str, optimizer: str = "sgd", half: bool = True) -> Step:
+        setup = Setup(optimizer, bench.device, half, scaled=half, channels_last=True)
+        step = PEERS[name](self.model(), setup)
+        batch = setup.laid_out(self.inputs.to(bench.device)), self.labels.to(bench.device)
+        return lambda: step(batch)
 
     def ours(self, bench: Bench, policy: str = "fp16", optimizer: str = "sgd") -> Step:
         return self.ours_on_device(bench, policy, optimizer, report=True)
 
     def ours_on_device(self, bench: Bench, policy: str, optimizer: str, report: bool) -> Step:
         """A training step. The launcher reads each report one step late, and so does this."""
-        model = channels_last(self.model().to(bench.device))
+        setup = Setup(device=bench.device, channels_last=True)
+        model = setup.laid_out(self.model().to(bench.device))
         compiled = bench.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         samples = len(self.labels)
         stepper = Stepper(
             model, OPTIMIZERS[optimizer], Policy.named(policy), reference_count=samples, compiled=compiled
         )
-        inputs, labels = channels_last(self.inputs.to(bench.device)), self.labels.to(bench.device)
+        inputs, labels = setup.laid_out(self.inputs.to(bench.device)), self.labels.to(bench.device)
         waiting: list[Any] = []
 
         def step() -> None:
@@ -207,9 +216,7 @@ def h5(bench: Bench) -> dict[str, Any]:
         sides = {
             "copy": Copy(numel).step,
             "ours": Ours(shapes, OPTIMIZERS["adamw"], compiled).step,
-            "fused alone": FusedAlone(
-                list(shapes.values()), "adamw", {"lr": 1e-4, "weight_decay": 0.01}
-            ).step,
+            "fused alone": FusedAlone(list(shapes.values()), "adamw", OPTIONS["adamw"]).step,
         }
         rows: dict[str, Any] = dict(bench.times(sides))
     bandwidth = 8 * numel / rows["copy"]["min_ms"]
@@ -222,17 +229,13 @@ def h5(bench: Bench) -> dict[str, Any]:
 
 def h6(bench: Bench) -> dict[str, Any]:
     """Over Accelerate and Lightning Fabric, where they are installed: a small model and a large one."""
-    others = {"accelerate": AccelerateLoop, "lightning": FabricLoop}
-    others = {name: loop for name, loop in others.items() if importlib.util.find_spec(name)}
+    others = [name for name in ("accelerate", "lightning") if installed(name)]
     if not others:
         raise Skipped("neither Accelerate nor Lightning is installed")
     found: dict[str, Any] = {}
     for model, pixels, batch, goal in (("resnet18", 32, 128, 1.25), ("resnet50", 224, 128, 1.0)):
         task = bench.resnet(model, pixels, batch)
-        sides = {"ours": task.ours(bench)} | {
-            name: loop(task.model(), bench.device, task.inputs, task.labels).step
-            for name, loop in others.items()
-        }
+        sides = {"ours": task.ours(bench)} | {name: task.peer(bench, name) for name in others}
         rows = bench.times(sides)
         found |= {f"{model}: {name} / ours (goal {goal})": ratio(rows, name, "ours") for name in others}
         found[model] = rows

@@ -1,40 +1,57 @@
-"""Time of the whole update (check, norm, clip, optimizer, fp16 weights) compared with stock torch.
+"""Time of all that a step does after the backward pass, compared with stock torch.
 
     python scripts/bench/update.py [--quick] [--groups] [--json FILE] [--threads 2 1] [--models resnet50]
 
-On the parameter shapes of ResNet-50 and BERT-base, for AdamW and for SGD with Nesterov momentum. All
-contenders run in one process and alternate, A B C A B C, under the same load. Compares minima and medians.
-The memory layout of a process changes these ratios by a tenth or more, so each case is measured in several
-processes: reported are the median process, the best and the worst. Bytes per parameter are those that a copy
-would move in the same time. A recompilation after the warm-up ends the benchmark with an error.
+On the parameter shapes of ResNet-50 and BERT-base, for AdamW and for SGD with Nesterov momentum. Ours is a
+whole `backward` and `step` of a Stepper whose gradients come ready from autograd: their copy to the wire, the
+checks, norm, clip, update, fp16 weights, loss scale and report. A rank of a group, as each of the 2 workers
+that `scripts/run` starts, also checks its own gradient and runs its collectives, here in a group of one.
+
+All contenders run in one process and alternate, in an order that rotates. Those that do the same work must
+end with the same weights. The memory layout of a process changes these ratios by a tenth or more, so each
+case is measured in several processes: reported are the median process, the best and the worst. Bytes per
+parameter are those that a copy would move in the same time. A recompilation after the warm-up ends the
+benchmark with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from launcher.engine import SGD, AdamW, ParameterGroup, Policy
-from launcher.engine.flat.groups import Grouping
-from launcher.engine.flat.layout import Layout, Piece
-from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.updater import Stretches, Updater
-from launcher.engine.wire.grad_norm import SumOfSquares
-from scripts.bench.baselines import CLIP_NORM, LOSS_SCALE, FusedAlone, PerTensor, StockComposition
+from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
+from launcher.engine.optim.fused import Optimizer
+from launcher.training.build import SECONDS_SAVED_PER_PARAMETER, SECONDS_TO_COMPILE
+from scripts.bench.baselines import Disagreement
+from scripts.bench.delivery import loss_delivering
+from scripts.bench.group_of_one import collectives_of_one
+from scripts.bench.interleaved import Goal, goal_table, interleave, row_of
 from scripts.bench.machine import machine
-
-Shapes = dict[str, torch.Size]
+from scripts.bench.shapes import MODELS, Shapes
+from scripts.bench.update_baselines import (
+    CLIP_NORM,
+    LOSS_SCALE,
+    Copy,
+    Delivery,
+    FlatStock,
+    FusedAlone,
+    PerTensor,
+    StockComposition,
+    gradients_for,
+    initial_values,
+)
 
 
 @dataclass(frozen=True)
@@ -46,98 +63,25 @@ class Rule:
 
 
 RULES = {
-    "adamw": Rule({"lr": 1e-4, "weight_decay": 0.01}, AdamW(1e-4, weight_decay=0.01)),
+    "adamw": Rule({"lr": 1e-3, "weight_decay": 0.01}, AdamW(1e-3, weight_decay=0.01)),
     "sgd": Rule(
-        {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
-        SGD(1e-3, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
+        SGD(1e-2, momentum=0.9, nesterov=True, weight_decay=5e-4),
     ),
 }
-
-
-def resnet50_shapes() -> Shapes:
-    """ImageNet's ResNet-50: a 7x7 stem, 3 + 4 + 6 + 3 bottleneck blocks, 1000 classes."""
-    shapes = convolution("conv1", "bn1", 64, 3, 7)
-    channels = 64
-    for stage, (depth, width) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True), 1):
-        for block in range(depth):
-            name = f"layer{stage}.{block}"
-            shapes |= convolution(f"{name}.conv1", f"{name}.bn1", width, channels, 1)
-            shapes |= convolution(f"{name}.conv2", f"{name}.bn2", width, width, 3)
-            shapes |= convolution(f"{name}.conv3", f"{name}.bn3", 4 * width, width, 1)
-            if block == 0:
-                shapes |= convolution(f"{name}.downsample.0", f"{name}.downsample.1", 4 * width, channels, 1)
-            channels = 4 * width
-    return shapes | linear("fc", 1000, channels)
-
-
-def bert_base_shapes() -> Shapes:
-    return bert_shapes(12, 768)
-
-
-def bert_shapes(layers: int, width: int) -> Shapes:
-    """BERT, uncased: three embeddings, so many layers of this width, and the pooler. Base: 12 and 768."""
-    inner = 4 * width
-    shapes = {
-        f"embeddings.{name}.weight": torch.Size((rows, width))
-        for name, rows in (("word", 30522), ("position", 512), ("token_type", 2))
-    }
-    shapes |= norm("embeddings.norm", width)
-    for layer in range(layers):
-        name = f"encoder.{layer}"
-        for part in ("query", "key", "value", "attention_output"):
-            shapes |= linear(f"{name}.{part}", width, width)
-        shapes |= norm(f"{name}.attention_norm", width)
-        shapes |= linear(f"{name}.intermediate", inner, width) | linear(f"{name}.output", width, inner)
-        shapes |= norm(f"{name}.output_norm", width)
-    return shapes | linear("pooler", width, width)
-
-
-def mlp_shapes() -> Shapes:
-    """784 to 10 through three layers of 1024."""
-    return linear("0", 1024, 784) | linear("2", 1024, 1024) | linear("4", 1024, 1024) | linear("6", 10, 1024)
-
-
-def tiny_shapes() -> Shapes:
-    """A tiny model, to test the benchmark."""
-    return convolution("conv", "bn", 40, 30, 3) | linear("fc", 200, 90)
-
-
-def convolution(name: str, norm_name: str, out: int, channels: int, kernel: int) -> Shapes:
-    return {f"{name}.weight": torch.Size((out, channels, kernel, kernel))} | norm(norm_name, out)
-
-
-def norm(name: str, width: int) -> Shapes:
-    return {f"{name}.weight": torch.Size((width,)), f"{name}.bias": torch.Size((width,))}
-
-
-def linear(name: str, out: int, width: int) -> Shapes:
-    return {f"{name}.weight": torch.Size((out, width)), f"{name}.bias": torch.Size((out,))}
-
-
-MODELS: dict[str, tuple[Callable[[], Shapes], int]] = {
-    "resnet50": (resnet50_shapes, 25_557_032),
-    "bert_base": (bert_base_shapes, 109_482_240),
-    "mlp": (mlp_shapes, 2_913_290),
-    "tiny": (tiny_shapes, 29_080),
+# Which goal is over which contender; the first of each is what the design's table names.
+GOALS = {
+    "P6": (("fused, per tensor", "fused, flat"), 1.15, 1.07),
+    "P7": (("stock composition", "flat stock"), 0.6, 0.6),
 }
 
 
 class Contender(Protocol):
-    def step(self) -> None: ...
-
-
-class Copy:
-    """Memory bandwidth: a copy of as many fp32 elements as there are parameters."""
-
-    def __init__(self, num_parameters: int) -> None:
-        self._source, self._target = torch.randn(num_parameters), torch.zeros(num_parameters)
-
-    def step(self) -> None:
-        self._target.copy_(self._source)
+    def step(self) -> object: ...
 
 
 class Ours:
-    """The engine's update as in a step: one read of the gradient for check and norm, then one pass."""
+    """A Stepper's backward and step on a module without a forward pass. Reads each report one step late."""
 
     def __init__(
         self,
@@ -145,39 +89,39 @@ class Ours:
         optimizer: Optimizer,
         compiled: bool,
         groups: Sequence[ParameterGroup] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        holder = holder_of(shapes)
-        grouping = Grouping.of(holder, groups)
-        self._layout = Layout(holder, Policy.fp16(), grouping=grouping)
-        for segment in self._layout.segments:
-            for slot in segment.slots:  # gaps between the slots stay zero
-                slot.flat(segment.grad).normal_()
-        sums = SumOfSquares(self._layout.device, compiled)
-        self._looks = [
-            sums.over([slot.flat(segment.grad) for run in segment.runs for slot in run.slots])
-            for segment in self._layout.segments
-        ]
-        pieces = [Piece(segment.weight, segment.master, segment.grad) for segment in self._layout.segments]
-        by_piece = [self._layout.stretches(segment) for segment in self._layout.segments]
-        stretches = Stretches(grouping.rates, by_piece) if grouping.rates else None
-        self._updater = Updater(pieces, optimizer, compiled, stretches)
-        self._lr = torch.tensor(optimizer.lr, dtype=torch.float64)
-        self._number = torch.ones((), dtype=torch.int64)
+        sizes = list(shapes.values())
+        holder = nn.Module()
+        for name, value in zip(shapes, initial_values(sizes), strict=True):
+            holder.register_parameter(name.replace(".", "_"), nn.Parameter(value))
+        self._stepper = Stepper(
+            holder,
+            optimizer,
+            Policy.fp16(),
+            group,
+            clip_norm=CLIP_NORM,
+            reference_count=1,
+            emulate=False,
+            compiled=compiled,
+            groups=groups,
+        )
+        assert self._stepper.loss_scale == LOSS_SCALE
+        if compiled and not self._stepper.compilation.used:
+            raise RuntimeError(f"the update is not compiled: {self._stepper.compilation.reason}")
+        self._parameters = list(holder.parameters())
+        self._gradients = gradients_for(sizes)
+        self._waiting: list[StepResult] = []
 
     def step(self) -> None:
-        squares = torch.cat([look() for look in self._looks]).sum()
-        unscale = 1 / LOSS_SCALE
-        clip = (CLIP_NORM / (unscale * squares.sqrt() + 1e-6)).clamp(max=1.0)
-        self._updater.step(Scalars((unscale * clip).float(), self._lr, self._number, ~squares.isfinite()))
-        self._number = self._number + 1
+        self._stepper.backward(loss_delivering(self._gradients, self._parameters), 1)
+        self._waiting.append(self._stepper.step())
+        if len(self._waiting) > 1:
+            self._waiting.pop(0).read()
 
-
-def holder_of(shapes: Shapes) -> nn.Module:
-    """A module with parameters of these shapes and nothing else."""
-    holder = nn.Module()
-    for name, shape in shapes.items():
-        holder.register_parameter(name.replace(".", "_"), nn.Parameter(torch.randn(shape)))
-    return holder
+    def masters(self) -> list[Tensor]:
+        found = self._stepper.named_masters()
+        return [found[name] for name, _ in self._stepper.model.named_parameters()]
 
 
 def groups_for(shapes: Shapes) -> list[ParameterGroup]:
@@ -194,38 +138,56 @@ def groups_for(shapes: Shapes) -> list[ParameterGroup]:
     return groups
 
 
-def contenders_for(shapes: Shapes, optimizer: str, slow: bool, groups: bool) -> dict[str, Contender]:
-    rule, sizes = RULES[optimizer], list(shapes.values())
+def contenders_for(case: Case, shapes: Shapes, group: dist.ProcessGroup | None) -> dict[str, Contender]:
+    rule, sizes, name = RULES[case.optimizer], list(shapes.values()), case.optimizer
     contenders: dict[str, Contender] = {
         "copy": Copy(sum(size.numel() for size in sizes)),
-        "fused alone": FusedAlone(sizes, optimizer, rule.torch_options),
-        "stock composition": StockComposition(sizes, optimizer, rule.torch_options),
-        "per tensor": PerTensor(sizes, optimizer, rule.torch_options),
-        "ours, plain": Ours(shapes, rule.ours, compiled=False),
-        "ours, compiled": Ours(shapes, rule.ours, compiled=True),
+        "delivery alone": Delivery(sizes),
+        "fused, per tensor": FusedAlone(sizes, name, rule.torch_options),
+        "fused, flat": FusedAlone(sizes, name, rule.torch_options, flat=True),
+        "stock composition": StockComposition(sizes, name, rule.torch_options),
+        "flat stock": FlatStock(sizes, name, rule.torch_options, group),
+        "ours, plain": Ours(shapes, rule.ours, False, group=group),
+        "ours, compiled": Ours(shapes, rule.ours, True, group=group),
     }
-    if groups:
+    if case.slow:
+        contenders["per tensor"] = PerTensor(sizes, name, rule.torch_options)
+    if case.groups:
         for form in ("plain", "compiled"):
-            ours = Ours(shapes, rule.ours, form == "compiled", groups_for(shapes))
-            contenders[f"{form}, groups"] = ours
-    return contenders if slow else {k: v for k, v in contenders.items() if k != "per tensor"}
+            groups = groups_for(shapes)
+            contenders[f"{form}, groups"] = Ours(shapes, rule.ours, form == "compiled", groups, group)
+    return contenders
 
 
 def measure(contenders: Mapping[str, Contender], repeats: int) -> dict[str, list[float]]:
     """Seconds by contender, which alternate; without the first two rounds, which touch memory and compile."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    compiled = 0
-    for repeat in range(-2, repeats):
-        if repeat == 0:
-            compiled = num_compilations()
-        for name, contender in contenders.items():
-            began = time.perf_counter()
-            contender.step()
-            if repeat >= 0:
-                times[name].append(time.perf_counter() - began)
+    sides = {name: contender.step for name, contender in contenders.items()}
+    interleave(sides, 0)
+    compiled = num_compilations()
+    times = interleave(sides, repeats, warm_up=0)
     if num_compilations() != compiled:
         raise RuntimeError(f"{num_compilations() - compiled} graphs were recompiled between steps")
     return times
+
+
+def refuse_other_weights(contenders: Mapping[str, Any], shapes: Shapes) -> None:
+    """Raise Disagreement where contenders that do the same work have updated otherwise, or not at all."""
+    start = initial_values(list(shapes.values()))
+    own = [new - old for new, old in zip(contenders["ours, plain"].masters(), start, strict=True)]
+    scale = _norm(own)
+    for name, contender in contenders.items():
+        if not hasattr(contender, "masters") or name.endswith(", groups"):
+            continue
+        other = (new - old for new, old in zip(contender.masters(), start, strict=True))
+        apart = _norm([one - two for one, two in zip(own, other, strict=True)]) / scale if scale else 1.0
+        if not apart < 0.01:
+            raise Disagreement(
+                f"{name} changes the weights otherwise than ours, by {apart:.1%} of the change."
+            )
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack(torch._foreach_norm(list(tensors))).norm())
 
 
 def num_compilations() -> int:
@@ -233,10 +195,10 @@ def num_compilations() -> int:
 
 
 def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, dict[str, float]]:
-    """By contender; ratios of medians and of minima to the fused optimizer and to the stock composition."""
+    """By contender; ratios of medians and of minima to each baseline."""
     rows = {}
     for name, seconds in times.items():
-        row = {"min_ms": 1e3 * min(seconds), "median_ms": 1e3 * statistics.median(seconds)}
+        row = row_of(seconds)
         row["bytes_per_parameter_at_copy_speed"] = 8 * min(seconds) / min(times["copy"])
         if name.endswith(", groups"):
             without = times[f"ours, {name.removesuffix(', groups')}"]
@@ -244,13 +206,19 @@ def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, 
             row["median_over_no_groups"] = statistics.median(
                 one / other for one, other in zip(seconds, without, strict=True)
             )
-        for other in ("fused alone", "stock composition"):
-            key = other.replace(" ", "_")
-            row[f"min_over_{key}"] = min(seconds) / min(times[other])
-            row[f"median_over_{key}"] = statistics.median(seconds) / statistics.median(times[other])
+        for other in BASELINES:
+            row[f"min_over_{key_of(other)}"] = min(seconds) / min(times[other])
+            row[f"median_over_{key_of(other)}"] = statistics.median(seconds) / statistics.median(times[other])
         rows[name] = row
     rows["copy"]["gb_per_s"] = 8e-9 * num_parameters / min(times["copy"])
     return rows
+
+
+BASELINES = [name for names, _, _ in GOALS.values() for name in names]
+
+
+def key_of(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_")
 
 
 @dataclass(frozen=True)
@@ -259,16 +227,27 @@ class Case:
     optimizer: str
     threads: int
     repeats: int
+    grouped: bool  # as a rank of a group
     slow: bool  # with the slowest contender
     groups: bool  # ours with parameter groups too
+
+    @property
+    def title(self) -> str:
+        where = "in a group" if self.grouped else "alone"
+        return f"{self.model}, {self.optimizer}, {self.threads} threads, {where}"
 
     def run(self) -> dict[str, dict[str, float]]:
         """Measure in this process."""
         torch.set_num_threads(self.threads)
         make, num_parameters = MODELS[self.model]
-        shapes = make()
+        # Matrices first: flat memory then has them in one stretch, for every contender.
+        shapes = dict(sorted(make().items(), key=lambda item: len(item[1]), reverse=True))
         assert sum(shape.numel() for shape in shapes.values()) == num_parameters
-        times = measure(contenders_for(shapes, self.optimizer, self.slow, self.groups), self.repeats)
+        here = collectives_of_one(torch.device("cpu")) if self.grouped else contextlib.nullcontext()
+        with here as group:
+            contenders = contenders_for(self, shapes, group)
+            times = measure(contenders, self.repeats)
+            refuse_other_weights(contenders, shapes)
         return summary(times, num_parameters)
 
     def run_in_processes(self, count: int) -> list[dict[str, dict[str, float]]]:
@@ -276,6 +255,34 @@ class Case:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as executor:
             return list(executor.map(Case.run, [self] * count))
+
+
+def goals_of(case: Case, processes: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Goal]:
+    """P6 and P7 for both forms of the update. The spread is that of the processes."""
+    numel = MODELS[case.model][1]
+    steps = round(SECONDS_TO_COMPILE / (numel * SECONDS_SAVED_PER_PARAMETER))
+    found = []
+    for form, when in (("plain", f"below {steps} steps"), ("compiled", f"from {steps} steps")):
+        rows = [process[f"ours, {form}"] for process in processes]
+        for row, (baselines, goal, limit) in GOALS.items():
+            for baseline in baselines:
+                ratios = [own[f"median_over_{key_of(baseline)}"] for own in rows]
+                found.append(
+                    Goal(
+                        row=row,
+                        what=f"{case.title}, {form}: {when}",
+                        ours=statistics.median(own["median_ms"] for own in rows),
+                        unit="ms",
+                        baseline=baseline,
+                        theirs=statistics.median(process[baseline]["median_ms"] for process in processes),
+                        value=statistics.median(ratios),
+                        low=min(ratios),
+                        high=max(ratios),
+                        goal=goal,
+                        limit=limit,
+                    )
+                )
+    return found
 
 
 def medians(processes: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
@@ -291,17 +298,16 @@ def tell(title: str, processes: Sequence[Mapping[str, Mapping[str, float]]]) -> 
     print(
         f"\n{title}; copy: {middle['copy']['gb_per_s']:.1f} GB/s read and written; {len(processes)} processes"
     )
-    ratios = {
-        "min_over_fused_alone": "min / fused",
-        "median_over_fused_alone": "median / fused",
-        "min_over_stock_composition": "min / stock",
-        "median_over_stock_composition": "median / stock",
-    }
-    print(f"{'':18} {'min ms':>7} {'B/p':>5}", *(f"{title:>19}" for title in ratios.values()))
+    print(f"{'median over':26} {'':>13}", *(f"{name:>19}" for name in BASELINES))
+    print(f"{'':18} {'min ms':>7} {'median':>7} {'B/p':>5}")
     for name, row in middle.items():
         print(
-            f"{name:18} {row['min_ms']:7.1f} {row['bytes_per_parameter_at_copy_speed']:5.1f}",
-            *(f"{with_range([rows[name][key] for rows in processes]):>19}" for key in ratios),
+            f"{name:18} {row['min_ms']:7.1f} {row['median_ms']:7.1f} "
+            f"{row['bytes_per_parameter_at_copy_speed']:5.1f}",
+            *(
+                f"{with_range([rows[name][f'median_over_{key_of(each)}'] for rows in processes]):>19}"
+                for each in BASELINES
+            ),
         )
     for name in [name for name in middle if name.endswith(", groups")]:
         for key in ("min_over_no_groups", "median_over_no_groups"):
@@ -317,40 +323,47 @@ def with_range(values: Sequence[float], digits: int = 2) -> str:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    repeats = 2 if arguments.quick else arguments.repeats
+    options = {"slow": arguments.per_tensor, "groups": arguments.groups}
+    if arguments.quick:
+        yield Case("tiny", "adamw", 1, 2, grouped=True, **options)
+        yield Case("tiny", "sgd", 1, 2, grouped=False, **options)
+        return
     for threads in arguments.threads:
-        for model in ["tiny"] if arguments.quick else arguments.models:
+        for model in arguments.models:
             for optimizer in RULES:
-                yield Case(
-                    model, optimizer, threads, repeats, not arguments.skip_per_tensor, arguments.groups
-                )
+                for grouped in (False, True):
+                    yield Case(model, optimizer, threads, arguments.repeats, grouped, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    done = []
+    done, goals = [], []
     for case in cases(arguments):
         processes = case.run_in_processes(1 if arguments.quick else arguments.processes)
-        tell(f"{case.model}, {case.optimizer}, {case.threads} threads", processes)
+        tell(case.title, processes)
+        goals += goals_of(case, processes)
         done.append(
             {
                 "model": case.model,
                 "optimizer": case.optimizer,
                 "threads": case.threads,
+                "grouped": case.grouped,
                 "rows": medians(processes),
                 "processes": processes,
             }
         )
         if arguments.json:  # after each case, so that an interrupted run has results
-            arguments.json.write_text(json.dumps(report(done, case.repeats), indent=2) + "\n")
+            arguments.json.write_text(json.dumps(report(done, goals, case.repeats), indent=2) + "\n")
+    print(f"\n{goal_table(goals)}")
 
 
-def report(done: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
+def report(done: list[dict[str, Any]], goals: Sequence[Goal], repeats: int) -> dict[str, Any]:
     return {
-        "what": "whole update: check, norm, clip, optimizer, fp16 weights; rows are medians over processes",
+        "what": "all of a step after the backward pass; rows are medians over processes",
         "machine": machine(),
         "n": repeats,
         "cases": done,
+        "goals": [goal.as_json() for goal in goals],
     }
 
 
@@ -362,7 +375,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
     parser.add_argument("--repeats", type=int, default=12, help="in each process")
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--skip-per-tensor", action="store_true", help="leave the slowest contender out")
+    parser.add_argument("--per-tensor", action="store_true", help="the slowest contender too")
     parser.add_argument("--groups", action="store_true", help="ours with parameter groups beside it")
     parser.add_argument("--quick", action="store_true", help="two repeats, a tiny model, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.bench.gpu_road import collectives_of_one
+from scripts.bench.group_of_one import collectives_of_one
 
 
 def on_cpu() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.optim.updater import DEVICE_CHUNK, Updater
 from launcher.engine.wire.transports import WideSum
-from scripts.bench.baselines import AutocastLoop
+from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_road import profiled, resnet_steps
 from tests.configs import composed
 from tests.engine.observe import weights_are_rounded_masters
@@ -247,9 +248,11 @@ def test_the_profiler_counts_no_synchronisation(device) -> None:
 def test_the_peak_of_memory_is_not_above_that_of_autocast(gpu) -> None:
     build = gpu_resnet()
     x, classes = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-    theirs = AutocastLoop(build(), gpu, x, classes)
-    peaks = [peak(theirs.step, gpu)]
-    del theirs
+    setup = Setup(device=gpu, channels_last=True)
+    batch = setup.laid_out(x.to(gpu)), classes.to(gpu)
+    theirs = partial(raw(build(), setup), batch)
+    peaks = [peak(theirs, gpu)]
+    del theirs, batch
     torch.cuda.empty_cache()
     model = build().to(gpu).to(memory_format=torch.channels_last)
     stepper = Stepper(model, SGD(1e-3, 0.9, True, 5e-4), Policy.fp16(), reference_count=32)

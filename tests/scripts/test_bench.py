@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import update, wire_precision
+from scripts.bench import shapes, update, wire_precision
+from scripts.bench.baselines import Disagreement
+from scripts.bench.update_baselines import Copy, FlatStock, StockComposition
 
 ROOT = Path(__file__).parents[2]
 COMPILER = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when imported
@@ -29,22 +31,22 @@ def run(program: str, *arguments: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize("model", update.MODELS)
+@pytest.mark.parametrize("model", shapes.MODELS)
 def test_the_shapes_are_those_of_the_architecture(model) -> None:
-    make, num_parameters = update.MODELS[model]
+    make, num_parameters = shapes.MODELS[model]
     assert sum(shape.numel() for shape in make().values()) == num_parameters
 
 
 @pytest.mark.slow
 def test_update_compares_all_contenders(tmp_path) -> None:
     file = tmp_path / "update.json"
-    printed = run("update.py", "--threads", "1", "--groups", "--json", str(file))
+    printed = run("update.py", "--groups", "--per-tensor", "--json", str(file))
     content = json.loads(file.read_text())
     assert [case["optimizer"] for case in content["cases"]] == ["adamw", "sgd"]
+    assert {goal["row"] for goal in content["goals"]} == {"P6", "P7"}
+    baselines = {"fused, per tensor", "fused, flat", "stock composition", "flat stock", "per tensor"}
     for case in content["cases"]:
-        assert {"fused alone", "stock composition", "per tensor", "ours, plain", "ours, compiled"} < set(
-            case["rows"]
-        )
+        assert baselines | {"delivery alone", "ours, plain", "ours, compiled"} < set(case["rows"])
         assert all(name in printed and row["min_ms"] > 0 for name, row in case["rows"].items())
         assert {"plain, groups", "compiled, groups"} < set(case["rows"])
         assert case["rows"]["plain, groups"]["median_over_no_groups"] > 0
@@ -63,7 +65,31 @@ class Compiles:
 @COMPILER
 def test_a_compilation_between_steps_ends_the_benchmark() -> None:
     with pytest.raises(RuntimeError, match="recompiled"):
-        update.measure({"copy": update.Copy(8), "compiles": Compiles()}, repeats=2)
+        update.measure({"copy": Copy(8), "compiles": Compiles()}, repeats=2)
+
+
+class Idle(StockComposition):
+    """A contender that leaves the work out."""
+
+    def step(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("optimizer", update.RULES)
+def test_an_update_that_changes_the_weights_otherwise_ends_the_benchmark(optimizer) -> None:
+    rule, tiny = update.RULES[optimizer], shapes.tiny_shapes()
+    tiny = dict(sorted(tiny.items(), key=lambda item: len(item[1]), reverse=True))
+    sizes = list(tiny.values())
+    contenders = {
+        "ours, plain": update.Ours(tiny, rule.ours, compiled=False),
+        "stock composition": StockComposition(sizes, optimizer, rule.torch_options),
+        "flat stock": FlatStock(sizes, optimizer, rule.torch_options),
+    }
+    update.measure(contenders, repeats=2)
+    update.refuse_other_weights(contenders, tiny)
+    contenders["idle"] = Idle(sizes, optimizer, rule.torch_options)
+    with pytest.raises(Disagreement, match="idle changes the weights otherwise than ours, by 100"):
+        update.refuse_other_weights(contenders, tiny)
 
 
 def test_wire_precision_writes_its_table_and_picture(tmp_path) -> None:
