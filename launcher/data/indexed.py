@@ -14,10 +14,10 @@ from torch import Tensor
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.device import to_device
+from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import generators_kept
 from launcher.data.reader import (
-    EVALUATION,
     BadSample,
     Collate,
     Fetched,

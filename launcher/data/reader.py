@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from launcher.config.user_code import place_of
+from launcher.data.epochs import enter_epoch, with_epochs
 from launcher.data.random_state import seed_all, spread_seed
 from launcher.data.tensors import Batch
 from launcher.errors import DataError
-
-EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are always the same
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 
@@ -58,8 +57,7 @@ class BadSample:
 
     @classmethod
     def of(cls, index: int, error: Exception) -> BadSample:
-        text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-        return cls(index, text, place_of(error), "".join(traceback.format_exception(error)))
+        return cls(index, _in_words(error), place_of(error), "".join(traceback.format_exception(error)))
 
     def __str__(self) -> str:
         return f"sample {self.index}{f' at {self.place}' if self.place else ''}: {self.error}"
@@ -94,6 +92,7 @@ class Reader:
         self._seed = seed
         self.reading: Callable[[int], None] = lambda index: None
         self._takes_generator = takes_generator(dataset)
+        self._with_epochs = with_epochs(dataset)
 
     def begin(self) -> None:
         """Nothing is to be done before an iteration."""
@@ -102,6 +101,10 @@ class Reader:
         samples: list[Any] = []
         kept: list[int] = []
         bad: list[BadSample] = []
+        try:
+            enter_epoch(self._with_epochs, request.epoch, self._seed)
+        except Exception as error:  # a user's data set may fail in any way
+            return Fetched(None, (), failure=f"set_epoch failed{_at(error)}: {_in_words(error)}")
         for offset, index in enumerate(request.indices):
             self.reading(index)
             try:
@@ -133,12 +136,8 @@ class Reader:
                 return Fetched(batch, tuple(good), (*bad, *odd))
             except Exception as again:
                 error = again
-        text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-        where = place_of(error)
         indices = [request.indices[offset] for offset in samples]
-        return Fetched(
-            None, (), tuple(bad), f"samples {_listed(indices)}{f' at {where}' if where else ''}: {text}"
-        )
+        return Fetched(None, (), tuple(bad), f"samples {_listed(indices)}{_at(error)}: {_in_words(error)}")
 
     def _alone(self, sample: Any) -> Exception | None:
         """Why this sample cannot be collated by itself; None if it can."""
@@ -263,3 +262,12 @@ def columns(*names: str) -> Collate:
 def _listed(indices: Sequence[int], at_most: int = 8) -> str:
     shown = ", ".join(map(str, indices[:at_most]))
     return f"{shown} and {len(indices) - at_most} more" if len(indices) > at_most else shown
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+
+
+def _at(error: Exception) -> str:
+    place = place_of(error)
+    return f" at {place}" if place else ""

@@ -25,9 +25,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.device import to_device
+from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
-from launcher.data.reader import EVALUATION, BadSample, Collate, Fetched, collated, refuse_other_labels
+from launcher.data.reader import BadSample, Collate, Fetched, collated, refuse_other_labels
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import ConfigError, DataError
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from launcher.data.epochs import EVALUATION
 from launcher.data.indexed import IndexedData
-from launcher.data.reader import EVALUATION, Fetched, Request
+from launcher.data.reader import Fetched, Request
 from launcher.data.sources import Readable
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData

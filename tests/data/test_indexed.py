@@ -10,7 +10,7 @@ from itertools import chain
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 from launcher.data.batch_plan import BatchPlan, by_length
 from launcher.data.indexed import IndexedData, LoadedBatches
@@ -283,3 +283,82 @@ def test_a_batch_with_another_number_of_labels_than_samples_is_refused(label):
     else:
         with pytest.raises(DataError, match=r"of 3 samples has the column label of shape \[2\]"):
             data.usable(fetched)
+
+
+class Curriculum(Dataset):
+    """Its samples depend on the epoch, and on what set_epoch draws."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __len__(self):
+        return 50
+
+    def set_epoch(self, epoch):
+        self.calls.append(epoch)
+        self.epoch, self.drawn = epoch, random.random() + numpy.random.rand()
+
+    def __getitem__(self, index):
+        return {"index": index, "epoch": self.epoch, "drawn": self.drawn}
+
+
+def epochs_of(world_size, workers, start=0, dataset=Curriculum):
+    """By step, what all ranks train on in the seven steps of each of two epochs."""
+    with loader_processes():
+        ranks = [batches(dataset(), world_size, rank, workers) for rank in range(world_size)]
+        found = []
+        for number in range(start, 14):
+            made = [batch for each in ranks for batch in each.step(*divmod(number, 7))]
+            found.append(
+                [torch.cat([b[name] for b in made]).tolist() for name in ("index", "epoch", "drawn")]
+            )
+        return found
+
+
+def test_set_epoch_is_called_in_every_process_and_after_a_resume():
+    expected = epochs_of(1, 0)
+    assert [set(epochs) for _, epochs, _ in expected] == [{0}] * 7 + [{1}] * 7
+    assert len({drawn for _, _, of_step in expected for drawn in of_step}) == 2
+    for world_size, workers, start in ((2, 0, 0), (2, 2, 0), (1, 3, 10), (2, 1, 6)):
+        assert epochs_of(world_size, workers, start) == expected[start:], (world_size, workers, start)
+
+
+def test_set_epoch_is_called_through_the_wrappers_of_torch():
+    def halves():
+        return ConcatDataset([Subset(Curriculum(), range(25)), StackedOnce(Subset(Curriculum(), range(25)))])
+
+    found = epochs_of(1, 2, dataset=halves)
+    assert [set(epochs) for _, epochs, _ in found] == [{0}] * 7 + [{1}] * 7
+
+
+class StackedOnce(StackDataset):
+    """Whose samples are those of its only part."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0]
+
+    def __getitems__(self, indices):
+        raise AssertionError("samples are read one by one")
+
+
+def test_set_epoch_is_called_once_per_epoch_also_of_a_set_that_is_evaluated_too():
+    whole = Curriculum()
+    training = batches(Subset(whole, range(50)))
+    held_out = IndexedData(Subset(whole, range(5)), None, loading(), "validation")
+    for number in range(14):
+        training.step(*divmod(number, 7))
+        if number in (0, 8):
+            ((_, batch),) = held_out.evaluation_batches(0, 1, 8)
+            assert batch["epoch"].tolist() == [0] * 5
+    assert whole.calls == [0, 1, 0, 1]
+
+
+def test_a_set_epoch_that_fails_is_named():
+    class Failing(Curriculum):
+        def set_epoch(self, epoch):
+            raise LookupError("no such epoch")
+
+    with pytest.raises(
+        DataError, match=r"training set: set_epoch failed at .*, in set_epoch: LookupError: no"
+    ):
+        epoch(batches(Failing()))

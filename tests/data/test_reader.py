@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from launcher.data.epochs import EVALUATION
 from launcher.data.random_state import generators_kept
-from launcher.data.reader import EVALUATION, Reader, Request, columns
+from launcher.data.reader import Reader, Request, columns
 from launcher.errors import DataError
 
 
