@@ -69,7 +69,6 @@ class Goal:
     goal: float
     limit: float | None = None
     at_most: bool = True
-    quoted: bool = True  # False: beside what is quoted, and not a goal
 
     @property
     def reached(self) -> bool:
@@ -79,40 +78,41 @@ class Goal:
         return asdict(self) | {"reached": self.reached}
 
     @classmethod
+    def of(
+        cls,
+        row: str,
+        what: str,
+        times: Mapping[str, Sequence[float]],
+        ours: str,
+        baseline: str,
+        goal: float,
+        limit: float | None = None,
+    ) -> Goal:
+        """The median of ours over that of a baseline of the same rounds, which must be at most `goal`.
+
+        Low and high are the tenths of the ratios within a round.
+        """
+        own, other = times[ours], times[baseline]
+        paired = sorted(one / two for one, two in zip(own, other, strict=True))
+        edge = len(paired) // 10
+        mine, theirs = statistics.median(own), statistics.median(other)
+        return cls(
+            row=row,
+            what=what,
+            ours=1e3 * mine,
+            unit="ms",
+            baseline=baseline,
+            theirs=1e3 * theirs,
+            value=mine / theirs,
+            low=paired[edge],
+            high=paired[-1 - edge],
+            goal=goal,
+            limit=limit,
+        )
+
+    @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Goal:
         return cls(**{key: value for key, value in values.items() if key != "reached"})
-
-
-def ratio_goal(
-    row: str,
-    what: str,
-    times: Mapping[str, Sequence[float]],
-    ours: str,
-    baseline: str,
-    goal: float,
-    limit: float | None = None,
-) -> Goal:
-    """The median of ours over that of a baseline of the same rounds, which must be at most `goal`.
-
-    Low and high are the tenths of the ratios within a round.
-    """
-    own, other = times[ours], times[baseline]
-    paired = sorted(one / two for one, two in zip(own, other, strict=True))
-    edge = len(paired) // 10
-    mine, theirs = statistics.median(own), statistics.median(other)
-    return Goal(
-        row=row,
-        what=what,
-        ours=1e3 * mine,
-        unit="ms",
-        baseline=baseline,
-        theirs=1e3 * theirs,
-        value=mine / theirs,
-        low=paired[edge],
-        high=paired[-1 - edge],
-        goal=goal,
-        limit=limit,
-    )
 
 
 def goal_table(goals: Iterable[Goal]) -> str:

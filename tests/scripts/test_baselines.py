@@ -11,7 +11,7 @@ from torch import nn
 
 from launcher.distributed.process_group import WorkerEnv
 from scripts.bench.baselines import PEERS, Disagreement, Setup, installed, refuse_disagreement
-from scripts.bench.interleaved import Goal, goal_table, interleave, ratio_goal
+from scripts.bench.interleaved import Goal, goal_table, interleave
 from scripts.bench.ours import ours
 from tests.ranks.harness import run_ranks
 
@@ -85,7 +85,7 @@ def test_the_sides_alternate_and_none_always_follows_the_same() -> None:
 
 def test_a_goal_is_reached_or_not_by_the_median_of_both_sides() -> None:
     times = {"ours": [2.0, 2.0, 9.0], "theirs": [1.0, 2.0, 2.0]}
-    goal = ratio_goal("P1", "what", times, "ours", "theirs", goal=0.9)
+    goal = Goal.of("P1", "what", times, "ours", "theirs", goal=0.9)
     assert (goal.value, goal.low, goal.high) == (1.0, 1.0, 4.5)
     assert not goal.reached
     assert Goal.from_json(goal.as_json()) == goal

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import shapes, update, wire_precision
+from scripts.bench import checkpoint, shapes, update, wire_precision
 from scripts.bench.baselines import Disagreement
 from scripts.bench.update_baselines import Copy, FlatStock, StockComposition
 
@@ -117,11 +117,28 @@ def test_simulated_wires_round_overflow_and_flush_where_real_ones_do() -> None:
 def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
     file = tmp_path / "checkpoint.json"
     printed = run("checkpoint.py", "--json", str(file), "--directory", str(tmp_path))
-    rows = json.loads(file.read_text())["rows"]
-    assert rows["publishing_without_copy_over_normal"] > 0
-    assert rows["size_mb"] > 100, "weights and two states of 11 million parameters, 4 bytes each"
+    content = json.loads(file.read_text())
+    rows = content["rows"]["quick"]
+    assert rows["size_mb"] > 3, "weights and two states of 0.27 million parameters, 4 bytes each"
+    assert {f"step_{after}_after_over_normal" for after in range(1, 11)} < rows.keys()
     assert all(key in printed for key in rows)
+    assert {goal["row"] for goal in content["goals"]} == {"P14"}
+    assert len(content["goals"]) == 5
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_time_that_a_checkpoint_costs_is_in_the_figures_of_its_steps() -> None:
+    """One second in the step that publishes, then half a second in one of those after it, of steps of 1 s."""
+    quiet = [[1.0] * 11, [1.0] * 11]
+    slow_first, slow_third = [[2.0] + [1.0] * 10] * 2, [[1.0, 1.0, 1.0, 1.5] + [1.0] * 7] * 2
+    first = checkpoint.summary(checkpoint.Windows(quiet, slow_first, [0.25, 0.25], [1.0], 8))
+    assert first["publishing_over_normal"] == 2
+    assert first["publishing_without_copy_over_normal"] == 1.75
+    assert first["extra_of_all_eleven_steps_ms"] == 1000
+    later = checkpoint.summary(checkpoint.Windows(quiet, slow_third, [0.0, 0.0], [1.0], 8))
+    assert later["worst_of_ten_after_over_normal"] == later["step_3_after_over_normal"] == 1.5
+    goals = checkpoint.goals_of_windows("it", checkpoint.Windows(quiet, slow_third, [0.0, 0.0], [1.0], 8))
+    assert [goal.reached for goal in goals] == [True, False]
 
 
 @pytest.mark.slow
