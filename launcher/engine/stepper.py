@@ -31,8 +31,8 @@ from launcher.engine.errors import (
     refuse_within_step,
 )
 from launcher.engine.flat.broadcast import refuse_different_models
-from launcher.engine.flat.groups import ParameterGroup
-from launcher.engine.notices import warn_if_alone
+from launcher.engine.flat.groups import ParameterGroup, idle_groups
+from launcher.engine.notices import warn_if_alone, warn_of_idle
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
@@ -116,6 +116,7 @@ class Stepper:
         scaling = scaling or Scaling.of(policy)
         choices = Choices(policy, scaling, wire or Wire(), micro_batches, emulate, compiled, groups)
         self._parts = parts = Parts(model, optimizer, choices, self.group)
+        warn_of_idle(idle_groups(model, groups), stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation

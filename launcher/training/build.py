@@ -29,7 +29,7 @@ from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
+from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
 from launcher.recipe.contract import Recipe, loss_of, set_title
@@ -296,6 +296,9 @@ def build_stepper(
         refuse_other_rates(exchange_texts(env, course_of(rates)), named_schedule(config))
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     emulate = config.precision.emulate
+    grouped = parameter_groups(optim, recipe.groups, model)
+    for text in grouped.idle:
+        warnings.warn(text, EngineWarning, stacklevel=2)
     return Stepper(
         model,
         build_optimizer(optim),
@@ -308,7 +311,7 @@ def build_stepper(
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],
-        groups=parameter_groups(optim, recipe.groups, model).groups,
+        groups=grouped.groups,
     )
 
 

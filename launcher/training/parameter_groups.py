@@ -26,7 +26,7 @@ from torch import nn
 
 from launcher.config.schema import OptimConfig
 from launcher.engine import ParameterGroup, UnusableError
-from launcher.engine.flat.groups import Rates, owners_of
+from launcher.engine.flat.groups import Rates, idle_groups, owners_of
 from launcher.engine.flat.names import all_names, named_parameters
 from launcher.errors import ConfigError
 
@@ -49,6 +49,7 @@ class ParameterGroups:
     groups: Sequence[ParameterGroup] = ()
     layers: Sequence[Layer] = ()  # from the lowest; none without optim.layer_decay
     sentences: Sequence[tuple[str, str]] = field(default_factory=tuple)  # topic and text, for the start
+    idle: Sequence[str] = ()  # warnings of groups that change nothing
 
 
 def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: nn.Module) -> ParameterGroups:
@@ -62,6 +63,8 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
     found: dict[str, ParameterGroup] = {}
     for name, p in named_parameters(model).items():
         group = group_of.get(name, ParameterGroup(name))
+        if not (p.requires_grad or group.frozen):
+            continue
         if group.frozen:
             found[name] = ParameterGroup(name, frozen=True)
             continue
@@ -70,7 +73,12 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
             decay = 0.0
         decay = None if decay == optim.weight_decay else decay
         found[name] = ParameterGroup(name, group.lr_scale * scales.get(name, 1.0), decay)
-    return ParameterGroups(_merged(found), layers, tuple(_sentences(optim, model, found, layers)))
+    idle = [
+        f"{said}.{text}"
+        for said, groups in (("optim", configured), ("Recipe", own))
+        for text in idle_groups(model, groups)
+    ]
+    return ParameterGroups(_merged(found), layers, tuple(_sentences(optim, model, found, layers)), idle)
 
 
 def _owners(said: str, model: nn.Module, groups: Sequence[ParameterGroup]) -> Mapping[str, ParameterGroup]:
@@ -150,8 +158,7 @@ def _title(key: str, names: Sequence[str], stack: str) -> str:
 def _sentences(
     optim: OptimConfig, model: nn.Module, found: Mapping[str, ParameterGroup], layers: Sequence[Layer]
 ) -> Iterator[tuple[str, str]]:
-    named = named_parameters(model)
-    trained = [group for name, group in found.items() if named[name].requires_grad and not group.frozen]
+    trained = [group for group in found.values() if not group.frozen]
     decays = [optim.weight_decay if each.weight_decay is None else each.weight_decay for each in trained]
     scales = [group.lr_scale for group in trained]
     parts = []
