@@ -81,14 +81,21 @@ def newest_intact(directory: Path, rename_damaged: bool = True) -> Found:
 
 
 def best_intact(directory: Path) -> Path | None:
-    """The intact checkpoint with the best metric; of equal ones the newest. Renames nothing."""
+    """The intact checkpoint with the best metric, as `by_metric`. Renames nothing."""
     return _first_intact(by_metric(candidates(directory)), rename_damaged=False).path
 
 
 def by_metric(paths: Sequence[Path]) -> list[Path]:
-    """The `paths` with a metric, best first; equal ones keep their order."""
-    measured = [(cost, path) for path in paths if (cost := _cost_of(path)) is not None]
-    return [path for _, path in sorted(measured, key=lambda pair: pair[0])]
+    """The `paths` with the metric of the newest that has one, best first; of equal ones the first in the run.
+
+    A run that was resumed with another compare_by has checkpoints of both metrics, which cannot be compared.
+    """
+    measured = [(metric, path) for path in paths if (metric := _metric_of(path)) is not None]
+    if not measured:
+        return []
+    newest, _ = max(measured, key=lambda pair: step_of(pair[1]))
+    costs = [(metric.cost, step_of(path), path) for metric, path in measured if metric.is_like(newest)]
+    return [path for *_, path in sorted(costs)]
 
 
 def retain(
@@ -147,14 +154,13 @@ def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
     return Found(None, tuple(damaged))
 
 
-def _cost_of(path: Path) -> float | None:
-    """The metric of a checkpoint, negated where higher is better; None where it has none."""
+def _metric_of(path: Path) -> Metric | None:
+    """The metric of a checkpoint; None where it has none, or none that is a number."""
     try:
         metric = Metric(**restored(read_state(path)["metric"]))
-        cost = float(metric.value if metric.lower_is_better else -metric.value)
+        return None if math.isnan(metric.cost) else metric
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if math.isnan(cost) else cost
 
 
 def _refuse_link(path: Path) -> None:

@@ -44,6 +44,15 @@ class Metric:
     value: float
     lower_is_better: bool = False
 
+    @property
+    def cost(self) -> float:
+        """The value, negated where higher is better."""
+        return float(self.value if self.lower_is_better else -self.value)
+
+    def is_like(self, other: Metric) -> bool:
+        """Whether the values of both can be compared."""
+        return (self.name, self.lower_is_better) == (other.name, other.lower_is_better)
+
 
 @dataclass(frozen=True)
 class Origin:

@@ -70,6 +70,14 @@ class Evaluator:
         self.monitor.restart_timer()
         self.monitor.totals.since_evaluation = SinceEvaluation()
         compared = comparison(self.recipe.compare_by, self.latest)
+        best = self.standing.best
+        if best is not None and not best.is_like(compared):
+            way = "lower" if compared.lower_is_better else "higher"
+            self.run.telemetry.decision(
+                "comparison",
+                f"by {compared.name} ({way} is better) from here on. The best checkpoint so far is that by "
+                f"{best.name}, whose values cannot be compared with these: the best is found anew",
+            )
         return self.standing.measure(compared, next(iter(self.latest.values())).loss)
 
     def rehearse(self) -> None:

@@ -113,11 +113,9 @@ class Standing:
 
     def measure(self, metric: Metric, loss: float) -> Measured:
         """Record an evaluation. A value that is not a number is never the best."""
-        sign = 1 if metric.lower_is_better else -1
-        cost = metric.value * sign
-        best = self.best if self.best is not None and self.best.name == metric.name else None
-        before = math.inf if best is None else best.value * sign
-        is_best = cost < before
+        best = self.best
+        before = best.cost if best is not None and best.is_like(metric) else math.inf
+        is_best = metric.cost < before
         if is_best:
             self.best = metric
         return Measured(metric, is_best, loss)

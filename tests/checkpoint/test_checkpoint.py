@@ -24,6 +24,7 @@ from torch import nn
 from launcher.checkpoint import (
     Due,
     Identity,
+    Metric,
     Origin,
     Progress,
     Snapshot,
@@ -316,6 +317,44 @@ def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(tmp_path
     newest = newest_intact(tmp_path).path
     assert newest is not None
     assert newest.name == "step-100000000"
+
+
+def measured(step: int, name: str, value: float, lower: bool = False) -> Snapshot:
+    return replace(snapshot(step), metric=Metric(name, value, lower))
+
+
+def test_checkpoints_of_another_metric_are_not_compared(tmp_path: Path) -> None:
+    """As after a resume with another compare_by: 12 is no better accuracy, and 0.5 no lower perplexity."""
+    saved = [
+        measured(1, "perplexity", 12.0, lower=True),
+        measured(2, "perplexity", 0.1, lower=True),
+        measured(3, "accuracy", 0.7),
+        measured(4, "accuracy", 0.5),
+    ]
+    with Writer(tmp_path, keep=1) as writer:
+        for each in saved[:2]:
+            writer.publish(lambda each=each: each)
+    assert best_intact(tmp_path) == tmp_path / "step-00000002"
+    with Writer(tmp_path, keep=1) as writer:
+        for each in saved[2:]:
+            writer.publish(lambda each=each: each)
+    assert best_intact(tmp_path) == tmp_path / "step-00000003"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_metric_that_is_better_the_other_way_is_another(tmp_path: Path) -> None:
+    for each in (measured(1, "gap", 0.1), measured(2, "gap", 0.9, lower=True)):
+        publish(tmp_path, each)
+    assert best_intact(tmp_path) == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_of_equal_ones_the_first_is_the_best(tmp_path: Path, lower: bool) -> None:
+    values = {1: 0.3} | dict.fromkeys((2, 3, 4), 0.1 if lower else 0.5)
+    with Writer(tmp_path, keep=1) as writer:
+        for step in values:
+            writer.publish(lambda step=step: snapshot(step, values[step], lower))
+    assert best_intact(tmp_path) == tmp_path / "step-00000002"
 
 
 @pytest.mark.parametrize(("lower", "best"), [(False, 2), (True, 4)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.checkpoint.export import export
 from launcher.report.page import write_report
 from launcher.report.plots import draw_curves
 from launcher.telemetry.tracker.wandb_sink import history_row
@@ -55,13 +56,13 @@ def measured(config):
 WORDS = ("recipe.uses=measured", "precision=fp32", "train.max_steps=6")
 
 
-def run_recipe(directory: Path, compare_by="None", ranks=1, mark="", line="") -> Ended:
+def run_recipe(directory: Path, compare_by="None", ranks=1, mark="", line="", words=()) -> Ended:
     text = RECIPE.replace("COMPARE_BY", compare_by)
     if mark:
         text = text.replace(f"pass  # {mark}", line)
     file = directory / "measured.py"
     file.write_text(text)
-    return run(directory / "run", f"recipes.path={file}", *WORDS, ranks=ranks)
+    return run(directory / "run", f"recipes.path={file}", *WORDS, *words, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,14 @@ def test_what_few_samples_may_cause_is_a_warning_first(tmp_path: Path) -> None:
     assert "This was a trial on a few samples of the validation (near) set." in warning
     assert ended.events("step")
     assert "the metric Margin's compute on the validation (near) set failed at " in ended.result["error"]
+
+
+def test_a_resume_with_another_metric_to_compare_by_says_so(tmp_path: Path) -> None:
+    assert run_recipe(tmp_path).codes == [0]
+    resumed = run_recipe(tmp_path, "'margin'", words=("train.max_steps=8",))
+    assert resumed.codes == [0], resumed
+    assert (
+        "comparison by margin (higher is better) from here on. The best checkpoint so far is that by "
+        in (resumed.outputs[0])
+    )
+    assert export(tmp_path / "run", tmp_path / "best", best=True).checkpoint.name == "step-00000008"

@@ -36,6 +36,7 @@ def test_what_another_metric_has_reached_is_not_compared() -> None:
     assert standing.measure(Metric("perplexity", 12.0, lower_is_better=True), loss=1.0).is_best
     assert standing.measure(Metric("accuracy", 0.5, lower_is_better=False), loss=1.0).is_best
     assert not standing.measure(Metric("accuracy", 0.5, lower_is_better=False), loss=1.0).is_best
+    assert standing.measure(Metric("accuracy", 0.6, lower_is_better=True), loss=1.0).is_best
 
 
 def test_a_tie_stays_one_after_a_resume() -> None:
