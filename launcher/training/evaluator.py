@@ -57,10 +57,7 @@ class Evaluator:
         since = self.monitor.totals.since_evaluation
         self.answers.settle(since)
         try:
-            found: dict[str, Evaluation] = {}
-            for name in self.data:  # no comprehension: its frame would keep the process group of a failure
-                found[name] = self._evaluate(name, position, since)
-            self.latest = found
+            self.latest = {name: self._evaluate(name, position, since) for name in self.data}
         except Interrupted:
             self.votes.agree(Question.STOP)
             return None

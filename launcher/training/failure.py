@@ -16,6 +16,7 @@ from launcher.distributed.flight_recorder import disagreement, exchange_calls, i
 from launcher.distributed.process_group import LaunchEnv, failure_of_another, stall_of
 from launcher.engine import UnusableError, works
 from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
+from launcher.process import frames
 from launcher.process.shortage import shortage_of
 from launcher.telemetry import Telemetry
 from launcher.training import results
@@ -92,7 +93,7 @@ def release_frames(error: BaseException) -> None:
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
     that wait in a collective for this one notice.
     """
-    traceback.clear_frames(error.__traceback__)
+    frames.release(error)
     works.release()
     gc.collect()
 

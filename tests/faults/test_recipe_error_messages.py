@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launcher.errors import DataError
 from launcher.run_dir.atomic import read_json
@@ -305,3 +306,17 @@ def test_more_workers_than_cores_are_a_decision_and_no_error(tmp_path: Path) -> 
     with Parent(tmp_path, "train.max_steps=1", "precision=fp32", nproc=cores + 1) as parent:
         assert parent.end(40) == 0
         assert f"; they share {cores} core(s) and wait for each other" in parent.stdout
+
+
+def holding_the_group(network: Any, batch: Any) -> None:
+    if own_rank() == 1 and is_here(network, 3):
+        group = torch.distributed.group.WORLD
+        [group.size() + int(part) for part in ("1", "no number")]
+
+
+def test_other_ranks_notice_a_failure_in_a_comprehension_that_uses_the_group(tmp_path: Path) -> None:
+    """By the end of the connection, which the frame of the comprehension would hold open."""
+    ended = run(tmp_path / "run", ranks=2, user_code=holding_the_group)
+    assert ended.codes == [1, 1], ended
+    assert "ValueError: invalid literal" in ended.result["error"]
+    assert "Connection closed by peer" in ended.log(0)

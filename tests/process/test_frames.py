@@ -1,0 +1,119 @@
+"""What the frames of a failure hold is freed, whatever kind of function they belong to."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from launcher.process.frames import release
+
+
+class Held:
+    """Something that has to be gone, such as a process group."""
+
+
+def fail(held: Held) -> None:
+    raise ValueError("planned")
+
+
+def in_a_loop(held: Held) -> None:
+    for _ in range(2):
+        fail(held)
+
+
+def in_a_comprehension(held: Held) -> None:
+    [fail(held) for _ in range(2)]
+
+
+def in_nested_comprehensions(held: Held) -> None:
+    [[fail(held) for _ in range(2)] for _ in range(2)]
+
+
+def in_its_innermost_frame(held: Held) -> None:
+    [int("planned") for _ in range(2) if held]
+
+
+def in_a_generator(held: Held) -> None:
+    list(fail(held) for _ in range(2))  # noqa: C400
+
+
+def in_a_lambda(held: Held) -> None:
+    (lambda: fail(held))()
+
+
+def within_a_decorator(held: Held) -> None:
+    def guarded(function: Callable[[], None]) -> Callable[[], None]:
+        return lambda: function()
+
+    guarded(lambda: fail(held))()
+
+
+def as_a_cause(held: Held) -> None:
+    try:
+        in_a_comprehension(held)
+    except ValueError as error:
+        raise RuntimeError("a failure") from error
+
+
+def while_another_is_handled(held: Held) -> None:
+    try:
+        in_a_lambda(held)
+    except ValueError:
+        raise RuntimeError("a failure") from None
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        in_a_loop,
+        in_a_comprehension,
+        in_nested_comprehensions,
+        in_its_innermost_frame,
+        in_a_generator,
+        in_a_lambda,
+        within_a_decorator,
+        as_a_cause,
+        while_another_is_handled,
+    ],
+)
+def test_nothing_is_kept(way: Callable[[Held], None]) -> None:
+    held = Held()
+    seen = weakref.ref(held)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        way(held)
+    del held
+    assert seen() is not None
+    release(caught.value)
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_function_that_can_still_be_called_keeps_its_variables() -> None:
+    held = Held()
+
+    def kept() -> Held:
+        if failing:
+            fail(held)
+        return held
+
+    failing = True
+    with pytest.raises(ValueError, match="planned") as caught:
+        [kept() for _ in range(2)]
+    failing = False
+    release(caught.value)
+    assert kept() is held
+
+
+def test_functions_that_share_a_variable_keep_it_if_one_can_be_called() -> None:
+    def two(held: Held) -> tuple[Callable[[], None], Callable[[], Held]]:
+        return lambda: fail(held), lambda: held
+
+    first, second = two(Held())
+    with pytest.raises(ValueError, match="planned") as caught:
+        first()
+    del first
+    release(caught.value)
+    assert isinstance(second(), Held)
