@@ -43,6 +43,7 @@ from launcher.engine import EngineWarning
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import DataWarning
 from launcher.evaluation.evaluate import Evaluation
+from launcher.process.allocator import keep_freed_memory
 from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
@@ -172,6 +173,8 @@ def _join_and_run(
         loader_processes(),
     ):
         build.apply_switches(config)
+        if env.device.type == "cpu":
+            keep_freed_memory()
         devices = meet(config, env, store, job)
         assembled = _assemble(config, env, telemetry, heartbeat, requests)
         heartbeat.beat("restoring")
