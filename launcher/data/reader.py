@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from launcher.config.user_code import place_of
 from launcher.data.epochs import enter_epoch, with_epochs
+from launcher.data.ragged import refuse_unlike
 from launcher.data.random_state import seed_all, spread_seed
 from launcher.data.tensors import Batch
 from launcher.errors import DataError
@@ -174,7 +175,7 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     """
     if collate is None:
         refuse_nameless(samples[0])
-    batch = default_collate(list(samples)) if collate is None else collate(samples)
+    batch = stacked(samples) if collate is None else collate(samples)
     rule = "It must return a mapping of column names to tensors, each with a row per sample."
     if not isinstance(batch, Mapping):
         raise DataError(f"the recipe's collate returned {type(batch).__name__}. {rule}")
@@ -190,6 +191,15 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
         )
     _refuse_other_rows(batch, len(samples))
     return dict(batch)
+
+
+def stacked(samples: Sequence[Any], names: Sequence[str] = ()) -> Any:
+    """The samples by torch's default_collate. Raises DataError where their columns or shapes differ."""
+    try:
+        return default_collate(list(samples))
+    except (RuntimeError, KeyError, TypeError, ValueError):
+        refuse_unlike(samples, names)
+        raise
 
 
 def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
@@ -253,8 +263,8 @@ def columns(*names: str) -> Collate:
             raise DataError(
                 f"a sample has {parts} part(s), but columns names {len(names)}: {', '.join(names)}."
             )
-        stacked = default_collate(list(samples))
-        return dict(zip(names, stacked if isinstance(first, tuple | list) else [stacked], strict=True))
+        made = stacked(samples, names)
+        return dict(zip(names, made if isinstance(first, tuple | list) else [made], strict=True))
 
     return collate
 

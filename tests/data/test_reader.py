@@ -1,6 +1,7 @@
 import random
 
 import numpy
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -143,9 +144,39 @@ def test_what_cannot_be_collated_is_explained(sample, collate, text):
         assert part in failure, failure
 
 
-def test_samples_of_different_shapes_are_named():
-    uneven = Listed({"x": torch.ones(2)}, {"x": torch.ones(3)})
-    assert "samples 1, 0: RuntimeError: stack expects" in read(uneven, 1, 0).failure
+@pytest.mark.parametrize(
+    ("samples", "collate", "text"),
+    [
+        (
+            [{"y": 1, "x": torch.ones(length)} for length in (2, 3, 4, 5, 6)],
+            None,
+            "the column x has samples of different shapes in one batch: [2], [3], [4], [5] and 1 more.",
+        ),
+        (
+            [{"x": [1, 2]}, {"x": [1]}],
+            None,
+            "the column x has samples of different shapes in one batch: [2], [1]",
+        ),
+        ([{"x": np.ones((1, 3))}, {"x": np.ones(3)}], None, "in one batch: [1, 3], [3]. A batch stacks"),
+        ([{"x": torch.ones(3)}, {"x": 1}], None, "in one batch: [3], []. A batch stacks its samples"),
+        (
+            [(torch.ones(3), 1), (torch.ones(2), 1)],
+            columns("image", "label"),
+            "the column image has samples of",
+        ),
+        ([torch.ones(3), torch.ones(2)], columns("x"), "the column x has samples of different shapes"),
+        (
+            [{"x": 1, "y": 2}, {"x": 1}],
+            None,
+            "different columns: y is not in all of them; the first has x, y, ",
+        ),
+        ([{"x": 1}, {"x": 1, "y": 2}], None, ""),
+    ],
+)
+def test_samples_that_differ_are_named_with_their_column(samples, collate, text):
+    failure = read(Listed(*samples), *range(len(samples)), collate=collate).failure
+    assert text in failure
+    assert bool(text) == failure.startswith(f"samples {', '.join(map(str, range(len(samples))))}: the ")
 
 
 @pytest.mark.parametrize(
