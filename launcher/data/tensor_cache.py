@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from launcher.data.pruning import prune
 from launcher.errors import ConfigError
 
 FORMAT = 1  # of what is stored; another number and nothing that is older is read
@@ -65,6 +66,7 @@ def cached(folder: Path | None, key: Mapping[str, Any], make: Callable[[], Store
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        prune(folder)
         with _locked(path.with_suffix(".lock"), path):
             return _read(path, text) or _written(path, text, make())
     except OSError as error:
@@ -78,6 +80,8 @@ def _read(path: Path, key: str) -> Stored | None:
             texts = dict(file.metadata() or {})
             if texts.pop("key", None) != key:
                 return None
+            with contextlib.suppress(OSError):  # of another user
+                os.utime(path)  # for `prune`, which may remove it: what is mapped stays readable
             return Stored({name: file.get_tensor(name) for name in file.keys()}, texts)  # noqa: SIM118
     except FileNotFoundError:
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import mmap
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from launcher.data.pruning import prune, use
 from launcher.errors import DataWarning
 from launcher.run_dir.atomic import open_plain
 
@@ -63,6 +63,7 @@ class ImageCache:
         self._first_pixel = PAGE + -(-count // PAGE) * PAGE
         self._size = self._first_pixel + count * self._image_bytes
         self._writable = False
+        self._first_absent = 0  # no image before this one is absent
         self._descriptor = self._open()
         weakref.finalize(self, os.close, self._descriptor)
         content = np.frombuffer(mmap.mmap(self._descriptor, self._size, access=mmap.ACCESS_COPY), np.uint8)
@@ -114,16 +115,17 @@ class ImageCache:
         with contextlib.suppress(FileNotFoundError):
             descriptor = open_plain(self.path, os.O_RDONLY)
             if self._is_of_this_set(descriptor):
+                use(descriptor)
                 return descriptor
             os.close(descriptor)
+        prune(self.path.parent)
         descriptor = open_plain(self._partial, os.O_RDWR | os.O_CREAT)
         try:
             self._require_space(descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # another rank may be at this line
-            if os.fstat(descriptor).st_size <= PAGE:
+            use(descriptor)
+            if os.fstat(descriptor).st_size <= PAGE:  # another rank at this line writes the same
                 os.pwrite(descriptor, self._header, 0)
                 os.ftruncate(descriptor, self._size)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
             if not self._is_of_this_set(descriptor):
                 raise OSError(errno.EINVAL, f"{self._partial.name} is not of this set: delete it")
         except BaseException:
@@ -145,9 +147,18 @@ class ImageCache:
         size = os.fstat(descriptor).st_size
         return size == self._size and os.pread(descriptor, PAGE, 0) == self._header
 
+    def _is_whole(self) -> bool:
+        """Continues where the last call found an absent image, so that all calls together read each once."""
+        while self._first_absent < len(self._states):
+            absent = self._states[self._first_absent : self._first_absent + PAGE] == ABSENT
+            if absent[0]:
+                return False
+            self._first_absent += int(absent.argmax()) if absent.any() else len(absent)
+        return True
+
     def _publish(self) -> None:
         """Give a whole file its final name, once it is on the disk."""
-        if not self._writable or (self._states == ABSENT).any():
+        if not self._writable or not self._is_whole():
             return
         self._writable = False
         os.fsync(self._descriptor)

@@ -1,0 +1,79 @@
+"""Cache folders lose what has not been used for long, and nothing else."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.data.images.cache import open_cache
+from launcher.data.pruning import KEPT_DAYS, prune
+from launcher.data.tensor_cache import Stored, cached
+
+SHAPE = (3, 2, 2)
+OLD_S = (KEPT_DAYS + 1) * 86400
+
+
+def age(path: Path, seconds: float = OLD_S) -> Path:
+    os.utime(path, (time.time() - seconds,) * 2)
+    return path
+
+
+def images(folder: Path, key: str = "k") -> Path:
+    cache = open_cache(folder, key, 1, SHAPE)
+    cache.put(0, np.zeros(SHAPE, np.uint8))
+    return cache.path
+
+
+def tensors(folder: Path) -> Path:
+    before = set(folder.iterdir())
+    cached(folder, {"key": "k"}, lambda: Stored({"x": torch.ones(2)}, {}))
+    (path,) = set(folder.iterdir()) - before
+    return path
+
+
+@pytest.mark.parametrize("make", [images, tensors])
+def test_a_new_cache_removes_one_that_nobody_has_used_for_long(tmp_path, make):
+    old, recent = age(make(tmp_path)), age(images(tmp_path, "recent"), OLD_S - 2 * 86400)
+    new = images(tmp_path, "new")
+    assert set(tmp_path.iterdir()) == {recent, new}
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("make", [images, tensors])
+def test_use_makes_it_young(tmp_path, make):
+    path = age(make(tmp_path))
+    if make is images:
+        assert open_cache(tmp_path, "k", 1, SHAPE).num_stored == 1
+    else:
+        cached(tmp_path, {"key": "k"}, lambda: pytest.fail("it is there"))
+    prune(tmp_path)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["whole", "unfinished"])
+def test_what_is_open_is_kept_however_old(tmp_path, count):
+    images(tmp_path)
+    cache = open_cache(tmp_path, "k", count, SHAPE)
+    (path,) = tmp_path.glob("*.images" if count == 1 else "*.partial")
+    age(path)
+    prune(tmp_path)
+    assert path.exists()
+    del cache
+    prune(tmp_path)
+    assert not path.exists()
+
+
+def test_other_files_are_left_alone(tmp_path):
+    name = "0" * 32
+    others = [tmp_path / each for each in ("notes.images", f"{name}.txt", f"{name}0.images", "a.safetensors")]
+    for path in others:
+        path.write_text("precious")
+    (tmp_path / f"{name}.images").symlink_to(others[0])
+    (tmp_path / f"{name}.partial").mkdir()
+    everything = {age(path) for path in tmp_path.iterdir()}
+    prune(tmp_path)
+    assert set(tmp_path.iterdir()) == everything
+    prune(tmp_path / "absent")
