@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.ranks.harness import forkserver
+from tests.ranks.harness import forkserver, leave_out_pictures
 
 
 class Forked:
@@ -83,6 +83,7 @@ def _be(
 def _launcher(words: Sequence[str]) -> None:
     from launcher.__main__ import main
 
+    leave_out_pictures()
     sys.exit(main(list(words)))
 
 
@@ -95,7 +96,10 @@ def be_script(path: Path, words: Sequence[str]) -> None:
 def launch_forked(
     directory: Path, words: Sequence[str], timeout_s: float = 60, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m launcher words...` in `directory`, without wandb's variables but for those of `environ`."""
+    """`python -m launcher words...` in `directory`, without wandb's variables but for those of `environ`.
+
+    It draws no pictures; all else that a run writes is there.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     kept |= {"OMP_NUM_THREADS": "1"} | environ
     with Forked(_launcher, words, directory=directory, environ=kept) as launcher:

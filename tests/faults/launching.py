@@ -25,7 +25,7 @@ from typing import Any
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import Config, RunConfig
 from launcher.telemetry.events import read_events
-from tests.ranks.harness import forkserver
+from tests.ranks.harness import forkserver, leave_out_pictures
 
 RECIPE = Path(__file__).with_name("noisy.py")
 EPOCH = 13  # steps; the last of them has half a batch
@@ -217,7 +217,6 @@ def _be_a_rank(
     from launcher.config import resolve
     from launcher.distributed import process_group
     from launcher.process import lifetime
-    from launcher.training import results
 
     lifetime.ParentDeathSignal()  # as in launcher.__main__
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -228,7 +227,7 @@ def _be_a_rank(
     os.environ.update(environ)
     torch.set_num_threads(1)
     process_group._divide_threads = lambda launch: None  # two threads change bits, and the cores are shared
-    results.write_page = lambda run_dir, telemetry: None
+    leave_out_pictures()
     resolve.compose_jobs = lambda request: [config]
     sys.modules["tests.faults.launching"].USER_CODE = user_code  # type: ignore[attr-defined]
     if prepare is not None:

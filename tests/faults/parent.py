@@ -1,7 +1,8 @@
 """A supervised run as a process that tests may hurt: its recipe is user code, its faults come from outside.
 
 The process is forked from a server that has imported what the parent imports, so that a test pays for the run
-and not for the start. All else is `python -m launcher`: its arguments, its signals, its exit code, its files.
+and not for the start. Pictures are left out, unless asked for. All else is `python -m launcher`: its
+arguments, its signals, its exit code, its files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.harness import forkserver
+from tests.ranks.harness import forkserver, leave_out_pictures
 
 RECIPE = """
 import ctypes
@@ -84,7 +85,9 @@ def indented(code: str) -> str:
     return code.strip().replace("\n", "\n    ")
 
 
-def be_the_parent(directory: Path, words: Sequence[str], name: str, prepare: Callable[[], None]) -> None:
+def be_the_parent(
+    directory: Path, words: Sequence[str], name: str, prepare: Callable[[], None], pictures: bool
+) -> None:
     from launcher.__main__ import main
 
     os.chdir(directory)
@@ -95,6 +98,8 @@ def be_the_parent(directory: Path, words: Sequence[str], name: str, prepare: Cal
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # the server's own may be closed
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     print(BUFFERED)
+    if not pictures:
+        leave_out_pictures()
     prepare()
     code = main(list(words))
     sys.stdout.flush()
@@ -115,11 +120,12 @@ class Parent:
         nproc: int | None = 2,
         name: str = "parent",
         prepare: Callable[[], None] = nothing,
+        pictures: bool = False,
     ) -> None:
         self.directory, self._name = directory, name
         context = forkserver()
         workers = [] if nproc is None else [f"launch.nproc={nproc}"]
-        arguments = (directory, [*WORDS, *workers, *words], name, prepare)
+        arguments = (directory, [*WORDS, *workers, *words], name, prepare, pictures)
         self._process = context.Process(target=be_the_parent, args=arguments)
         self.began = time.monotonic()
         self._process.start()

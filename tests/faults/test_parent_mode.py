@@ -242,7 +242,7 @@ if GENERATION == 0 and not os.path.exists("drawing"): Figure.savefig = savefig
 def test_a_run_that_is_stopped_while_its_report_is_written_is_saved(tmp_path: Path) -> None:
     write_recipe(tmp_path, in_build=SLOW_PICTURES)
     words = ("train.epochs=2", "run.dir=run", "launch.grace_s=1")
-    with Parent(tmp_path, *words) as parent:
+    with Parent(tmp_path, *words, pictures=True) as parent:
         parent.wait_until((tmp_path / "drawing").exists, 20, "the report is being drawn")
         parent.signal(signal.SIGINT)
         assert parent.end() == 75
@@ -252,7 +252,7 @@ def test_a_run_that_is_stopped_while_its_report_is_written_is_saved(tmp_path: Pa
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit"], status["step"]) == ("preempted", 75, 8)
     assert not (tmp_path / "run" / "report.html").exists()
-    with Parent(tmp_path, *words, name="again") as parent:
+    with Parent(tmp_path, *words, name="again", pictures=True) as parent:
         assert parent.end() == 0
     assert (tmp_path / "run" / "report.html").exists()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["state"] == "done"

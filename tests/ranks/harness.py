@@ -31,6 +31,7 @@ PRELOADED = [
     "launcher.cli",
     "sklearn.metrics",
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
 ]
 
 
@@ -42,6 +43,13 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def leave_out_pictures() -> None:
+    """In a process that runs the launcher: no plots and no report, which cost more than its short run."""
+    from launcher.training import results
+
+    results.write_page = lambda run_dir, telemetry: None
 
 
 class RankFailure(AssertionError):
