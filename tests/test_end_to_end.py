@@ -15,7 +15,7 @@ import pytest
 from launcher.telemetry.events import read_events
 from tests.forked import launch_forked
 
-SHORT = ["recipe=resnet18", "train.max_steps=12", "train.log_every_steps=5"]
+SHORT = ["recipe=resnet18", "train.max_steps=6", "train.log_every_steps=2", "data.batch_size=32"]
 
 
 def launch(
@@ -88,12 +88,12 @@ def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
 def test_the_result_says_what_happened(finished) -> None:
     _, run_dir = finished
     result = json.loads((run_dir / "result.json").read_text())
-    assert (result["state"], result["exit"], result["steps"]) == ("done", 0, 12)
-    assert result["applied_steps"] + result["skipped_steps"] == 12
+    assert (result["state"], result["exit"], result["steps"]) == ("done", 0, 6)
+    assert result["applied_steps"] + result["skipped_steps"] == 6
     assert sum(map(sum, result["confusion_matrix"])) == 359  # a fifth of 1797, stratified
     assert result["metric"] == result["metrics"]["accuracy"]
     status = json.loads((run_dir / "status.json").read_text())
-    assert (status["state"], status["exit"], status["step"]) == ("done", 0, 12)
+    assert (status["state"], status["exit"], status["step"]) == ("done", 0, 6)
 
 
 def test_events_carry_the_documented_fields(finished) -> None:

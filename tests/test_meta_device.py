@@ -28,7 +28,7 @@ from launcher.engine.limits import VOTES
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
-from launcher.training import build
+from launcher.training import build, results
 from tests.configs import composed
 from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net
@@ -68,8 +68,21 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.empty(4, 3, 8, 8, device=META), torch.empty(4, dtype=torch.int64, device=META)
 
 
-@pytest.mark.parametrize("wire", WIRES, ids=["alone", "native", "fp32 sums", "sharded"])
-@pytest.mark.parametrize("policy", POLICIES)
+def pairs() -> list[object]:
+    """Every policy with every wire; by default each policy with one wire, and each wire with one policy."""
+    return [
+        pytest.param(
+            policy,
+            wire,
+            id=f"{policy}-{name}",
+            marks=[] if policy == "fp16" or name == "sharded" else [pytest.mark.slow],
+        )
+        for policy in POLICIES
+        for name, wire in zip(("alone", "native", "fp32 sums", "sharded"), WIRES, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("policy", "wire"), pairs())
 def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
     """For one micro-batch and for two, in backward and in step."""
     for k in (1, 2):
@@ -167,6 +180,26 @@ RUN = (
     "tracker=none",
 )
 
+# The data, augmentations and loss of resnet18: its 18 layers would only take their time.
+SMALL = """
+from launcher.data import load_images
+from launcher.recipe import Recipe, cross_entropy, recipe
+from tests.models import conv_net
+
+@recipe("small_images")
+def small_images(config):
+    images = load_images(config.data)
+    return Recipe(
+        conv_net,
+        images.train,
+        images.validation,
+        cross_entropy,
+        train_transform=images.train_transform(config.data.augment),
+        eval_transform=images.eval_transform(),
+        classes=images.classes,
+    )
+"""
+
 
 @pytest.mark.parametrize(
     "words",
@@ -183,6 +216,7 @@ RUN = (
 def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch, words) -> None:
     """Worker, calibration, loop, telemetry, evaluation, checkpoint: none looks at a value in a step."""
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
+    monkeypatch.setattr(results, "write_page", lambda run_dir, telemetry: None)  # from files, with no device
     seen = []
     for steps in (2, 4):
         config = run_config(tmp_path / str(steps), *words, f"train.max_steps={steps}")
@@ -211,7 +245,9 @@ def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypa
 
 
 def run_config(directory: Path, *words: str) -> Config:
-    """With a run directory that is there, as its claim leaves it."""
-    config = composed(*RUN, *words)
+    """Of a small network on images, with a run directory that is there, as its claim leaves it."""
     (directory / "run").mkdir(parents=True)
+    (directory / "small.py").write_text(SMALL)
+    own = (f"recipes.path={directory}/small.py", "recipe.uses=small_images")
+    config = composed(*RUN, *own, "data.num_classes=3", "data.num_samples=256", *words)
     return replace(config, run=replace(config.run, dir=str(directory / "run")))

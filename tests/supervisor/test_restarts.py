@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
-WORDS = ["recipe=resnet18", "train.max_steps=8", "checkpoint.every_steps=2", "tracker=none"]
-WORDS += ["train.log_every_steps=1", "data.batch_size=16", "telemetry.gradients_every_steps=0"]
+from tests.faults import parent
+
+WORDS = [*parent.WORDS, "train.max_steps=8", "checkpoint.every_steps=2", "train.log_every_steps=1"]
+# Time to be killed in before it is done.
+IN_STEP = "time.sleep(0.3 * (GENERATION == 0 and step > 4))"
+IN_BUILD = "from tests.ranks.harness import leave_out_pictures; leave_out_pictures()"
 
 
 def torchrun(directory: Path, ranks: int) -> subprocess.Popen[str]:
@@ -35,6 +39,7 @@ def workers_of(agent: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_restart_goes_on_in_the_same_directory(tmp_path, ranks) -> None:
+    parent.write_recipe(tmp_path, IN_STEP, IN_BUILD)
     with torchrun(tmp_path, ranks) as agent:
         assert agent.stdout is not None
         seen = []
