@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,13 @@ FOUND_AT_IMPORT = (
 WITHOUT_AGENT = ("__init__", "supervise", "worker_count", "signals", "root_cause")  # of the supervisor
 
 
-def imports(file: Path, module_level_only: bool = False) -> Iterator[str]:
+@cache
+def imports(file: Path, module_level_only: bool = False) -> tuple[str, ...]:
     """Every module that the file imports, wherever in it; those under TYPE_CHECKING load nothing."""
+    return tuple(imported(file, module_level_only))
+
+
+def imported(file: Path, module_level_only: bool) -> Iterator[str]:
     for node in statements(ast.parse(file.read_text(encoding="utf-8")), module_level_only):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -101,8 +107,12 @@ def rooms_used(file: Path, house: Path) -> set[str]:
     """The other rooms of `house` that the file imports from."""
     prefix = ".".join(house.relative_to(ROOT).parts) + "."
     names = {name.removeprefix(prefix).split(".")[0] for name in imports(file) if name.startswith(prefix)}
-    rooms = {room_of(other, house) for other in house.rglob("*.py")}
-    return (names & rooms) - {room_of(file, house)}
+    return (names & rooms_of(house)) - {room_of(file, house)}
+
+
+@cache
+def rooms_of(house: Path) -> frozenset[str]:
+    return frozenset(room_of(file, house) for file in house.rglob("*.py"))
 
 
 def layer_of(room: str, layers: tuple[set[str], ...]) -> int:

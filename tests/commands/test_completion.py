@@ -5,61 +5,68 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-
-import pytest
 
 from tests.config.test_composition import OWN_RECIPE, own_tree
 from tests.telemetry.tracker.test_wandb_session import ROOT
 from tests.test_cli import WATCHED, ask
 
+# For each of the lines what bash offers, in one line; a shell that completes several installs once.
 ASK = """
 eval "$("$1" -m launcher -sc install=bash)"
 complete -p python > /dev/null || exit 9
-COMP_LINE=$2 COMP_POINT=${#2} COMP_WORDS=($2)
-[[ $2 == *' ' ]] && COMP_WORDS+=("")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_launcher_complete
-printf '%s\\n' "${COMPREPLY[@]}"
+for line in "${@:2}"; do
+    COMP_LINE=$line COMP_POINT=${#line} COMP_WORDS=($line) COMPREPLY=()
+    [[ $line == *' ' ]] && COMP_WORDS+=("")
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _launcher_complete
+    echo "${COMPREPLY[@]}"
+done
 """
+OFFERED = {
+    "-m launcher recipe=res": ["recipe=resnet", "recipe=resnet101", "recipe=resnet152"],
+    "-m launcher recipe=resnet18 optim.weight": ["optim.weight_decay="],
+    "-m launcher --config-dir own recipe=mi": ["recipe=mine"],
+    "-m launcher -m recipe=resnet18 precision=amp_f": ["precision=amp_fp16"],
+    "-m launcher report --best recipe=nothing": [],
+    "-m other recipe=res": [],
+    "-m launcher re": ["recipes", "report"],
+    "-m launcher ne": ["new"],
+    "-m launcher seed=1 rep": [],
+    "-m launcher report ": [],
+    "-m launcher --config-dir o": [],
+    "-m launcher recipe=resnet18 data.path=ow": ["data.path=own"],
+}
 
 
-def completed(line: str, directory: Path) -> list[str]:
-    """What bash offers for the line, whose first word is this Python."""
+def completed(lines: Iterable[str], directory: Path) -> list[list[str]]:
+    """What bash offers for each of the lines, whose first word is this Python."""
     done = subprocess.run(
-        ["bash", "--norc", "-c", ASK, "bash", sys.executable, f"{sys.executable} {line}"],
+        [
+            "bash",
+            "--norc",
+            "-c",
+            ASK,
+            "bash",
+            sys.executable,
+            *(f"{sys.executable} {line}" for line in lines),
+        ],
         cwd=directory,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
+    return [line.split() for line in done.stdout.split("\n")[:-1]]
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("-m launcher recipe=res", ["recipe=resnet", "recipe=resnet101", "recipe=resnet152"]),
-        ("-m launcher recipe=resnet18 optim.weight", ["optim.weight_decay="]),
-        ("-m launcher --config-dir own recipe=mi", ["recipe=mine"]),
-        ("-m launcher -m recipe=resnet18 precision=amp_f", ["precision=amp_fp16"]),
-        ("-m launcher report --best recipe=nothing", []),
-        ("-m other recipe=res", []),
-        ("-m launcher re", ["recipes", "report"]),
-        ("-m launcher ne", ["new"]),
-        ("-m launcher seed=1 rep", []),
-        ("-m launcher report ", []),
-        ("-m launcher --config-dir o", []),
-        ("-m launcher recipe=resnet18 data.path=ow", ["data.path=own"]),
-    ],
-)
-def test_bash_offers_what_may_follow(tmp_path: Path, line: str, offered: list[str]) -> None:
+def test_bash_offers_what_may_follow(tmp_path: Path) -> None:
     own_tree(tmp_path / "own", OWN_RECIPE)
-    found = completed(line, tmp_path)
-    assert found[: len(offered)] == offered
-    assert bool(found) == bool(offered)
+    for (line, offered), found in zip(OFFERED.items(), completed(OFFERED, tmp_path), strict=True):
+        assert found[: len(offered)] == offered, line
+        assert bool(found) == bool(offered), line
 
 
 def test_an_answer_is_quick_and_imports_no_torch(tmp_path: Path, monkeypatch) -> None:

@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from launcher.data.batch_plan import BatchPlan, cut, epoch_noise, epoch_order, share_of
 from launcher.data.tensors import DeviceBatches, TensorData, tensor_batches
 from launcher.errors import DataError
+from tests.ranks.harness import run_ranks
 
 WORLDS = (1, 2, 3, 4, 7)
 
@@ -153,13 +153,16 @@ def test_the_stream_of_random_numbers_stays_what_it_was():
     ]
 
 
+def order_after_other_draws(env):
+    torch.manual_seed(7)
+    torch.rand(3)
+    return os.getpid(), epoch_order(12, 3, 5).tolist()
+
+
 def test_the_order_is_the_same_in_every_process_whatever_was_drawn_before():
-    code = (
-        "import torch; from launcher.data.batch_plan import epoch_order; torch.manual_seed(7); torch.rand(3);"
-        "print(epoch_order(12, 3, 5).tolist())"
-    )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert other.strip() == str(epoch_order(12, 3, 5).tolist())
+    ((process, order),) = run_ranks(1, order_after_other_draws)
+    assert process != os.getpid()
+    assert order == epoch_order(12, 3, 5).tolist()
 
 
 def test_the_global_generator_is_left_alone():

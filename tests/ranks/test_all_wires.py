@@ -5,6 +5,9 @@ Sharded masters and states belong here; sums and bytes of the native wire alone 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,8 @@ from tests.engine.observe import train
 from tests.models import Planted, mlp
 from tests.ranks.harness import run_ranks
 
+T = TypeVar("T")
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # ranks
 WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
 SMALL = {name: Wire(bucket_bytes=256, sum=wire.sum, shard=wire.shard) for name, wire in WIRES.items()}
 
@@ -45,11 +50,16 @@ def trained(env: WorkerEnv, wire: Wire, policy: Policy, steps: int, optimizer=No
     }
 
 
+def on_every_wire(env: WorkerEnv, work: Callable[..., T], *args: object) -> dict[str, T]:
+    """One start of the ranks for all wires."""
+    return {name: work(env, wire, *args) for name, wire in WIRES.items()}
+
+
 def all_wires(env: WorkerEnv, policy: Policy, steps: int) -> dict[str, dict]:
     return {name: trained(env, wire, policy, steps) for name, wire in SMALL.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
 def test_all_wires_train_alike_in_fp32(world_size) -> None:
     """With nothing to round, they differ by the order of fp32 sums only."""
     ranks = run_ranks(world_size, all_wires, Policy.fp32(), 20)
@@ -61,7 +71,7 @@ def test_all_wires_train_alike_in_fp32(world_size) -> None:
                 assert torch.equal(rank[name]["weights"][key], ranks[0][name]["weights"][key]), (name, key)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, FOUR])
 def test_fp16_weights_are_the_rounded_masters_on_all_ranks_for_every_wire(world_size) -> None:
     ranks = run_ranks(world_size, all_wires, Policy.fp16(), 20)
     for name in WIRES:
@@ -113,14 +123,14 @@ def plant(env: WorkerEnv, wire: Wire, matrix: float, scale: int = 1) -> dict:
     return {"skipped": report.skipped, "norm": report.grad_norm, "moved": moved, "report": report}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, FOUR])
 def test_60000_on_every_rank_overflows_native_and_gives_the_mean_elsewhere(world_size) -> None:
     mean_norm = 60000 * 35**0.5
-    assert all(rank["skipped"] for rank in run_ranks(world_size, plant, WIRES["native"], 60000.0))
-    for name in ("fp32", "sharded"):
-        for rank in run_ranks(world_size, plant, WIRES[name], 60000.0):
-            assert not rank["skipped"], name
-            assert rank["norm"] == pytest.approx(mean_norm, rel=1e-3), name
+    for rank in run_ranks(world_size, on_every_wire, plant, 60000.0):
+        assert rank["native"]["skipped"]
+        for name in ("fp32", "sharded"):
+            assert not rank[name]["skipped"], name
+            assert rank[name]["norm"] == pytest.approx(mean_norm, rel=1e-3), name
 
 
 def plant_inf_on_last_rank(env: WorkerEnv, wire: Wire) -> tuple:
@@ -130,11 +140,10 @@ def plant_inf_on_last_rank(env: WorkerEnv, wire: Wire) -> tuple:
     return result["skipped"], result["moved"], report.culprit_ranks, report.culprit_parameters
 
 
-@pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_overflow_is_skipped_and_named_on_every_wire(name, world_size) -> None:
-    expected = (True, 0.0, (world_size - 1,), ("matrix",))
-    assert run_ranks(world_size, plant_inf_on_last_rank, WIRES[name]) == [expected] * world_size
+def test_an_overflow_is_skipped_and_named_on_every_wire(world_size) -> None:
+    expected = dict.fromkeys(WIRES, (True, 0.0, (world_size - 1,), ("matrix",)))
+    assert run_ranks(world_size, on_every_wire, plant_inf_on_last_rank) == [expected] * world_size
 
 
 def small_gradients(env: WorkerEnv) -> tuple[dict[str, float], dict[str, float]]:
@@ -234,7 +243,7 @@ def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
 def test_sharded_gradients_are_counted_once_each(world_size) -> None:
     """Vectors are whole on all ranks, matrices in pieces, and 35 elements do not divide."""
     for found in run_ranks(world_size, counted_gradients):
@@ -243,7 +252,7 @@ def test_sharded_gradients_are_counted_once_each(world_size) -> None:
         assert found["native"].layers["vector"].zero_share == 3 / 11
 
 
-def train_matrices_alone(env: WorkerEnv, policy: Policy, wire: Wire) -> tuple[torch.Tensor, list[bool], list]:
+def train_matrices_alone(env: WorkerEnv, wire: Wire, policy: Policy) -> tuple[torch.Tensor, list[bool], list]:
     """Two steps, the first of which overflows on the last rank; nothing but a matrix is trained."""
     model = nn.Linear(7, 5, bias=False)
     nn.init.zeros_(model.weight)
@@ -259,12 +268,12 @@ def train_matrices_alone(env: WorkerEnv, policy: Policy, wire: Wire) -> tuple[to
     return stepper.named_masters()["weight"].clone(), skipped, culprits
 
 
-@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_of_matrices_alone_travels_on_every_wire(world_size, wire) -> None:
-    for master, skipped, culprits in run_ranks(world_size, train_matrices_alone, Policy.fp32(), WIRES[wire]):
-        assert torch.equal(master, torch.full((5, 7), -1.0))
-        assert skipped == [False, False] or culprits[0] == (world_size - 1,)
+def test_a_model_of_matrices_alone_travels_on_every_wire(world_size) -> None:
+    for rank in run_ranks(world_size, on_every_wire, train_matrices_alone, Policy.fp32()):
+        for name, (master, skipped, culprits) in rank.items():
+            assert torch.equal(master, torch.full((5, 7), -1.0)), name
+            assert skipped == [False, False] or culprits[0] == (world_size - 1,), name
 
 
 def send_subnormals(env: WorkerEnv, wire: Wire) -> float:

@@ -1,7 +1,5 @@
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from tests.data.images.photographs import (
     encoded,
     write_classes,
 )
+from tests.ranks.harness import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ANTS_BEES = REPOSITORY.parent / "shared" / "data" / "ants_bees"
@@ -156,17 +155,11 @@ def test_the_only_image_of_a_class_is_for_training_with_a_warning(tmp_path, frac
     assert [file.held_out for file in listing.files if file.label == "owl"] == [False]
 
 
-LIST = """
-import os, sys
-from pathlib import Path
-from launcher.data.images.folder import list_folder
-from launcher.errors import DataError
-os.setuid(65534)
-try:
-    list_folder(Path(sys.argv[1]), 0.25)
-except DataError as error:
-    print(error)
-"""
+def list_without_permission(env, folder):
+    os.setuid(65534)
+    with pytest.raises(DataError) as raised:
+        list_folder(folder, 0.25)
+    return str(raised.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without permission")
@@ -174,16 +167,10 @@ def test_a_folder_without_permission_is_named():
     folder = write_classes(Path("/tmp") / f"launcher-{os.getpid()}-unreadable")
     try:
         (folder / "cat").chmod(0o700)
-        done = subprocess.run(
-            [sys.executable, "-c", LIST, str(folder)],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        (said,) = run_ranks(1, list_without_permission, folder)
     finally:
         shutil.rmtree(folder)
-    assert f"the folder {folder}/cat cannot be read: Permission denied" in done.stdout, done.stderr
+    assert f"the folder {folder}/cat cannot be read: Permission denied" in said
 
 
 @settings(max_examples=50, deadline=None)
