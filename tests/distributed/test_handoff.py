@@ -218,6 +218,7 @@ atexit.register(time.sleep, int(os.environ['RANK'] == '0'))
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_all_ranks_report_the_same_exit_code(tmp_path) -> None:
     """Also those that take long to leave, and that torchrun therefore sends a SIGTERM."""
     script = tmp_path / "slow_to_leave.py"

@@ -31,7 +31,7 @@ def test_on_a_cpu():
     ("selected", "outcome"),
     [
         ("gpu or gpus2", "2 passed, 1 deselected"),
-        ("not gpu and not gpus2", "1 passed, 2 deselected"),
+        pytest.param("not gpu and not gpus2", "1 passed, 2 deselected", marks=pytest.mark.slow),
         ("gpu or gpus2 or not gpu", "1 passed, 2 skipped"),
     ],
 )

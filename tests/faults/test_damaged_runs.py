@@ -32,6 +32,7 @@ from tests.faults.noisy import Noisy
 from tests.faults.saving import MS_BIND, MS_RDONLY, MS_REMOUNT, _mount, _mount_alone, outcome_of
 from tests.faults.test_checkpoint_files import flip, truncate, unfinished
 from tests.faults.usercode import is_here, own_rank, slowly, stop_after
+from tests.forked import launch_forked
 from tests.snapshots import comparable, forge
 
 pytestmark = pytest.mark.timeout(90)
@@ -201,9 +202,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     """The best is that of the second epoch: the third one's labels are wrong. It is known across a stop."""
     words = ("checkpoint.keep=2", "checkpoint.every_steps=3")
     code = partial(forget, then=stop_after(2 * EPOCH + 4))
-    assert run(tmp_path / "run", *words, ranks=2, user_code=code).codes == [75, 75]
-    ended = run(tmp_path / "run", *words, ranks=2, user_code=forget)
-    assert ended.codes == [0, 0], ended
+    assert run(tmp_path / "run", *words, user_code=code).codes == [75]
+    ended = run(tmp_path / "run", *words, user_code=forget)
+    assert ended.codes == [0], ended
     losses = {event["step"]: event["loss"] for event in ended.events("eval")}
     best = min(losses, key=losses.__getitem__)
     assert best == 2 * EPOCH
@@ -441,14 +442,7 @@ def load_into_bare_model(pipe: Connection, file: Path) -> None:
 
 def test_exported_weights_fit_into_the_bare_model(tmp_path: Path, undisturbed) -> None:
     whole = undisturbed(ranks=2)
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher", "export", str(whole.directory), "w", "--best"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    done = launch_forked(tmp_path, ["export", str(whole.directory), "w", "--best"])
     assert done.returncode == 0, done.stderr
     assert str(whole.checkpoints[3 * EPOCH]) in done.stdout
     export(whole.directory, tmp_path / "half", "fp16")

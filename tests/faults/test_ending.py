@@ -99,7 +99,9 @@ def assert_not_saved(ended: Ended) -> None:
     assert "done after" not in ended.outputs[0]
 
 
-@pytest.mark.parametrize(("ranks", "on_error"), [(1, "stop"), (2, "warn")])
+@pytest.mark.parametrize(
+    ("ranks", "on_error"), [pytest.param(1, "stop", marks=pytest.mark.slow), (2, "warn")]
+)
 def test_with_room_again_the_same_command_makes_up_for_a_full_disk(
     tmp_path: Path, undisturbed, ranks, on_error
 ) -> None:

@@ -45,7 +45,9 @@ def alone_and_together(env: WorkerEnv, name: str) -> list[tuple[dict[str, Tensor
     ]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("sgd", 2), ("adamw", 3)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("sgd", 2), pytest.param("adamw", 3, marks=pytest.mark.slow)]
+)
 def test_groups_are_updated_alike_whoever_owns_them(name, world_size) -> None:
     """Equal parts sum without rounding on two ranks: there the bits are those of one."""
     ranks = run_ranks(world_size, alone_and_together, name)

@@ -89,7 +89,7 @@ def test_resume_at_every_step_equals_the_undisturbed_run(name, policy) -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        pytest.param(Wire(shard=True), id="sharded"),
+        pytest.param(Wire(shard=True), marks=SLOW, id="sharded"),
         pytest.param(Wire(sum="fp32"), marks=SLOW, id="fp32 sums"),
     ],
 )

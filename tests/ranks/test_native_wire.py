@@ -209,7 +209,7 @@ def predivided_twice(env: WorkerEnv, micro_batches: int) -> tuple[StepReport, li
     return stepper.step().read(), [master.clone() for master in stepper.named_masters().values()]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gradient_that_arrives_twice_is_predivided_twice(micro_batches) -> None:
     for report, masters in run_ranks(2, predivided_twice, micro_batches):
         assert not report.skipped

@@ -89,7 +89,7 @@ def plant_everywhere(env: WorkerEnv, policy: Policy, optimizer: SGD | AdamW, ove
     ("world_size", "policy", "optimizer", "overlap"),
     [
         (2, Policy.fp16(), AdamW(1e-3), True),
-        (3, Policy.amp_fp16(), SGD(1e-2, momentum=0.9), False),
+        pytest.param(3, Policy.amp_fp16(), SGD(1e-2, momentum=0.9), False, marks=pytest.mark.slow),
     ],
     ids=["2 ranks fp16", "3 ranks amp_fp16"],
 )
@@ -117,7 +117,7 @@ def random_skips(env: WorkerEnv, steps: int) -> tuple[list[str], str, int, int]:
     return problems, state_digest(stepper, counters=True), report.skipped_steps, report.applied_steps
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_masters_are_bit_equal_after_500_steps_with_random_skips(world_size: int) -> None:
     results = run_ranks(world_size, random_skips, 500)
     assert len({digest for _, digest, _, _ in results}) == 1

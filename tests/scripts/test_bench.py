@@ -114,6 +114,7 @@ def test_simulated_wires_round_overflow_and_flush_where_real_ones_do() -> None:
     assert means["fp32"] == [0.25 + last_bit / 2, 40000.0, 0.0]
 
 
+@pytest.mark.slow
 def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
     file = tmp_path / "checkpoint.json"
     printed = run("checkpoint.py", "--json", str(file), "--directory", str(tmp_path))

@@ -421,6 +421,7 @@ def test_two_processes_read_a_read_only_folder_at_once_and_leave_nothing(tmp_pat
     assert list(home.rglob("*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_CIFAR10.is_dir(), reason=f"no CIFAR-10 in {REAL_CIFAR10}")
 def test_the_real_cifar10():
     images = load_images(data_config("cifar10", REAL_CIFAR10))

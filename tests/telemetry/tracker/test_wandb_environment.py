@@ -64,6 +64,7 @@ def test_all_variables_reach_the_run(tmp_path: Path) -> None:
         assert not file.is_file() or CANARY.encode() not in file.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_the_environment_and_that_over_the_yaml(tmp_path: Path) -> None:
     words = ["tracker.project=typed", "tracker.run_name=typed name", "tracker.mode=offline", "run.dir=run"]
     variables = {**ALL, "WANDB_MODE": "disabled"}
@@ -75,6 +76,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_yaml(tmp_p
     assert "from WANDB_TAGS" in out
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
     train(tmp_path, "-m", "seed=0,1", "hydra.sweep.dir=sweep", **ALL)
     runs = [tracked(tmp_path / "sweep" / job) for job in ("0_seed=0", "1_seed=1")]
@@ -152,6 +154,7 @@ def test_wandb_reads_no_empty_variable_and_none_that_has_been_read(environ, monk
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_an_empty_mode_leaves_the_command_line_its_word(tmp_path: Path) -> None:
     out = train(tmp_path, "tracker.mode=offline", "run.dir=run", WANDB_MODE="", WANDB_TAGS=",,")
     assert "given up" not in out

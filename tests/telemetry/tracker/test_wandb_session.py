@@ -211,7 +211,7 @@ def files_with(directory, needle):
     return found
 
 
-@pytest.mark.parametrize("mode", ["offline", "online"])
+@pytest.mark.parametrize("mode", [pytest.param("offline", marks=pytest.mark.slow), "online"])
 def test_secrets_and_arguments_are_in_no_file(tmp_path, mode):
     """The canaries are the key and an unused variable; argv is the plan, with a word of its own."""
     with Server(lambda line: OK if b"healthz" in line else None) as server:
