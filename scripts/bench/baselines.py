@@ -39,7 +39,8 @@ class Setup:
     """What all sides of a comparison have in common.
 
     `half` runs the model under autocast to fp16, natively; without it the arithmetic is fp32. `scaled` runs a
-    GradScaler. `bucket_mb` None means DDP's default of 25.
+    GradScaler, from `init_scale`: low enough that no side skips a step, or their losses would differ.
+    `bucket_mb` None means DDP's default of 25.
     """
 
     optimizer: str = "sgd"
@@ -48,13 +49,14 @@ class Setup:
     scaled: bool = True
     channels_last: bool = False
     bucket_mb: float | None = None
+    init_scale: int = 2**16
 
     def fused(self, model: nn.Module) -> torch.optim.Optimizer:
         kind = TORCH_OPTIMIZERS[self.optimizer]
         return kind(model.parameters(), fused=True, **OPTIONS[self.optimizer])  # type: ignore[call-arg]
 
     def scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type, enabled=self.scaled)
+        return torch.amp.GradScaler(self.device.type, float(self.init_scale), enabled=self.scaled)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.float16) if self.half else contextlib.nullcontext()

@@ -19,9 +19,12 @@ def ours(
     emulate: bool | None = None,
     compiled: bool = False,
 ) -> Step:
-    """A step with the whole of its bookkeeping. As the launcher, it reads each report one step late."""
+    """A step with the whole of its bookkeeping. As the launcher, it reads each report one step late.
+
+    Without `setup.scaled` it has the policy's own loss scale.
+    """
     model = setup.laid_out(model.to(setup.device))
-    scaling = Scaling(mode="dynamic") if setup.scaled and policy == "fp32" else None
+    scaling = Scaling("dynamic", init=setup.init_scale) if setup.scaled else None
     stepper = Stepper(
         model,
         OPTIMIZERS[setup.optimizer],

@@ -1,9 +1,12 @@
-"""Time of a two-rank training step under fp16, amp_fp16 and bf16 over the same step in fp32.
+"""Time of a two-rank training step of a ResNet-18: ours under each precision, and DistributedDataParallel.
 
     torchrun --standalone --nproc-per-node=2 scripts/bench/precision_step.py [--quick] [--json FILE]
 
-All policies run in the same processes and alternate, A B C D A B C D, under the same load. Reports minimum
-and median of the repeats, and ratios to fp32. Also sums the live tensors after a step: the bytes of
+DistributedDataParallel runs with GradScaler as its users run it, in fp32, with its default buckets and with
+smaller ones, sending fp32 and (by torch's own hook) fp16. Autocast to fp16 comes beside it where the
+processor has fp16 arithmetic, or with --native: other processors take 50 times as long. All sides run in the
+same processes and alternate, start from the same weights, and must have the same losses within the precision.
+Reports minimum and median of the repeats, and ratios. Also sums the live tensors after a step: the bytes of
 persistent training state per parameter with AdamW.
 """
 
@@ -11,21 +14,30 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import statistics
-import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy, Stepper
+from launcher.engine import AdamW, Policy, Stepper
+from launcher.engine.precision.policy import choose_emulation
 from launcher.recipe import registry_of
-from scripts.bench.machine import machine
+from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
+from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
+from scripts.bench.ours import ours
 
 POLICIES = ("fp32", "fp16", "amp_fp16", "bf16")
+TUNED_MB = (1, 4)  # buckets of DistributedDataParallel besides its default of 25
+DDP = "ddp + GradScaler, fp32"
+CHECKED_STEPS = 6
+SCALE = 2**10  # of the first step: the hook overflows on small batches from 2^16
+# Of the first loss; halves round in each layer.
+TOLERANCES = {"fp32": 0.02, "half": 0.05}
 
 
 def main() -> None:
@@ -45,33 +57,55 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     sizes = {name: state_bytes_per_parameter(name, device) for name in POLICIES}
-    contenders = {name: Contender(name, device, arguments.batch) for name in POLICIES}
-    times: dict[str, list[float]] = {name: [] for name in POLICIES}
+    native = arguments.native or not choose_emulation(Policy.fp16(), device).used
+    batch = batch_of(arguments.batch, device)
+    sides = checked(contenders(device, native), batch)
+    if device.type == "cuda":
+        sides = {name: partial(synchronized, side) for name, side in sides.items()}
     repeats = 2 if arguments.quick else arguments.repeats
-    for repeat in range(repeats + 2):
-        for name, contender in contenders.items():
-            seconds = contender.step()
-            if repeat >= 2:  # the first two touch memory for the first time and are not counted
-                times[name].append(seconds)
+    times = interleave(sides, repeats, warm_up=1, before=dist.barrier)
     if dist.get_rank() == 0:
-        tell(times, sizes, arguments)
+        report(times, sizes, arguments)
 
 
-class Contender:
-    """One policy with its model, optimizer and batch."""
+def contenders(device: torch.device, native: bool) -> dict[str, Step]:
+    """Ours in fp32 first. Each with its own model, from the same weights."""
+    setup = Setup("sgd", device, half=False, init_scale=SCALE)
+    found = {
+        f"ours, {policy}": ours(resnet18(device), replace(setup, scaled="fp16" in policy), policy)
+        for policy in POLICIES
+    }
+    for name, build in ((DDP, ddp), (f"{DDP}, fp16 hook", ddp_with_hook)):
+        found[name] = build(resnet18(device), setup)
+        for bucket_mb in TUNED_MB:
+            tuned = replace(setup, bucket_mb=bucket_mb)
+            found[f"{name}, {bucket_mb} MB"] = build(resnet18(device), tuned)
+    found[f"{DDP}, channels_last"] = ddp(resnet18(device), replace(setup, channels_last=True))
+    if native:
+        found["ddp + GradScaler, autocast fp16"] = ddp(resnet18(device), replace(setup, half=True))
+    return found
 
-    def __init__(self, policy: str, device: torch.device, batch: int) -> None:
-        self.model = resnet18(device)
-        self.stepper = Stepper(self.model, SGD(0.1, 0.9, True, 5e-4), Policy.named(policy), dist.group.WORLD)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self.images = torch.randn(batch, 1, 8, 8, generator=generator).to(device)
-        self.labels = torch.randint(10, (batch,), generator=generator).to(device)
 
-    def step(self) -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        train_step(self.stepper, self.model, self.images, self.labels)
-        return time.perf_counter() - began
+def checked(sides: dict[str, Step], batch: Batch) -> dict[str, Callable[[], object]]:
+    """The sides with their batch, after steps in which they must have had the same losses."""
+    losses = {name: [float(step(batch)) for _ in range(CHECKED_STEPS)] for name, step in sides.items()}
+    exact = {name: values for name, values in losses.items() if "fp32" in name}
+    refuse_disagreement(exact, TOLERANCES["fp32"])
+    halves = {name: values for name, values in losses.items() if name not in exact}
+    refuse_disagreement({"ours, fp32": exact["ours, fp32"], **halves}, TOLERANCES["half"])
+    return {name: partial(step, batch) for name, step in sides.items()}
+
+
+def synchronized(step: Callable[[], object]) -> None:
+    step()
+    torch.cuda.synchronize()
+
+
+def batch_of(samples: int, device: torch.device) -> Batch:
+    """Of this rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    images = torch.randn(samples, 1, 8, 8, generator=generator)
+    return images.to(device), torch.randint(10, (samples,), generator=generator).to(device)
 
 
 def train_step(stepper: Stepper, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -89,53 +123,64 @@ def resnet18(device: torch.device) -> nn.Module:
 
 def state_bytes_per_parameter(policy: str, device: torch.device) -> float:
     """Bytes per parameter of all tensors created since before the model and alive after a step."""
-    before = live_bytes()
+    before = live_storages()  # kept: otherwise one that is freed meanwhile would be subtracted
     model = resnet18(device)
     stepper = Stepper(model, AdamW(1e-3), Policy.named(policy), dist.group.WORLD)
     images, labels = torch.zeros(2, 1, 8, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     train_step(stepper, model, images, labels)
     del images, labels
-    return (live_bytes() - before) / sum(p.numel() for p in model.parameters())
+    new = live_storages()
+    num_bytes = sum(storage.nbytes() for pointer, storage in new.items() if pointer not in before)
+    return num_bytes / sum(p.numel() for p in model.parameters())
 
 
-def live_bytes() -> int:
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """By address, of all tensors that Python holds."""
     gc.collect()
-    storages = {
-        item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+    return {
+        item.untyped_storage().data_ptr(): item.untyped_storage()
         for item in gc.get_objects()
         if issubclass(type(item), torch.Tensor)  # isinstance would import torch's deprecated lazy names
     }
-    return sum(storages.values())
 
 
-def tell(times: dict[str, list[float]], sizes: dict[str, float], arguments: argparse.Namespace) -> None:
-    rows = {
-        name: {
-            "min_ms": 1e3 * min(values),
-            "median_ms": 1e3 * statistics.median(values),
-            "median_over_fp32": statistics.median(values) / statistics.median(times["fp32"]),
-            "min_over_fp32": min(values) / min(times["fp32"]),
-            "state_bytes_per_parameter": sizes[name],
-        }
-        for name, values in times.items()
-    }
-    print(
-        f"{'policy':10} {'min ms':>8} {'median ms':>10} {'median/fp32':>12} {'min/fp32':>9} "
-        f"{'state B/param':>14}"
-    )
+def report(times: Times, sizes: dict[str, float], arguments: argparse.Namespace) -> None:
+    rows = {}
+    for name, seconds in times.items():
+        rows[name] = row_of(seconds)
+        for other, key in (("ours, fp32", "our_fp32"), (DDP, "ddp")):
+            rows[name][f"median_over_{key}"] = rows[name]["median_ms"] / row_of(times[other])["median_ms"]
+            rows[name][f"min_over_{key}"] = min(seconds) / min(times[other])
+        if name.startswith("ours, "):
+            rows[name]["state_bytes_per_parameter"] = sizes[name.removeprefix("ours, ")]
+    print(f"{'':38} {'min ms':>8} {'median':>8} {'/our fp32':>10} {'/DDP':>6} {'state B/param':>14}")
     for name, row in rows.items():
+        state = f"{row['state_bytes_per_parameter']:.2f}" if name.startswith("ours, ") else ""
         print(
-            f"{name:10} {row['min_ms']:8.1f} {row['median_ms']:10.1f} {row['median_over_fp32']:12.2f} "
-            f"{row['min_over_fp32']:9.2f} {row['state_bytes_per_parameter']:14.2f}"
+            f"{name:38} {row['min_ms']:8.1f} {row['median_ms']:8.1f} {row['median_over_our_fp32']:10.2f} "
+            f"{row['median_over_ddp']:6.2f} {state:>14}"
         )
-    content = {
-        "what": f"ResNet-18, 8 x 8 images, batch {arguments.batch} per rank, {dist.get_world_size()} ranks",
-        "machine": machine(),
-        "repeats": len(times["fp32"]),
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    goals = goals_of(times, sizes)
+    print(goal_table(goals))
+    what = f"ResNet-18, 8 x 8 images, batch {arguments.batch} per rank, {dist.get_world_size()} ranks"
+    write(arguments.json, what, len(times[DDP]), rows, goals)
+
+
+def goals_of(times: Times, sizes: dict[str, float]) -> list[Goal]:
+    """Over DDP's best buckets too: nobody keeps slow ones."""
+    fastest = min(
+        (name for name in times if name.startswith(DDP)), key=lambda name: row_of(times[name])["median_ms"]
+    )
+    goals = [Goal.of("P13", "step, emulated fp16", times, "ours, fp16", "ours, fp32", 1.3, 1.0)]
+    for other in dict.fromkeys([DDP, fastest]):
+        goals.append(Goal.of("step", "two ranks, fp16", times, "ours, fp16", other, 1.05))
+        goals.append(Goal.of("step", "two ranks, fp32", times, "ours, fp32", other, 1.0))
+    size = sizes["fp16"]
+    alone = {"baseline": "none", "theirs": None, "goal": 16.5, "limit": 16.0}
+    return [
+        *goals,
+        Goal("P12", "state of AdamW, fp16", size, "B/parameter", value=size, low=size, high=size, **alone),
+    ]
 
 
 def parse() -> argparse.Namespace:
@@ -144,6 +189,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=64, help="samples per rank")
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--native", action="store_true", help="autocast to fp16 too, however slow")
     parser.add_argument("--quick", action="store_true", help="two repeats, to test this file")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     return parser.parse_args()

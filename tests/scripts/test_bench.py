@@ -143,6 +143,42 @@ def test_time_that_a_checkpoint_costs_is_in_the_figures_of_its_steps() -> None:
 
 
 @pytest.mark.slow
+def test_step_cost_compares_like_with_like(tmp_path) -> None:
+    file = tmp_path / "step_cost.json"
+    printed = run("step_cost.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    for arithmetic in ("fp32", "native", "emulated"):
+        rows = content["rows"][f"MLP, {arithmetic}"]
+        assert {"ours", "raw"} <= rows.keys()
+        assert all(row["aten_calls"] > 20 and row["median_ms"] > 0 for row in rows.values())
+    assert content["rows"]["8 and 40 tensors, fp32"]["ours, many"]["us_per_further_tensor"]
+    assert {goal["row"] for goal in content["goals"]} == {"P8", "P16"}
+    assert "reached" in printed
+
+
+@pytest.mark.slow
+def test_precision_step_compares_with_ddp_on_two_ranks(tmp_path) -> None:
+    file = tmp_path / "precision_step.json"
+    program = str(ROOT / "scripts" / "bench" / "precision_step.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, program, "--quick", "--batch", "4", "--json", str(file)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environ, capture_output=True, timeout=110)
+    content = json.loads(file.read_text())
+    rows = content["rows"]
+    assert {
+        "ours, fp32",
+        "ours, fp16",
+        "ddp + GradScaler, fp32",
+        "ddp + GradScaler, fp32, 1 MB",
+    } < rows.keys()
+    sizes = {name: row["state_bytes_per_parameter"] for name, row in rows.items() if name.startswith("ours")}
+    assert all(16 <= sizes[f"ours, {policy}"] < 16.5 for policy in ("fp32", "fp16", "bf16")), sizes
+    assert 14 <= sizes["ours, amp_fp16"] < 14.5, "weights that are the masters"
+    assert {goal["row"] for goal in content["goals"]} == {"P12", "P13", "step"}
+
+
+@pytest.mark.slow
 def test_data_compares_the_loader_with_pil_alone(tmp_path) -> None:
     file = tmp_path / "data.json"
     printed = run("data.py", "--image-size", "64", "--json", str(file))

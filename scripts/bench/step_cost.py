@@ -1,0 +1,188 @@
+"""CPU time of a training step of a small network, where bookkeeping is all there is.
+
+    python scripts/bench/step_cost.py [--quick] [--json FILE]
+
+An MLP 64-64-10, batch 32, SGD with momentum, one process, one thread. Like is compared with like: fp32
+arithmetic with a loss scale on both sides, native fp16 on both sides; emulated fp16 is set beside native
+autocast. Peers: the raw loop with GradScaler, and Accelerate and Lightning Fabric where they are installed
+(the extra `bench`). All sides start from the same weights and must have the same losses. Also counts the
+calls of ATen operations per step, and the time per further parameter tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scripts.bench.baselines import PEERS, Batch, Setup, Step, installed, refuse_disagreement
+from scripts.bench.interleaved import Goal, goal_table, interleave, row_of, write
+from scripts.bench.ours import ours
+
+LIBRARIES = [name for name in ("accelerate", "lightning") if installed(name)]
+# By peer: at most so many times its CPU time.
+GOALS = {"raw": 1.05, "accelerate": 0.75, "lightning": 0.55}
+EMULATED_GOAL = 1.3  # over the raw loop in native fp16
+MANY_GOAL = 0.8  # over the raw loop, with MANY parameter tensors
+FEW, MANY = 8, 1000
+CHECKED_STEPS, TOLERANCE = 10, 0.005
+
+
+class ManyTensors(nn.Module):
+    """A linear layer whose weight is a sum of many small ones: a few operations for all of them."""
+
+    def __init__(self, num_tensors: int) -> None:
+        super().__init__()
+        # A plain sum would give all of them the same gradient in the same memory: GradScaler would unscale it
+        # once for each.
+        self.register_buffer("factors", torch.linspace(0.5, 1.5, num_tensors)[:, None, None])
+        self.weights = nn.ParameterList(torch.randn(64, 10) / num_tensors for _ in range(num_tensors))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ (torch.stack(list(self.weights)) * self.factors).sum(dim=0)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def sides_of(
+    arithmetic: str, build: Callable[[], nn.Module], peers: list[str], optimizer: str = "sgd"
+) -> dict[str, Step]:
+    """Ours first, then the peers, from the same weights. `arithmetic`: fp32, native or emulated."""
+    torch.manual_seed(0)
+    model = build()
+    setup = Setup(optimizer, half=arithmetic != "fp32")
+    emulate = {"fp32": None, "native": False, "emulated": True}[arithmetic]
+    policy = "fp32" if arithmetic == "fp32" else "fp16"
+    found = {"ours": ours(copy.deepcopy(model), setup, policy, emulate=emulate)}
+    return found | {name: PEERS[name](copy.deepcopy(model), setup) for name in peers}
+
+
+def checked(sides: Mapping[str, Step], batch: Batch) -> dict[str, Callable[[], object]]:
+    """The sides with their batch, after steps in which they must have had the same losses."""
+    losses = {name: [float(step(batch)) for _ in range(CHECKED_STEPS)] for name, step in sides.items()}
+    refuse_disagreement(losses, TOLERANCE)
+    return {name: partial(step, batch) for name, step in sides.items()}
+
+
+def batch_of() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operations at the dispatcher, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(step: Callable[[], object]) -> int:
+    step()
+    with Calls() as calls:
+        step()
+    return calls.count
+
+
+def measure(arithmetic: str, repeats: int, steps: int) -> tuple[dict[str, dict[str, float]], list[Goal]]:
+    """CPU time and calls by side of the MLP."""
+    peers = ["raw"] if arithmetic == "emulated" else ["raw", *LIBRARIES]
+    sides = checked(sides_of(arithmetic, mlp, peers), batch_of())
+    times = interleave(sides, repeats, steps=steps, clock=time.process_time)
+    rows = {name: row_of(times[name]) | {"aten_calls": calls_of(step)} for name, step in sides.items()}
+    what = {"emulated": "emulated fp16, native peer"}.get(arithmetic, f"{arithmetic} arithmetic")
+    goals = [
+        Goal.of(
+            "P8",
+            f"CPU time of a step, {what}",
+            times,
+            "ours",
+            peer,
+            EMULATED_GOAL if arithmetic == "emulated" else GOALS[peer],
+        )
+        for peer in peers
+    ]
+    return rows, goals
+
+
+def measure_tensors(
+    arithmetic: str, many: int, repeats: int, steps: int
+) -> tuple[dict[str, dict[str, float]], list[Goal]]:
+    """CPU time with few and with many parameter tensors, with AdamW, and per further tensor."""
+    few_sides, many_sides = (
+        checked(sides_of(arithmetic, partial(ManyTensors, number), ["raw"], "adamw"), batch_of())
+        for number in (FEW, many)
+    )
+    all_sides = {f"{name}, few": step for name, step in few_sides.items()}
+    all_sides |= {f"{name}, many": step for name, step in many_sides.items()}
+    times = interleave(all_sides, repeats, steps=steps, clock=time.process_time)
+    rows = {name: row_of(seconds) for name, seconds in times.items()}
+    for name in few_sides:
+        further = rows[f"{name}, many"]["median_ms"] - rows[f"{name}, few"]["median_ms"]
+        rows[f"{name}, many"]["us_per_further_tensor"] = 1e3 * further / (many - FEW)
+    what = f"CPU time of a step with {many} tensors, {arithmetic}"
+    return rows, [Goal.of("P16", what, times, "ours, many", "raw, many", MANY_GOAL)]
+
+
+def tell(rows: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    for title, sides in rows.items():
+        print(
+            f"\n{title:28} {'min us':>8} {'median us':>10} {'ATen calls':>11} {'us per further tensor':>22}"
+        )
+        for name, row in sides.items():
+            calls = f"{row['aten_calls']}" if "aten_calls" in row else ""
+            further = f"{row['us_per_further_tensor']:.1f}" if "us_per_further_tensor" in row else ""
+            times = f"{1e3 * row['min_ms']:8.0f} {1e3 * row['median_ms']:10.0f}"
+            print(f"{name:28} {times} {calls:>11} {further:>22}".rstrip())
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(1)
+    repeats, steps = (2, 2) if arguments.quick else (arguments.repeats, arguments.steps)
+    many = 40 if arguments.quick else MANY
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    goals: list[Goal] = []
+    for arithmetic in ("fp32", "native", "emulated"):
+        rows[f"MLP, {arithmetic}"], more = measure(arithmetic, repeats, steps)
+        goals += more
+    for arithmetic in ("fp32", "native"):
+        title = f"{FEW} and {many} tensors, {arithmetic}"
+        rows[title], more = measure_tensors(arithmetic, many, repeats, max(2, steps // 20))
+        goals += more
+    tell(rows)
+    print(f"\n{goal_table(goals)}")
+    if not LIBRARIES:
+        print("Accelerate and Lightning are not installed: pip install -e '.[bench]'")
+    write(arguments.json, "CPU time of a step of a small network", repeats, rows, goals, steps=steps)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=200, help="in each repeat, of the MLP")
+    parser.add_argument("--quick", action="store_true", help="two repeats, to test this file")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
