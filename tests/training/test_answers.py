@@ -12,7 +12,7 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.telemetry.events import read_events
 from launcher.telemetry.formatting import evaluation_cells
-from launcher.training.answers import Answers
+from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers
 from launcher.training.progress import SinceEvaluation, Standing
 from tests.forked import launch_forked
 from tests.models import mlp
@@ -40,6 +40,19 @@ def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outpu
     answers.settle(since)
     answers.settle(since)
     assert (since.right, since.answered) == expected
+
+
+@pytest.mark.parametrize("size", [(1,), (5, 3), (AT_ONCE // 2,), (AT_ONCE + 1,)], ids=str)
+def test_micro_batches_add_up_however_many_are_compared_at_once(size) -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    rounds, drawn = MOST_KEPT + 3, torch.Generator().manual_seed(0)
+    predicted = torch.randint(0, 3, (rounds, *size), generator=drawn)
+    labels = torch.randint(-1, 3, (rounds, *size), generator=drawn)
+    for number in range(rounds):
+        answers.count(Loss(torch.zeros(()), 3, predicted[number]), {"label": labels[number]})
+    answers.settle(since)
+    assert since.right == int((predicted == labels).sum())
+    assert since.answered == int((labels >= 0).sum())
 
 
 def test_without_classes_nothing_is_counted() -> None:
