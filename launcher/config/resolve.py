@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,6 +79,24 @@ def swept_keys(request: Request) -> set[str]:
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
 
 
+def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> str:
+    """The problem of an override that Hydra cannot parse, with its quoted form where that helps."""
+    key, _, value = line.partition("=")
+    escaped = value.replace('"', r"\"")
+    quoted = f'{key}="{escaped}"'
+    unreadable = f"{line}: cannot be read as key=value ({texts.first_line(error)})."
+    if value.startswith(("[", "{")) or "${" in value:  # with a mistake in it
+        return unreadable
+    try:
+        parser.parse_override(quoted)
+    except (HydraException, ValueError):
+        return unreadable
+    return (
+        f"{line}: the value has a character that is part of the syntax of overrides, such as = or (. "
+        f"Put the value in double quotes, and the whole in single quotes for the shell: {shlex.quote(quoted)}"
+    )
+
+
 def accepted_overrides(request: Request, composer: Composer, findings: Findings) -> list[Override]:
     """The well-formed overrides that name existing choices; the others become findings."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
@@ -89,7 +108,7 @@ def accepted_overrides(request: Request, composer: Composer, findings: Findings)
         except RecursionError:
             problems = [f"{texts.shortened(line)}: is nested too deeply."]
         except (HydraException, ValueError) as error:
-            problems = [f"{line}: cannot be read as key=value ({texts.first_line(error)})."]
+            problems = [unreadable_problem(line, error, parser)]
         findings.add(*problems)
         if problems:
             findings.refused.add(line.partition("=")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from itertools import product
 from pathlib import Path
 
@@ -151,6 +152,14 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("hydra.sweep.dir=x", "hydra.sweep.dir=x: only a sweep has this setting."),
         ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need a sweep."),
         ("x[", "x[: cannot be read as key=value"),
+        (
+            "run.dir=runs/lr=0.1",
+            "run.dir=runs/lr=0.1: the value has a character that is part of the syntax of overrides, such as "
+            "= or (. Put the value in double quotes, and the whole in single quotes for the shell: "
+            """'run.dir="runs/lr=0.1"'""",
+        ),
+        ('tracker.run_name=a"b=c', """tracker.run_name=a"b=c: the value has a character that is part of"""),
+        ("optim.betas=[0.9,0.99", "optim.betas=[0.9,0.99: cannot be read as key=value"),
         ("seed=", "seed=: must be a whole number"),
         (
             "optim.groups={match:a}",
@@ -178,6 +187,14 @@ def test_a_wrong_override_is_refused_with_its_reason(override: str, line: str) -
     text = problems(*recipe, override)
     assert text.startswith(line)
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["runs/lr=0.1", "it's", 'a"b', "a\\b=", "(x", "a b=c"])
+def test_the_quoted_form_of_a_value_is_the_value(value: str) -> None:
+    text = problems("recipe=resnet18", f"tracker.run_name={value}")
+    (word,) = shlex.split(text.rpartition("for the shell: ")[2])
+    (job,) = compose_jobs(Request(("recipe=resnet18", word)))
+    assert job.tracker.run_name == value
 
 
 def test_all_kinds_of_problems_are_told_together_and_once() -> None:
