@@ -10,7 +10,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from launcher.data import load_sentences, pretrained_encoder
-from launcher.recipe import Batch, Config, ConfigError, Loss, Recipe, model, model_builder, recipe
+from launcher.recipe import (
+    Batch,
+    Config,
+    Loss,
+    Recipe,
+    model,
+    model_builder,
+    recipe,
+    require_counts,
+    require_dropout,
+    require_heads,
+)
 
 
 @recipe("bert")
@@ -58,13 +69,9 @@ def build(
 ) -> nn.Module:
     if path is not None:
         return pretrained_encoder(path).classifier(num_classes)
-    for name, value in (("layers", layers), ("heads", heads), ("width", width)):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
-    if width % heads:
-        raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        raise ConfigError(f"model.dropout={dropout!r} must be a number from 0 to below 1.")
+    require_counts(layers=layers)
+    require_heads(width, heads)
+    require_dropout(dropout)
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(

@@ -9,27 +9,20 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from launcher.data import load_images
-from launcher.recipe import Config, ConfigError, Recipe, cross_entropy, model, model_builder, recipe
+from launcher.recipe import Config, ConfigError, Recipe, image_recipe, model, model_builder, recipe
 
 
 @recipe("cnn")
 def cnn(config: Config) -> Recipe:
     images = load_images(config.data)
-    return Recipe(
-        build_model=model_builder(
-            config,
-            num_classes=len(images.classes),
-            in_channels=images.channels,
-            height=images.height,
-            width=images.width,
-        ),
-        train=images.train,
-        validation=images.validation,
-        loss=cross_entropy,
-        train_transform=images.train_transform(config.data.augment),
-        eval_transform=images.eval_transform(),
-        classes=images.classes,
+    build_model = model_builder(
+        config,
+        num_classes=len(images.classes),
+        in_channels=images.channels,
+        height=images.height,
+        width=images.width,
     )
+    return image_recipe(config, images, build_model)
 
 
 class SmallCnn(nn.Module):

@@ -19,13 +19,15 @@ from launcher.data import TextSet, load_text
 from launcher.recipe import (
     Batch,
     Config,
-    ConfigError,
     Loss,
     Perplexity,
     Recipe,
     model,
     model_builder,
     recipe,
+    require_counts,
+    require_dropout,
+    require_heads,
 )
 
 TEMPERATURE = 0.8  # of the text that is shown
@@ -136,11 +138,7 @@ class GPT(nn.Module):
 def build(
     vocab_size: int, context: int, layers: int = 4, heads: int = 4, width: int = 128, dropout: float = 0.0
 ) -> GPT:
-    for name, value in (("layers", layers), ("heads", heads), ("width", width)):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
-    if width % heads:
-        raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        raise ConfigError(f"model.dropout={dropout!r} must be a number from 0 to below 1.")
+    require_counts(layers=layers)
+    require_heads(width, heads)
+    require_dropout(dropout)
     return GPT(vocab_size, context, layers, heads, width, dropout)

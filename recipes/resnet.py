@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from launcher.data import load_images
-from launcher.recipe import Config, ConfigError, Recipe, cross_entropy, model, model_builder, recipe
+from launcher.recipe import Config, ConfigError, Recipe, image_recipe, model, model_builder, recipe
 
 SMALL_IMAGE_PIXELS = 64  # up to this height and width, the ImageNet stem would throw most of the image away
 
@@ -20,20 +20,13 @@ SMALL_IMAGE_PIXELS = 64  # up to this height and width, the ImageNet stem would 
 @recipe("resnet")
 def resnet(config: Config) -> Recipe:
     images = load_images(config.data)
-    return Recipe(
-        build_model=model_builder(
-            config,
-            num_classes=len(images.classes),
-            in_channels=images.channels,
-            image_size=max(images.height, images.width),
-        ),
-        train=images.train,
-        validation=images.validation,
-        loss=cross_entropy,
-        train_transform=images.train_transform(config.data.augment),
-        eval_transform=images.eval_transform(),
-        classes=images.classes,
+    build_model = model_builder(
+        config,
+        num_classes=len(images.classes),
+        in_channels=images.channels,
+        image_size=max(images.height, images.width),
     )
+    return image_recipe(config, images, build_model)
 
 
 class BasicBlock(nn.Module):

@@ -17,13 +17,14 @@ from launcher.data import TabularSet, load_table
 from launcher.recipe import (
     Batch,
     Config,
-    ConfigError,
     Loss,
     Recipe,
     Regression,
     model,
     model_builder,
     recipe,
+    require_counts,
+    require_dropout,
 )
 
 
@@ -110,9 +111,6 @@ def tabular_net(
     depth: int = 2,
     dropout: float = 0.0,
 ) -> TabularNet:
-    for name, value in (("width", width), ("depth", depth)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ConfigError(f"model.dropout={dropout!r} must be a number from 0 to below 1.")
+    require_counts(width=width, depth=depth)
+    require_dropout(dropout)
     return TabularNet(num_numeric, categories, num_outputs, width, depth, dropout)

@@ -7,7 +7,9 @@ from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
 from launcher.recipe.contract import Loss, Recipe, cross_entropy
+from launcher.recipe.images import image_recipe
 from launcher.recipe.load import load_recipe, model_builder
+from launcher.recipe.options import require_counts, require_dropout, require_heads
 from launcher.recipe.registry import model, recipe, registry_of, schedule
 
 __all__ = [
@@ -26,10 +28,14 @@ __all__ = [
     "TensorData",
     "columns",
     "cross_entropy",
+    "image_recipe",
     "load_recipe",
     "model",
     "model_builder",
     "recipe",
     "registry_of",
+    "require_counts",
+    "require_dropout",
+    "require_heads",
     "schedule",
 ]
