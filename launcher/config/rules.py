@@ -124,6 +124,7 @@ options = Rule(
 predivide = power_of_two(2**16)  # more would round even the largest fp16 gradients to zero
 loss_scale = power_of_two(2**127)  # the largest in fp32
 positive = number("above 0", lambda value: value > 0)
+rate = number("above 0 and at most 1e30", lambda value: 0 < value <= 1e30)  # a step computes in fp32
 seconds = number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)  # timers cannot wait longer
 not_negative = number("of at least 0", lambda value: value >= 0)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
@@ -167,7 +168,7 @@ RULES: Mapping[str, Rule] = {
     "train.deterministic": flag,
     "train.tf32": flag,
     "optim.name": one_of(*OPTIMIZERS),
-    "optim.lr": positive,
+    "optim.lr": rate,
     "optim.momentum": share,
     "optim.nesterov": flag,
     "optim.betas": betas,

@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import launcher.engine.limits as limits
-from launcher.engine.errors import UnusableError
+from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.wire.transports import Wire
 
+SHOWN = 4  # modules that an error names
 NEAR = 0.75  # similarity at which a subclass's new name counts as a misspelt argument; model_name has 0.67
 
 
@@ -40,6 +41,7 @@ def refuse_kinds(
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
     _refuse_lazy(model)
+    _refuse_sparse(model)
     for name, value, kind, example in (
         ("policy", policy, Policy, "Policy.fp16()"),
         ("scaling", scaling, Scaling, "Scaling(init=1024)"),
@@ -112,6 +114,22 @@ def _refuse_lazy(model: nn.Module) -> None:
         raise UnusableError(
             f"{', '.join(lazy[:4])}{' and others' if len(lazy) > 4 else ''} of {type(model).__name__} have "
             "no shape before the first forward pass. Run one forward pass, then build the Stepper."
+        )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Raise UnusableError for embeddings whose gradients are sparse tensors."""
+    odd = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+    ]
+    if odd:
+        raise UnusableError(
+            f"{listed(odd, SHOWN)} of {type(model).__name__} has sparse=True, but gradients are reduced and "
+            "applied in flat memory, which is dense. Build it with sparse=False."
         )
 
 

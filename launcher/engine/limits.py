@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.engine.errors import UnusableError
 
+LARGEST_RATE = 1e30  # a step computes in fp32, whose largest number is 3.4e38
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
 LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
 LARGEST_COUNT = 2**53
@@ -67,6 +68,7 @@ def power_of_two(high: int) -> Rule:
 
 positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
+rate = number(f"of at least 0 and at most {LARGEST_RATE:g}", lambda value: 0 <= value <= LARGEST_RATE)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
 at_least_one = Rule(
     f"an int from 1 to 2**{LARGEST_COUNT.bit_length() - 1}",
@@ -91,8 +93,8 @@ def refuse_settings(
         positive.require("clip_norm", clip_norm)
     if not rates:
         raise UnusableError("learning_rates is empty: it must hold at least one rate.")
-    for step, rate in enumerate(rates):
-        not_negative.require(f"learning rate of applied step {step}", rate)
+    for step, each in enumerate(rates):
+        rate.require(f"learning rate of applied step {step}", each)
     at_least_one.require("micro_batches", micro_batches)
     if reference_count is not None:
         a_reference_count.require("reference_count", reference_count)

@@ -151,7 +151,7 @@ class Stepper:
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        limits.not_negative.require("lr", rate)
+        limits.rate.require("lr", rate)
         self._rates.fill_(rate)
 
     def forward(self) -> AbstractContextManager[object]:

@@ -58,8 +58,8 @@ NUMBERS: dict[str, tuple[Build, str | None, tuple[Any, ...], tuple[Any, ...]]] =
         NO_COUNTS,
     ),
     "hysteresis": (lambda x: Scaling(hysteresis=x), "precision.scale.hysteresis", COUNTS, NO_COUNTS),
-    "SGD lr": (SGD, "optim.lr", (0.1, 1, 1e-30), (-0.1, -1, *NO_NUMBERS)),
-    "AdamW lr": (AdamW, "optim.lr", (0.1, 1, 1e-30), (-0.1, -1, *NO_NUMBERS)),
+    "SGD lr": (SGD, "optim.lr", (0.1, 1, 1e-30, 1e30), (-0.1, -1, 1.1e30, 1e308, *NO_NUMBERS)),
+    "AdamW lr": (AdamW, "optim.lr", (0.1, 1, 1e-30, 1e30), (-0.1, -1, 1.1e30, 1e308, *NO_NUMBERS)),
     "TorchOptimizer lr": (
         lambda x: TorchOptimizer(torch.optim.Adam, x),
         "optim.lr",

@@ -112,3 +112,22 @@ def test_a_subclass_cannot_set_what_nothing_reads_either(name) -> None:
     stepper = Logging(mlp())
     with pytest.raises(AttributeError, match=f"stepper.{name} cannot be set; only lr can"):
         setattr(stepper, name, 1.0)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_unless_they_are_not_trained(kind) -> None:
+    model = nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(
+        UnusableError, match=r"0 of Sequential has sparse=True, .* Build it with sparse=False"
+    ):
+        Stepper(model, SGD(0.1))
+    model[0].requires_grad_(False)
+    Stepper(model, SGD(0.1))
+
+
+def test_a_loss_without_values_is_refused() -> None:
+    model = mlp()
+    stepper = Stepper(model, SGD(0.1), Policy.fp32())
+    x, _ = features(4, 0)
+    with pytest.raises(UnusableError, match="the loss is on the device meta, which holds no values"):
+        stepper.backward(model(x).sum().to("meta"), 4)

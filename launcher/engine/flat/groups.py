@@ -43,7 +43,7 @@ class ParameterGroup:
                 '"*.bias", or a sequence of patterns.'
             )
         object.__setattr__(self, "match", tuple(patterns))
-        limits.not_negative.require("ParameterGroup lr_scale", self.lr_scale)
+        limits.rate.require("ParameterGroup lr_scale", self.lr_scale)
         if self.weight_decay is not None:
             limits.not_negative.require("ParameterGroup weight_decay", self.weight_decay)
         limits.flag.require("ParameterGroup frozen", self.frozen)

@@ -89,7 +89,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        limits.not_negative.require("SGD lr", self.lr)
+        limits.rate.require("SGD lr", self.lr)
         limits.share.require("SGD momentum", self.momentum)
         limits.flag.require("SGD nesterov", self.nesterov)
         limits.not_negative.require("SGD weight_decay", self.weight_decay)
@@ -159,7 +159,7 @@ class AdamW:
     weight_decay: float = 0.01
 
     def __post_init__(self) -> None:
-        limits.not_negative.require("AdamW lr", self.lr)
+        limits.rate.require("AdamW lr", self.lr)
         limits.two_shares.require("AdamW betas", self.betas)
         limits.positive.require("AdamW eps", self.eps)  # at 0 a gradient that stays zero gives 0 / 0
         limits.not_negative.require("AdamW weight_decay", self.weight_decay)

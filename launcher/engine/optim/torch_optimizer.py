@@ -60,7 +60,7 @@ class TorchOptimizer:
         for name, value in (("kind", kind), ("lr", lr), ("options", given)):
             object.__setattr__(self, name, value)
         _refuse_kind(kind)
-        limits.not_negative.require(f"{kind.__name__} lr", lr)
+        limits.rate.require(f"{kind.__name__} lr", lr)
         _refuse_options(kind, lr, given)
 
 
