@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,9 @@ def hydra_initialised(request: Request) -> Iterator[None]:
         yield
 
 
+@cache
 def fixed_hydra_settings() -> dict[str, Any]:
+    """Hydra's settings without any files of the user, which never differ within a process."""
     plain = Request(overrides=())
     with hydra_initialised(plain):
         return hydra_settings(compose(plain, ()))
