@@ -281,6 +281,7 @@ def test_the_parent_says_it_once(tmp_path: Path) -> None:
         assert "ValueError: no loss today" in parent.json("result.json")["error"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_said_once(tmp_path: Path) -> None:
     file, number = written(tmp_path, "LOSS", "raise ValueError('no loss today')")
     words = ["recipe=resnet18", f"recipes.path={file}", *WORDS, "tracker=none"]

@@ -41,9 +41,10 @@ SMALL = ["data.image_size=12", "data.num_samples=512", "data.batch_size=32", "sc
     ("words", "said"),
     [
         (["recipe=cnn", "data=digits", "train.epochs=2"], "64 samples per update over 2"),
-        (
+        pytest.param(
             ["recipe=cnn_large_batch", "data=synthetic", *SMALL],
             "0.0005: optim.lr=0.001 x data.batch_size=32",
+            marks=pytest.mark.slow,
         ),
     ],
 )

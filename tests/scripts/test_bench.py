@@ -92,6 +92,7 @@ def test_an_update_that_changes_the_weights_otherwise_ends_the_benchmark(optimiz
         update.refuse_other_weights(contenders, tiny)
 
 
+@pytest.mark.slow
 def test_wire_precision_writes_its_table_and_picture(tmp_path) -> None:
     printed = run("wire_precision.py", "--out", str(tmp_path))
     content = json.loads((tmp_path / "wire_precision.json").read_text())

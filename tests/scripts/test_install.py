@@ -155,6 +155,7 @@ def test_pip_installs_where_uv_fails_and_its_failure_leaves_nothing_that_looks_s
     assert clone.set_up()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_uv_that_is_too_old_is_not_asked(clone) -> None:
     code, errors = clone.set_up(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(clone.bin), UV_VERSION="0.4.30")
     assert code == 1
