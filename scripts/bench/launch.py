@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.interleaved import Goal, goal_table
 from scripts.bench.machine import machine
 
 PATIENCE_S = 60
@@ -212,6 +213,34 @@ def summary(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return rows
 
 
+START_GOALS, RESTART_GOAL = {2: 0.6, 4: 0.5}, 0.5  # over torchrun, by ranks
+ANSWER_GOALS = {"help": 0.3, "config error": 0.5}  # seconds
+
+
+def goals_over_torchrun(event: str, ranks: int, times: Mapping[str, Sequence[float]]) -> list[Goal]:
+    """P9 for the start, P10 for the restart; none for numbers of ranks without a goal."""
+    row, goal = ("P9", START_GOALS.get(ranks)) if event == "start" else ("P10", RESTART_GOAL)
+    what = f"{event} to first all-reduce, {ranks} ranks"
+    return [] if goal is None else [Goal.of(row, what, times, "launcher", "torchrun", goal)]
+
+
+def goal_of_answer(what: str, seconds: Sequence[float]) -> Goal:
+    """P11, in seconds."""
+    value = statistics.median(seconds)
+    return Goal(
+        row="P11",
+        what=f"time to answer, {what}",
+        ours=value,
+        unit="s",
+        baseline="none",
+        theirs=None,
+        value=value,
+        low=min(seconds),
+        high=max(seconds),
+        goal=ANSWER_GOALS[what],
+    )
+
+
 def tell(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
     print(f"\n{title}")
     for name, row in rows.items():
@@ -222,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     repeats = 2 if arguments.quick else arguments.repeats
     cases: list[dict[str, Any]] = []
+    goals: list[Goal] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "bare.py").write_text(BARE)
@@ -230,18 +260,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             for event, by_side in measure(ranks, repeats, folder).items():
                 rows = summary(by_side)
                 cases.append({"event": event, "ranks": ranks, "rows": rows})
+                goals += goals_over_torchrun(event, ranks, by_side)
                 tell(f"{event} to first all-reduce, {ranks} ranks", cases[-1]["rows"])
         answers = {
             what: [answer(words, folder) for _ in range(repeats + 1)][1:] for what, words in ANSWERS.items()
         }
         cases.append({"event": "answer", "ranks": 0, "rows": summary(answers)})
+        goals += [goal_of_answer(what, seconds) for what, seconds in answers.items()]
         tell("time to answer", cases[-1]["rows"])
+    print(f"\n{goal_table(goals)}")
     if arguments.json:
         report = {
             "what": "seconds to the first all-reduce",
             "machine": machine(),
             "n": repeats,
             "cases": cases,
+            "goals": [goal.as_json() for goal in goals],
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -180,6 +180,16 @@ def test_precision_step_compares_with_ddp_on_two_ranks(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_threads_compares_both_ways_of_waiting(tmp_path) -> None:
+    file = tmp_path / "threads.json"
+    run("threads.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert len(content["rows"]) == 6
+    assert all(row["passive"]["median_ms"] > 0 for row in content["rows"].values())
+    assert {goal["baseline"] for goal in content["goals"]} == {"default"}
+
+
+@pytest.mark.slow
 def test_data_compares_the_loader_with_pil_alone(tmp_path) -> None:
     file = tmp_path / "data.json"
     printed = run("data.py", "--image-size", "64", "--json", str(file))

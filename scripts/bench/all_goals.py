@@ -1,0 +1,141 @@
+"""Runs the benchmarks that this machine can, and prints all goals in one table.
+
+    scripts/bench/all [--quick] [--only NAME ...] [--json FILE]
+
+Each benchmark is a process of its own, one after another. One that fails is reported with the end of its
+output, and the others run. The table has a line per goal and baseline. The exit code is 1 if a benchmark
+failed, and does not depend on the goals. The JSON has machine, versions, date, and by benchmark repeats,
+spread and goals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench.interleaved import Goal, goal_table
+from scripts.bench.machine import machine
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "all.json"
+PACKAGES = ("torch", "numpy", "safetensors", "accelerate", "lightning")
+TAIL = 2000  # characters kept of a failed benchmark's output
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A program that takes --quick and --json FILE. `lacking` says what the machine does not have, or ''."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    lacking: Callable[[], str] = lambda: ""
+    quick: str = "--quick"
+
+    def run(self, quick: bool, folder: Path) -> dict[str, Any]:
+        """Its result file, with seconds; or `skipped`, or `failed` with the end of its output."""
+        if reason := self.lacking():
+            return {"skipped": reason}
+        file = folder / f"{self.name}.json"
+        command = [sys.executable, *self.command, "--json", str(file), *([self.quick] if quick else [])]
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=self.limit_s,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"still running after {self.limit_s:.0f} s"}
+        if done.returncode or not file.exists():
+            return {"failed": f"exit code {done.returncode}", "output": done.stdout[-TAIL:]}
+        return {"seconds": time.monotonic() - began, **json.loads(file.read_text())}
+
+
+def on_ranks(program: str) -> tuple[str, ...]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return (*torchrun, str(HERE / program))
+
+
+def without_gpu() -> str:
+    return "" if torch.cuda.is_available() else "this machine has no GPU"
+
+
+def benchmarks() -> list[Benchmark]:
+    return [
+        Benchmark("step_cost", (str(HERE / "step_cost.py"),), 900),
+        Benchmark("precision_step", on_ranks("precision_step.py"), 900),
+        Benchmark("update", (str(HERE / "update.py"),), 7200),
+        Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 3600),
+        Benchmark("threads", (str(HERE / "threads.py"),), 1800),
+        Benchmark("launch", (str(HERE / "launch.py"),), 1800),
+        Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
+    ]
+
+
+def goals_in(found: dict[str, Any]) -> list[Goal]:
+    return [Goal.from_json(values) for values in found.get("goals", ())]
+
+
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+
+
+def main(argv: Sequence[str] | None = None, known: Sequence[Benchmark] | None = None) -> int:
+    known = benchmarks() if known is None else known
+    arguments = parse(argv, [each.name for each in known])
+    found: dict[str, dict[str, Any]] = {}
+    goals: list[Goal] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for benchmark in known:
+            if arguments.only and benchmark.name not in arguments.only:
+                continue
+            print(f"{benchmark.name} ...", flush=True)
+            found[benchmark.name] = result = benchmark.run(arguments.quick, Path(folder))
+            for word in ("skipped", "failed"):
+                if word in result:
+                    print(f"{benchmark.name} {word}: {result[word]}\n{result.get('output', '')}".rstrip())
+            goals += goals_in(result)
+    print(f"\n{goal_table(sorted(goals, key=row_order))}")
+    reached = sum(goal.reached for goal in goals)
+    print(f"{reached} of {len(goals)} reached; on a loaded machine none of this holds: see load_average.")
+    content = {"machine": machine(), "versions": versions(), "quick": arguments.quick, "benchmarks": found}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    return int(any("failed" in result for result in found.values()))
+
+
+def row_order(goal: Goal) -> tuple[str, int, str]:
+    """P2 before P10."""
+    letters = goal.row.rstrip("0123456789")
+    number = goal.row.removeprefix(letters)
+    return letters, int(number or 0), goal.what
+
+
+def parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="two repeats of each, to test the benchmarks")
+    parser.add_argument("--only", nargs="+", choices=names, help="these benchmarks")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the numbers")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
