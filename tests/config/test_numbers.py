@@ -12,7 +12,7 @@ import torch
 
 from launcher.config.rules import RULES
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
-from launcher.training import build as equipment
+from launcher.training import build
 from tests.models import loss_sum, mlp
 
 NAN, INF = math.nan, math.inf
@@ -207,7 +207,7 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
 @pytest.mark.parametrize("size", [1e-9, 0.5, 1, 1e300])
 def test_every_bucket_size_of_the_config_is_one_for_the_engine(size: float) -> None:
     assert RULES["wire.bucket_mb"].holds(size)
-    Wire(bucket_bytes=equipment.bucket_bytes(size))
+    Wire(bucket_bytes=build.bucket_bytes(size))
 
 
 def test_options_are_keywords_or_a_mapping() -> None:

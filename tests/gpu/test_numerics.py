@@ -14,7 +14,7 @@ from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter
-from launcher.engine.diagnostics.nonfinite import first_nonfinite_module
+from launcher.engine.diagnostics.nonfinite import diagnose
 from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.optim.updater import DEVICE_CHUNK, Updater
@@ -198,7 +198,7 @@ def test_the_culprit_of_a_step_and_of_a_pass_is_named(device) -> None:
         with stepper.forward():
             stepper.model(x)
 
-    finding = first_nonfinite_module(stepper.model, run)
+    finding = diagnose(stepper.model, run).origin
     assert finding is not None
     assert (finding.name, finding.inputs_finite) == ("0", True)
 

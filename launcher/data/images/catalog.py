@@ -1,7 +1,7 @@
 """Image sets by name: as uint8 tensors in memory, or as photographs that are decoded when they are read.
 
 Owns the source of each set and the split of sets that come without one. Never communicates: every rank loads
-the same set. `launcher.data.images.parquet`, `image_folder` and `hf` read the files.
+the same set. The modules `parquet`, `folder` and `hugging_face` beside it read the files.
 """
 
 from __future__ import annotations

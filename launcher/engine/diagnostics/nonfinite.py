@@ -74,17 +74,12 @@ class BackwardDiagnosis:
     parameters: tuple[str, ...]  # those whose own gradient was not finite
 
 
-def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> ModuleFinding | None:
-    """The first module of `model` whose output is not finite although its inputs were.
-
-    `run` does the forward pass, in whatever context it needs. None if there is no such module. Modules are
-    ordered by the end of their calls, so an inner module is named before its parent.
-    """
-    return diagnose(model, run).origin
-
-
 def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
-    """Observe one forward pass. Buffers that it updates (BatchNorm statistics) are restored."""
+    """Observe one forward pass. Buffers that it updates (BatchNorm statistics) are restored.
+
+    `run` does the forward pass, in whatever context it needs. Modules are ordered by the end of their calls,
+    so an inner module is named before its parent.
+    """
     observer = _Observer()
     with torch.no_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):

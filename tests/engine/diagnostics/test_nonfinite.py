@@ -16,7 +16,6 @@ from launcher.engine.diagnostics.nonfinite import (
     buffers_kept,
     diagnose,
     diagnose_backward,
-    first_nonfinite_module,
     nonfinite_parameters,
 )
 from tests.engine.observe import state_digest
@@ -71,7 +70,7 @@ def on(model: nn.Module, x: Tensor) -> Callable[[], object]:
 def test_the_module_that_made_it_is_named(value: float, kind: str, place: int) -> None:
     layers = [nn.Linear(8, 8) for _ in range(3)]
     model = nn.Sequential(*layers[:place], nn.Sequential(Faulty(value, row=2)), *layers[place:])
-    finding = first_nonfinite_module(model, on(model, torch.ones(5, 8)))
+    finding = diagnose(model, on(model, torch.ones(5, 8))).origin
     assert finding is not None
     assert (finding.name, finding.type, finding.kind) == (f"{place}.0", "Faulty", kind)
     assert (finding.position, finding.inputs_finite) == (place, True)
@@ -112,7 +111,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_module() -> None:
 
 def test_the_inputs_are_read_before_the_module_overwrites_them() -> None:
     model = nn.Sequential(nn.Identity(), InPlace(), nn.ReLU(inplace=True))
-    finding = first_nonfinite_module(model, on(model, torch.ones(2, 3)))
+    finding = diagnose(model, on(model, torch.ones(2, 3))).origin
     assert finding is not None
     assert (finding.name, finding.input_range) == ("1", (1.0, 1.0))
 
@@ -123,7 +122,7 @@ def test_rows_are_those_of_the_output_and_a_single_number_is_one_row() -> None:
             return x.sum() * float("inf")
 
     total = Total()
-    alone = first_nonfinite_module(total, on(total, torch.ones(3, 2)))
+    alone = diagnose(total, on(total, torch.ones(3, 2))).origin
     assert alone is not None
     assert (alone.rows, alone.num_rows) == ((0,), 1)
     line = nn.Sequential(nn.Identity())
@@ -131,7 +130,7 @@ def test_rows_are_those_of_the_output_and_a_single_number_is_one_row() -> None:
     assert finding is not None
     assert (finding.rows, finding.num_rows) == ((1,), 3)
     many = nn.Sequential(InPlace())
-    finding = first_nonfinite_module(many, on(many, torch.ones(MAX_ROWS + 9, 2)))
+    finding = diagnose(many, on(many, torch.ones(MAX_ROWS + 9, 2))).origin
     assert finding is not None
     assert (finding.rows, finding.num_rows) == (tuple(range(MAX_ROWS)), MAX_ROWS + 9)
 
@@ -140,14 +139,14 @@ def test_integers_have_no_range() -> None:
     model = nn.Embedding(4, 2)
     with torch.no_grad():
         model.weight[3] = float("nan")
-    finding = first_nonfinite_module(model, on(model, torch.tensor([0, 3, 1])))
+    finding = diagnose(model, on(model, torch.tensor([0, 3, 1]))).origin
     assert finding is not None
     assert (finding.inputs_finite, finding.input_range, finding.rows) == (True, None, (1,))
 
 
 def test_a_module_whose_own_arithmetic_fails_is_named_not_its_parts() -> None:
     model = Nested()
-    finding = first_nonfinite_module(model, lambda: model({"x": torch.ones(2, 4)}, factor=float("inf")))
+    finding = diagnose(model, lambda: model({"x": torch.ones(2, 4)}, factor=float("inf"))).origin
     assert finding is not None
     assert (finding.name, finding.type) == ("", "Nested")
 
@@ -164,7 +163,7 @@ def test_overflow_of_fp16_is_found_under_the_precision_context(policy: Policy) -
         with stepper.forward():
             model(torch.ones(2, 8))
 
-    finding = first_nonfinite_module(model, run)
+    finding = diagnose(model, run).origin
     if policy.arithmetic == torch.float16:
         assert finding is not None
         assert (finding.name, finding.kind, finding.input_range) == ("inner.1", "inf", (800.0, 800.0))
