@@ -179,6 +179,7 @@ def read_only(network: Any, batch: Any, directory: Path, passes: int) -> None:
         _mount(bytes(directory), directory, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)
 
 
+@pytest.mark.slow
 def test_a_directory_that_becomes_read_only(tmp_path: Path, undisturbed) -> None:
     directory = tmp_path / "run" / "checkpoints"
     code = partial(read_only, directory=directory, passes=21)

@@ -168,7 +168,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
 }
 
 
-SLOW = ("fp32 sums, overflows after the stop",)
+SLOW = ("fp32 sums, overflows after the stop", "a scale found by itself")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.parametrize(("directory", "num_distinct"), [("", 3), ("mine", 1)])
+@pytest.mark.parametrize(
+    ("directory", "num_distinct"), [pytest.param("", 3, marks=pytest.mark.slow), ("mine", 1)]
+)
 def test_three_processes_at_once_in_one_folder(tmp_path, directory, num_distinct):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", START, directory]
