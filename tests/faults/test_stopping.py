@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,26 @@ def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_next_start(tmp_pat
     ended = run(tmp_path / "run", user_code=stop_after(3 * EPOCH))
     assert assert_stopped(ended, 1) == 3 * EPOCH
     go_on(ended, undisturbed(), 1)
+
+
+def signal_in_the_result() -> None:
+    from launcher.training import results
+
+    result = results.result
+
+    def signalled(*arguments: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result(*arguments)
+
+    results.result = signalled
+
+
+def test_a_stop_while_the_result_is_written_leaves_a_complete_run(tmp_path: Path, undisturbed) -> None:
+    """Nothing is left to be stopped: no rank says that it was."""
+    ended = run(tmp_path / "run", ranks=2, prepare=signal_in_the_result)
+    assert ended.digest == undisturbed(ranks=2).digest
+    assert (ended.status["state"], ended.status["exit"]) == ("done", 0)
+    assert not any("stop" in text for text in (*ended.warnings, *ended.outputs[1:])), ended
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path, undisturbed) -> None:
