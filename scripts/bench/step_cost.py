@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench.baselines import PEERS, Batch, Setup, Step, installed, refuse_disagreement
-from scripts.bench.interleaved import Goal, goal_table, interleave, row_of, write
+from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 from scripts.bench.ours import ours
 
 LIBRARIES = [name for name in ("accelerate", "lightning") if installed(name)]
@@ -67,11 +67,15 @@ def sides_of(
     return found | {name: PEERS[name](copy.deepcopy(model), setup) for name in peers}
 
 
-def checked(sides: Mapping[str, Step], batch: Batch) -> dict[str, Callable[[], object]]:
-    """The sides with their batch, after steps in which they must have had the same losses."""
+def checked(sides: Mapping[str, Step], batch: Batch, repeats: int, steps: int) -> Times:
+    """CPU seconds of a step by side. The losses must agree in the first steps, and still after the last."""
     losses = {name: [float(step(batch)) for _ in range(CHECKED_STEPS)] for name, step in sides.items()}
     refuse_disagreement(losses, TOLERANCE)
-    return {name: partial(step, batch) for name, step in sides.items()}
+    timed = {name: partial(step, batch) for name, step in sides.items()}
+    times = interleave(timed, repeats, steps=steps, clock=time.process_time)
+    ends = {name: [*losses[name], float(step(batch))] for name, step in sides.items()}
+    refuse_disagreement(ends, TOLERANCE)
+    return times
 
 
 def batch_of() -> Batch:
@@ -103,9 +107,12 @@ def calls_of(step: Callable[[], object]) -> int:
 def measure(arithmetic: str, repeats: int, steps: int) -> tuple[dict[str, dict[str, float]], list[Goal]]:
     """CPU time and calls by side of the MLP."""
     peers = ["raw"] if arithmetic == "emulated" else ["raw", *LIBRARIES]
-    sides = checked(sides_of(arithmetic, mlp, peers), batch_of())
-    times = interleave(sides, repeats, steps=steps, clock=time.process_time)
-    rows = {name: row_of(times[name]) | {"aten_calls": calls_of(step)} for name, step in sides.items()}
+    sides, batch = sides_of(arithmetic, mlp, peers), batch_of()
+    times = checked(sides, batch, repeats, steps)
+    rows = {
+        name: row_of(times[name]) | {"aten_calls": calls_of(partial(step, batch))}
+        for name, step in sides.items()
+    }
     what = {"emulated": "emulated fp16, native peer"}.get(arithmetic, f"{arithmetic} arithmetic")
     goals = [
         Goal.of(
@@ -125,15 +132,16 @@ def measure_tensors(
     arithmetic: str, many: int, repeats: int, steps: int
 ) -> tuple[dict[str, dict[str, float]], list[Goal]]:
     """CPU time with few and with many parameter tensors, with AdamW, and per further tensor."""
-    few_sides, many_sides = (
-        checked(sides_of(arithmetic, partial(ManyTensors, number), ["raw"], "adamw"), batch_of())
-        for number in (FEW, many)
-    )
-    all_sides = {f"{name}, few": step for name, step in few_sides.items()}
-    all_sides |= {f"{name}, many": step for name, step in many_sides.items()}
-    times = interleave(all_sides, repeats, steps=steps, clock=time.process_time)
+    by_number = {
+        word: sides_of(arithmetic, partial(ManyTensors, number), ["raw"], "adamw")
+        for word, number in (("few", FEW), ("many", many))
+    }
+    times: Times = {}
+    for word, sides in by_number.items():
+        found = checked(sides, batch_of(), repeats, steps)
+        times |= {f"{name}, {word}": seconds for name, seconds in found.items()}
     rows = {name: row_of(seconds) for name, seconds in times.items()}
-    for name in few_sides:
+    for name in by_number["few"]:
         further = rows[f"{name}, many"]["median_ms"] - rows[f"{name}, few"]["median_ms"]
         rows[f"{name}, many"]["us_per_further_tensor"] = 1e3 * further / (many - FEW)
     what = f"CPU time of a step with {many} tensors, {arithmetic}"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import checkpoint, shapes, update, wire_precision
-from scripts.bench.baselines import Disagreement
+from scripts.bench import checkpoint, shapes, step_cost, update, wire_precision
+from scripts.bench.baselines import Batch, Disagreement
 from scripts.bench.update_baselines import Copy, FlatStock, StockComposition
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +141,20 @@ def test_time_that_a_checkpoint_costs_is_in_the_figures_of_its_steps() -> None:
     assert later["worst_of_ten_after_over_normal"] == later["step_3_after_over_normal"] == 1.5
     goals = checkpoint.goals_of_windows("it", checkpoint.Windows(quiet, slow_third, [0.0, 0.0], [1.0], 8))
     assert [goal.reached for goal in goals] == [True, False]
+
+
+def test_a_side_that_stops_training_while_it_is_timed_ends_the_benchmark() -> None:
+    sides = step_cost.sides_of("fp32", step_cost.mlp, ["raw"])
+    batch, honest = step_cost.batch_of(), sides["raw"]
+    losses: list[torch.Tensor] = []
+
+    def stops(batch: Batch) -> torch.Tensor:
+        if len(losses) < step_cost.CHECKED_STEPS:
+            losses.append(honest(batch))
+        return losses[-1]
+
+    with pytest.raises(Disagreement, match="raw does not train as ours does"):
+        step_cost.checked({**sides, "raw": stops}, batch, repeats=2, steps=5)
 
 
 @pytest.mark.slow
