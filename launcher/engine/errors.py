@@ -44,14 +44,18 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
             "Take logits.float() before the loss (an fp16 loss times the loss scale would overflow) and "
             "sum over the samples."
         )
-    if loss_sum.is_meta:
+    if not loss_sum.requires_grad:
+        raise UnusableError(NO_GRADIENT)
+    refuse_count(count)
+
+
+def refuse_no_values(loss_sum: Tensor, device: torch.device) -> None:
+    """Raise UnusableError for a loss on meta of a model on another device."""
+    if loss_sum.is_meta and device.type != "meta":
         raise UnusableError(
             "the loss is on the device meta, which holds no values: model or batch was moved there within "
             "the step. Move them to a real device before building the Stepper."
         )
-    if not loss_sum.requires_grad:
-        raise UnusableError(NO_GRADIENT)
-    refuse_count(count)
 
 
 def refuse_count(count: float | Tensor) -> None:

@@ -28,6 +28,7 @@ from launcher.engine.errors import (
     UnusableError,
     refuse_backward,
     refuse_loss,
+    refuse_no_values,
     refuse_within_step,
 )
 from launcher.engine.flat.broadcast import refuse_different_models
@@ -207,6 +208,7 @@ class Stepper:
         """
         self._refuse_detached()
         refuse_loss(loss_sum, count)
+        refuse_no_values(loss_sum, self.device)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
         refuse_backward(self._done, self._failed, self._micro_batches)

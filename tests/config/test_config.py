@@ -67,9 +67,9 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
         ({"data__micro_batch": 256}, "data.micro_batch=256: must be at most data.batch_size=128"),
         ({"data__val_fraction": 1}, "data.val_fraction=1: must be a number above 0 and below 1."),
         ({"data__augment": None}, "data.augment=null: must be a section"),
-        ({"optim__lr": float("nan")}, "optim.lr=nan: must be a number above 0."),
-        ({"optim__lr": float("inf")}, "optim.lr=inf: must be a number above 0."),
-        ({"optim__lr": "fast"}, "optim.lr=fast: must be a number above 0."),
+        ({"optim__lr": float("nan")}, "optim.lr=nan: must be a number above 0 and at most 1e30."),
+        ({"optim__lr": float("inf")}, "optim.lr=inf: must be a number above 0 and at most 1e30."),
+        ({"optim__lr": "fast"}, "optim.lr=fast: must be a number above 0 and at most 1e30."),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn=true: excludes train.compile=true"),
         ({"optim__momentum": 0}, "optim.nesterov=true: needs optim.momentum above 0."),
         (

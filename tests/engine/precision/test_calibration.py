@@ -114,10 +114,10 @@ def test_it_sees_through_activation_checkpointing(use_reentrant) -> None:
 
 
 def test_what_a_step_refuses_is_refused_here_too() -> None:
-    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding, tokens = nn.Embedding(4, 2), torch.tensor([1, 2])
     stepper = Stepper(embedding, SGD(0.1), Policy.fp32(), scaling=Scaling(), reference_count=4)
     with pytest.raises(UnusableError, match="the gradient of weight is sparse"):
-        stepper.calibrate(lambda: embedding(torch.tensor([1, 2])).sum())
+        stepper.calibrate(lambda: nn.functional.embedding(tokens, embedding.weight, sparse=True).sum())
     with pytest.raises(UnusableError, match="does not depend on any trainable parameter"):
         stepper.calibrate(lambda: torch.zeros(()))
 
