@@ -92,6 +92,8 @@ def with_uv(extras: list[str], backend: str, replace: bool) -> str | None:
         words.append(f"--torch-backend={backend}")
     if replace:
         words += ["--reinstall-package", "torch"]
+    if sys.dont_write_bytecode:  # or each start of Python would compile torch again, which takes seconds
+        words.append("--compile-bytecode")
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         words.append("--no-index")
     # In the clone, so that no other project's settings apply.

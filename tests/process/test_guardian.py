@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.parent import is_alive
+from tests.faults.parent import is_alive, state_of
 from tests.faults.test_parent_mode import gone_within
 
 SLEEP = "['sleep', '1000']"
@@ -122,18 +122,26 @@ class Process:
         return self._process.wait(10)
 
 
+def left_after(pids: list[int], timeout_s: float) -> list[str]:
+    """Those that are still there, with what each of them waits for in the kernel."""
+    if gone_within(pids, timeout_s):
+        return []
+    left = [pid for pid in pids if is_alive(pid)]
+    return [f"{pid}: {state_of(pid)} {Path(f'/proc/{pid}/wchan').read_text()}" for pid in left]
+
+
 @pytest.mark.parametrize("what", STARTED)
 def test_programs_end_with_what_started_them(tmp_path: Path, what) -> None:
     with Process(tmp_path, STARTED[what]) as process:
         process.kill()
-        assert gone_within([*process.started, process.guardian], 10)
+        assert left_after([*process.started, process.guardian], 10) == []
 
 
 @pytest.mark.parametrize(("end", "code"), [("done", 0), ("failed", 1)])
 def test_they_do_so_at_every_end(tmp_path: Path, end, code) -> None:
     with Process(tmp_path, STARTED["a program"], end) as process:
         assert process.end() == code
-        assert gone_within([*process.started, process.guardian], 10)
+        assert left_after([*process.started, process.guardian], 10) == []
 
 
 def test_what_they_share_is_freed(tmp_path: Path) -> None:
@@ -147,7 +155,7 @@ def test_what_they_share_is_freed(tmp_path: Path) -> None:
         memory = Path("/dev/shm") / (tmp_path / "name").read_text()
         assert memory.exists()
         process.kill()
-        assert gone_within([*process.started, process.guardian], 10)
+        assert left_after([*process.started, process.guardian], 10) == []
     assert not memory.exists()
 
 
@@ -164,7 +172,7 @@ def test_a_guardian_holds_nothing_and_hears_nothing(tmp_path: Path) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             os.kill(process.guardian, number)
         process.kill()
-        assert gone_within([*process.started, process.guardian], 10)
+        assert left_after([*process.started, process.guardian], 10) == []
 
 
 def test_a_wait_for_all_children_does_not_wait_for_the_guardian(tmp_path: Path) -> None:
@@ -183,7 +191,7 @@ def test_a_process_that_ignores_sigchld_has_one_too(tmp_path: Path) -> None:
     ignore = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
     with Process(tmp_path, STARTED["a program"], first=ignore) as process:
         process.kill()
-        assert gone_within([*process.started, process.guardian], 10)
+        assert left_after([*process.started, process.guardian], 10) == []
 
 
 def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
@@ -200,10 +208,10 @@ def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with Process(tmp_path / "one", STARTED["a program"]) as one, Process(tmp_path / "other", nested) as other:
         one.kill()
-        assert gone_within([*one.started, one.guardian], 10)
+        assert left_after([*one.started, one.guardian], 10) == []
         assert all(map(is_alive, other.started))
         other.kill()
-        assert gone_within([*other.started, other.guardian], 10)
+        assert left_after([*other.started, other.guardian], 10) == []
 
 
 def test_what_has_moved_to_a_job_of_its_own_is_left_alone(tmp_path: Path, job: Path) -> None:
@@ -212,7 +220,7 @@ def test_what_has_moved_to_a_job_of_its_own_is_left_alone(tmp_path: Path, job: P
         (moved,) = process.started
         (job / "cgroup.procs").write_text(str(moved))
         process.kill()
-        assert gone_within([process.guardian], 2)
+        assert left_after([process.guardian], 2) == []
         assert is_alive(moved)
 
 

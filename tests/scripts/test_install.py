@@ -58,7 +58,8 @@ class Clone:
 
     def start(self, extras: str = "data", **environ: str) -> subprocess.Popen[str]:
         script = f'set -euo pipefail; root={self.root}; source "$root/scripts/environment.sh"; '
-        inherited = {key: value for key, value in os.environ.items() if key not in ("TORCH_BACKEND",)}
+        own = ("TORCH_BACKEND", "PYTHONDONTWRITEBYTECODE")
+        inherited = {key: value for key, value in os.environ.items() if key not in own}
         environ = {"PYTHON": str(self.bin / "python"), "UV_VERSION": "0.13.9"} | environ
         environ |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "PIP_RETRIES": "0"}
         return subprocess.Popen(
@@ -110,6 +111,13 @@ def test_the_build_of_torch_fits_the_gpus_and_the_reason_is_one_line(clone) -> N
     (call,) = clone.called()
     assert call.endswith("--torch-backend=cpu --reinstall-package torch")
     assert (clone.root / ".venv" / "torch-backend").read_text() == "cpu\n"
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_what_python_may_not_write_is_compiled_at_once(clone, value) -> None:
+    code, errors = clone.set_up(PYTHONDONTWRITEBYTECODE=value)
+    assert code == 0, errors
+    assert ("--compile-bytecode" in clone.called()[0]) == bool(value)
 
 
 def test_no_build_is_named_where_nvidia_smi_sees_no_gpu(clone) -> None:
