@@ -25,30 +25,38 @@ POLL_EVERY_S = 0.02
 def start(hangup: int) -> None:
     """Start the guardian of this process. `hangup` is a pipe that hangs up when this process ends.
 
-    It is reparented, so that a `wait()` for all children does not wait for it.
+    It is reparented, so that a `wait()` for all children does not wait for it. Returns when it has closed
+    what it inherited, a descriptor among them by which forks are killed when this process ends.
     """
     if not os.path.isdir("/proc/self"):
         return
     value = os.urandom(16).hex()
-    with contextlib.suppress(OSError):  # fork failed, or SIGCHLD is ignored: run without it
-        child = os.fork()
-        if child == 0:
-            try:
-                os.setsid()  # a Ctrl-C must not reach it
-                if os.fork() == 0:
-                    _guard(hangup, value.encode())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+    closed, ready = os.pipe()  # hangs up when the guardian is ready, or is not there
+    try:
+        with contextlib.suppress(OSError):  # fork failed, or SIGCHLD is ignored: run without it
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.setsid()  # a Ctrl-C must not reach it
+                    if os.fork() == 0:
+                        _guard(hangup, ready, value.encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+    finally:
+        os.close(ready)
+        os.read(closed, 1)
+        os.close(closed)
     os.environ[VARIABLE] = ":".join(filter(None, (os.environ.get(VARIABLE), value)))
 
 
-def _guard(hangup: int, value: bytes) -> None:
+def _guard(hangup: int, ready: int, value: bytes) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     for name in os.listdir("/proc/self/fd"):
-        if int(name) != hangup:
+        if int(name) not in (hangup, ready):
             with contextlib.suppress(OSError):
                 os.close(int(name))
+    os.close(ready)
     os.chdir("/")
     end_of_process = select.poll()
     end_of_process.register(hangup, 0)

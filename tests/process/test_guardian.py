@@ -194,6 +194,14 @@ def test_a_process_that_ignores_sigchld_has_one_too(tmp_path: Path) -> None:
         assert left_after([*process.started, process.guardian], 10) == []
 
 
+def test_a_process_that_ends_at_once_on_a_busy_machine_has_one_too(tmp_path: Path) -> None:
+    """Before it has closed what ties forks to the process, the guardian would be killed with it."""
+    late = "mask = signal.pthread_sigmask; signal.pthread_sigmask = lambda *w: (time.sleep(0.3), mask(*w))"
+    with Process(tmp_path, STARTED["a program"], first=late) as process:
+        process.kill()
+        assert left_after([*process.started, process.guardian], 10) == []
+
+
 def test_another_launchers_programs_are_left_alone(tmp_path: Path) -> None:
     """Also those of one that was started by this one's program; they end with either."""
     nested = f"""
