@@ -55,6 +55,17 @@ def test_micro_batches_add_up_however_many_are_compared_at_once(size) -> None:
     assert since.answered == int((labels >= 0).sum())
 
 
+def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_were() -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    predicted, labels = torch.zeros(2, 4, dtype=torch.int64)
+    for number in range(3):
+        predicted.fill_(number)
+        labels.fill_(number if number else 7)
+        answers.count(Loss(torch.zeros(()), 4, predicted), {"label": labels})
+    answers.settle(since)
+    assert (since.right, since.answered) == (8, 12)
+
+
 def test_without_classes_nothing_is_counted() -> None:
     data = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
     answers, since = Answers.of(Recipe(mlp, data, data, cross_entropy), ALONE), SinceEvaluation()
