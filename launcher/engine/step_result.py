@@ -97,8 +97,9 @@ class StepResult:
         numbers, marks, sums = torch.split(self._packed, [head, self._num_ranks, len(self._names)])
         loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = numbers.tolist()
         votes, automaton = map(int, more[:VOTES]), map(int, more[VOTES:])
-        ranks = marks.tolist()
-        if count == 0 and ABANDONED not in ranks:
+        marked = marks.nonzero().flatten().tolist()  # almost always none, of up to thousands of ranks
+        abandoned = tuple(rank for rank in marked if marks[rank] == ABANDONED)
+        if count == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)
         if not skipped:
             self._notices.gradients(self._names, sums, stacklevel=2)
@@ -116,17 +117,13 @@ class StepResult:
             floor_skips=floor_skips,
             bad_loss_steps=bad_loss_steps,
             wire_bytes=self._wire_bytes,
-            culprit_ranks=_places_of(CULPRIT, ranks),
+            culprit_ranks=tuple(rank for rank in marked if marks[rank] == CULPRIT),
             culprit_parameters=self._not_finite(sums) if skipped else (),
             votes=tuple(votes),
             spans_ms=self._spans.read_ms(),
-            abandoned_ranks=_places_of(ABANDONED, ranks),
+            abandoned_ranks=abandoned,
         )
 
     def _not_finite(self, sums: Tensor) -> tuple[str, ...]:
         indices = (~sums.isfinite()).nonzero().flatten().tolist()
         return tuple(self._names[index] for index in indices)
-
-
-def _places_of(mark: float, marks: list[float]) -> tuple[int, ...]:
-    return tuple(rank for rank, own in enumerate(marks) if own == mark)

@@ -67,6 +67,9 @@ def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None
     kept, given = places[0].dtype, gradients[0].dtype
     if factor == 1.0:
         torch._foreach_copy_(places, gradients)
+    elif places[0].device.type == "cpu" and torch.promote_types(kept, given) == given:
+        for place, gradient in zip(places, gradients, strict=True):  # one pass, rounded once at its end
+            torch.mul(gradient, factor, out=place)
     elif torch.promote_types(kept, given) == kept:  # the copy rounds nothing
         torch._foreach_copy_(places, gradients)
         torch._foreach_mul_(places, factor)
