@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from scripts.bench import network
 from scripts.bench.interleaved import Goal, goal_table
 from scripts.bench.machine import machine
 
@@ -79,11 +80,12 @@ def without_gpu() -> str:
 def benchmarks() -> list[Benchmark]:
     return [
         Benchmark("step_cost", (str(HERE / "step_cost.py"),), 900),
-        Benchmark("loop", (str(HERE / "loop.py"),), 1200),
         Benchmark("precision_step", on_ranks("precision_step.py"), 900),
         Benchmark("update", (str(HERE / "update.py"),), 7200),
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 3600),
         Benchmark("threads", (str(HERE / "threads.py"),), 1800),
+        Benchmark("bookkeeping", (str(HERE / "bookkeeping.py"),), 600),
+        Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
     ]

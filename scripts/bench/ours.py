@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,34 +13,24 @@ from scripts.bench.baselines import OPTIONS, Batch, Setup, Step
 OPTIMIZERS = {"adamw": AdamW(**OPTIONS["adamw"]), "sgd": SGD(**OPTIONS["sgd"])}
 
 
-def ours(
-    model: nn.Module,
-    setup: Setup,
-    policy: str = "fp16",
-    *,
-    emulate: bool | None = None,
-    compiled: bool = False,
-) -> Step:
-    """A step with the whole of its bookkeeping. As the launcher, it reads each report one step late.
+def stepper_for(model: nn.Module, setup: Setup, policy: str = "fp16", **options: Any) -> Stepper:
+    """A Stepper for a setup; `options` are its keyword arguments, such as `wire` and `emulate`.
 
     Without `setup.scaled` it has the policy's own loss scale.
     """
     model = setup.laid_out(model.to(setup.device))
     scaling = Scaling("dynamic", init=setup.init_scale) if setup.scaled else None
-    stepper = Stepper(
-        model,
-        OPTIMIZERS[setup.optimizer],
-        Policy.named(policy),
-        scaling=scaling,
-        emulate=emulate,
-        compiled=compiled,
-    )
+    return Stepper(model, OPTIMIZERS[setup.optimizer], Policy.named(policy), scaling=scaling, **options)
+
+
+def step_with(stepper: Stepper) -> Step:
+    """A step with the whole of its bookkeeping. As the launcher, it reads each report one step late."""
     waiting: list[StepResult] = []
 
     def step(batch: Batch) -> Tensor:
         inputs, labels = batch
         with stepper.forward():
-            loss = F.cross_entropy(model(inputs).float(), labels, reduction="sum")
+            loss = F.cross_entropy(stepper.model(inputs).float(), labels, reduction="sum")
         stepper.backward(loss, len(labels))
         waiting.append(stepper.step())
         if len(waiting) > 1:
@@ -46,3 +38,8 @@ def ours(
         return loss.detach() / len(labels)
 
     return step
+
+
+def ours(model: nn.Module, setup: Setup, policy: str = "fp16", **options: Any) -> Step:
+    """A step of `stepper_for` the same arguments."""
+    return step_with(stepper_for(model, setup, policy, **options))

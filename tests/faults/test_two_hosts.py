@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.network import INTERFACE, Network
 from tests.faults.launching import WORDS, Ended
 from tests.faults.test_stopping import SLOW, step_reached, workers_of
 
@@ -22,48 +23,41 @@ ROOT = Path(__file__).parents[2]
 
 
 class Hosts:
-    """Two namespaces with a cable between them; each runs one torchrun with one worker."""
+    """Two hosts with a cable between them; each runs one torchrun with one worker."""
 
-    def __init__(self, directory: Path, tag: str) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._spaces, self._ends = [f"h{n}-{tag}" for n in "AB"], [f"v{n}{tag}" for n in "AB"]
+        self._network = Network(2)
         self.processes: list[subprocess.Popen[str]] = []
 
     def connect(self) -> None:
-        for space in self._spaces:
-            ip("netns", "add", space)
-        ip("link", "add", self._ends[0], "type", "veth", "peer", "name", self._ends[1])
-        for number, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True), start=1):
-            ip("link", "set", end, "netns", space)
-            ip("-n", space, "addr", "add", f"10.99.0.{number}/24", "dev", end)
-            for device in (end, "lo"):
-                ip("-n", space, "link", "set", device, "up")
+        self._network.connect()
 
     def remove(self) -> None:
         for process in self.processes:
             for pid in (*workers_of(process), process.pid) if process.poll() is None else ():
                 os.kill(pid, signal.SIGKILL)
             process.communicate()
-        for space in self._spaces:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+        self._network.remove()
 
     def link(self, state: str) -> None:
-        ip("-n", self._spaces[0], "link", "set", self._ends[0], state)
+        self._network.set_link(0, state)
 
     def start(self, *words: str, elastic_store_on: int | None = None, max_restarts: int = 0) -> None:
         """Without `elastic_store_on`, the number of a host, torchrun's store is on that of rank 0."""
         (self.directory / "slow.py").write_text(SLOW.replace("STARTED", "pass"))
         cores = sorted(os.sched_getaffinity(0))
-        for host, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True)):
+        for host in range(2):
             core = str(cores[host % len(cores)])  # one each: more threads are other bits
-            command = ["ip", "netns", "exec", space, "taskset", "-c", core]
+            command = self._network.inside(host, ["taskset", "-c", core])
             command += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
             command += [f"--max-restarts={max_restarts}", *meeting(host, elastic_store_on)]
             job = ["-m", "launcher", *WORDS, f"recipes.path={self.directory / 'slow.py'}", *words]
             process = subprocess.Popen(
                 [*command, *job, f"run.dir={self.run_dir}"],
                 cwd=self.directory,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": end},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": INTERFACE},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -93,16 +87,12 @@ def meeting(host: int, elastic_store_on: int | None) -> list[str]:
     ]
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, str(os.getpid()))
+    made = Hosts(tmp_path)
     try:
         made.connect()
-    except (OSError, subprocess.CalledProcessError) as error:
+    except OSError as error:
         made.remove()
         pytest.skip(f"network namespaces cannot be made here: {error}")
     yield made

@@ -1,0 +1,219 @@
+"""Bytes on the wire, and step times over links of a limited rate, between hosts that are network namespaces.
+
+    python scripts/bench/links.py [--quick] [--rates 100 300 1000] [--json FILE]
+
+A network of 4.2 M parameters on one core per rank, SGD with momentum. Bytes are counted by the kernel on the
+interface of each host, between 2 and between 4 hosts. Steps are timed between 2 hosts, each of which limits
+what it sends (tc tbf). Peers: DistributedDataParallel in fp32, and with torch's fp16_compress_hook and
+GradScaler, each with its default buckets and with smaller ones, of which the best counts. All sides
+alternate and must have the same losses. Peers compute in fp32, as ours does beside them ("fp32 arithmetic");
+ours as the launcher runs it emulates fp16. The lower limit of a step is T_fwd + max(T_bwd, wire) + T_update,
+of our own step without a wire on the same cores, with 2 bytes per parameter over 95.6 % of the link's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
+from scripts.bench.links_rank import OURS, Plan
+from scripts.bench.network import INTERFACE, Network, lacking, network
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PAYLOAD = 0.956  # of a frame: the rest is headers and acknowledgements
+LIMIT_S = 900
+TAIL = 3000  # characters kept of what a failed rank wrote
+OF_LIMIT = {100: 1.03, 300: 1.05, 1000: 1.12}
+SPEED_UP = {100: 1.95, 300: 1.9, 1000: 1.75}
+OF_HOOK_DEFAULT, OF_HOOK_BEST, OF_NATIVE = 0.95, 1.0, 1.03
+# By side of ours: the policy of the same step without a wire.
+ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
+
+
+def on_hosts(hosts: Network, plan: Plan) -> list[Any]:
+    """Run links_rank.py on each host, one core each, and return what the ranks have found."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
+        result = Path(folder, "result.json")
+        ranks = range(len(hosts.hosts))
+        logs = [files.enter_context(Path(folder, f"{rank}.log").open("w")) for rank in ranks]
+        processes = [
+            start_rank(hosts, rank, plan, result, log) for rank, log in zip(ranks, logs, strict=True)
+        ]
+        try:
+            wait_for(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if any(process.returncode for process in processes):
+            written = [Path(log.name).read_text()[-TAIL:] for log in logs]
+            raise RuntimeError("\n".join(["a rank failed:", *written]))
+        return list(json.loads(result.read_text()))
+
+
+def start_rank(hosts: Network, rank: int, plan: Plan, result: Path, log: IO[str]) -> subprocess.Popen[bytes]:
+    cores = sorted(os.sched_getaffinity(0))
+    command = [sys.executable, str(HERE / "links_rank.py"), plan.as_json(), str(result)]
+    meeting = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts.hosts))}
+    meeting |= {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": INTERFACE}
+    return subprocess.Popen(
+        hosts.inside(rank, ["taskset", "-c", str(cores[rank % len(cores)]), *command]),
+        env=os.environ | meeting | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or one has failed. Raises TimeoutError."""
+    deadline = time.monotonic() + LIMIT_S
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the ranks still run after {LIMIT_S} s")
+        time.sleep(0.1)
+
+
+def goals_of_bytes(by_rank: list[Any]) -> list[Goal]:
+    """P1 and P2. Bytes are the mean of the hosts, in units of what a ring sends of one byte per parameter."""
+    world_size = len(by_rank)
+    unit = 2 * (world_size - 1) / world_size
+    sent = {
+        name: statistics.mean(rank["bytes_per_parameter"][name] for rank in by_rank) / unit
+        for name in by_rank[0]["bytes_per_parameter"]
+    }
+    goals = []
+    for name in OURS:
+        own, fp32, what = sent[name], sent["ddp"], f"bytes per parameter, {world_size} ranks, {name}"
+        alone = {"unit": "B", "low": own, "high": own}
+        goals.append(
+            Goal("P1", what, own, baseline="none", theirs=None, value=own, goal=2.02, limit=2.0, **alone)
+        )
+        ratio = own / fp32
+        goals.append(
+            Goal("P1", what, own, "B", "ddp", fp32, ratio, low=ratio, high=ratio, goal=0.505, limit=0.5)
+        )
+        number = float(max(rank["collectives_beyond"][name] for rank in by_rank))
+        goals.append(
+            Goal(
+                *("P2", f"collectives beyond the buckets, {world_size} ranks, {name}", number, ""),
+                *("none", None, number, number, number, 1.0, 0.0),
+            )
+        )
+    return goals
+
+
+def limits_of(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
+    """Seconds: the least that a step can take, by round. Two ranks send 2 bytes per parameter each."""
+    wire_s = 2 * num_parameters * 8 / (PAYLOAD * mbit * 1e6)
+    return [forward + max(backward, wire_s) + update for forward, backward, update in alone]
+
+
+def best(times: Times, kind: str) -> str:
+    """The fastest of a peer's bucket sizes, its default included."""
+    names = [name for name in times if name == kind or name.startswith(f"{kind}, ")]
+    return min(names, key=lambda name: statistics.median(times[name]))
+
+
+def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> list[Goal]:
+    """P3, P4, P5, and the other wires over native, at one rate."""
+    times: Times = dict(found["times"])
+    goals = []
+    for side, policy in ARITHMETIC.items():
+        times["limit"] = limits_of(found["alone"][policy], mbit, num_parameters)
+        goals.append(Goal.of("P3", f"{mbit} Mbit, {side}", times, side, "limit", OF_LIMIT[mbit], 1.0))
+        goals.append(speed_up(mbit, times, side))
+    own = "ours, fp32 arithmetic"
+    goals.append(Goal.of("P5", f"{mbit} Mbit, {own}", times, own, "ddp + hook", OF_HOOK_DEFAULT))
+    goals.append(
+        Goal.of(
+            "P5", f"{mbit} Mbit, {own}, best buckets", times, own, best(times, "ddp + hook"), OF_HOOK_BEST
+        )
+    )
+    wires = ("ours, sum=fp32", "ours, shard")
+    return goals + [Goal.of("wire", f"{mbit} Mbit, {side}", times, side, "ours", OF_NATIVE) for side in wires]
+
+
+def speed_up(mbit: int, times: Times, side: str) -> Goal:
+    """P4: the time of DistributedDataParallel as it comes over ours."""
+    ratio = Goal.of("P4", f"speed-up, {mbit} Mbit, {side}", times, "ddp", side, SPEED_UP[mbit], 2.0)
+    return Goal(
+        *(ratio.row, ratio.what, ratio.theirs or 0.0, "ms", "ddp", ratio.ours),
+        *(ratio.value, ratio.low, ratio.high, ratio.goal, ratio.limit),
+        at_most=False,
+    )
+
+
+def tell(mbit: int, times: Times, limits: dict[str, list[float]]) -> None:
+    print(f"\n{f'{mbit} Mbit':28} {'min ms':>9} {'median ms':>10}")
+    for name, seconds in (times | limits).items():
+        row = row_of(seconds)
+        print(f"{name:28} {row['min_ms']:9.1f} {row['median_ms']:10.1f}")
+
+
+def main() -> None:
+    arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
+    if reason := lacking():
+        sys.exit(f"links.py cannot run here: {reason}.")
+    plan = Plan(layers=4, width=64, batch=16) if arguments.quick else Plan()
+    repeats = 2 if arguments.quick else arguments.repeats
+    goals: list[Goal] = []
+    rows: dict[str, Any] = {}
+    for num_hosts in arguments.hosts:
+        with network(num_hosts) as hosts:
+            found = on_hosts(hosts, plan)
+        goals += goals_of_bytes(found)
+        rows[f"{num_hosts} hosts"] = found
+    if arguments.rates:
+        with network(2) as hosts:
+            timed = on_hosts(hosts, plan.over(arguments.rates, repeats))[0]
+        for rate in arguments.rates:
+            found = timed[str(rate)]
+            goals += goals_of_times(rate, found, plan.num_parameters)
+            limits = {
+                f"limit, {policy}": limits_of(each, rate, plan.num_parameters)
+                for policy, each in found["alone"].items()
+            }
+            tell(rate, found["times"], limits)
+            rows[f"{rate} Mbit"] = {
+                name: row_of(seconds) for name, seconds in (found["times"] | limits).items()
+            }
+    print(f"\n{goal_table(goals)}")
+    write(arguments.json, "bytes and step times over limited links", repeats, rows, goals)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--hosts", type=int, nargs="*", default=[2, 4], help="between which bytes are counted"
+    )
+    parser.add_argument(
+        "--rates", type=int, nargs="*", default=[*OF_LIMIT], choices=[*OF_LIMIT], help="in Mbit/s"
+    )
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument(
+        "--quick", action="store_true", help="two repeats of a small network, to test this file"
+    )
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

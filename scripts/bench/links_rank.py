@@ -1,0 +1,225 @@
+"""One rank of the benchmark of links: trains a network of 4.2 M parameters on all sides of the comparison.
+
+Started by links.py within a network namespace. Counts bytes and collectives without a limit of the link, and
+times steps under limits that each rank sets on its own interface. Rank 0 writes what all ranks have found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.engine import Wire
+from launcher.process.lifetime import end_with
+from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
+from scripts.bench.interleaved import Times, interleave
+from scripts.bench.network import bytes_sent, limit_own_link
+from scripts.bench.ours import ours, stepper_for
+
+HALF = torch.float16
+SETUP = Setup("sgd", half=False, init_scale=2**10)
+UNSCALED = replace(SETUP, scaled=False)
+TUNED_MB = (1, 2, 4)  # buckets of DistributedDataParallel besides its default of 25
+# By side, the wire of ours. All but the first run the launcher's default policy, fp16 emulated.
+OURS = {
+    "ours, fp32 arithmetic": Wire(dtype=HALF),
+    "ours": Wire(),
+    "ours, sum=fp32": Wire(sum="fp32"),
+    "ours, shard": Wire(shard=True),
+}
+CHECKED_STEPS, TOLERANCE = 10, 0.01
+
+
+class Residual(nn.Module):
+    """Without residuals so deep a network overshoots, and losses could not be compared."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.add(inputs, F.relu(self.linear(inputs)), alpha=0.25)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks do. Without rates they count bytes and collectives, with rates they time steps."""
+
+    layers: int = 16
+    width: int = 512
+    batch: int = 256
+    mbits: tuple[int, ...] = ()
+    repeats: int = 8
+    steps: int = 4  # over which bytes are counted
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def over(self, mbits: Sequence[int], repeats: int) -> Plan:
+        return replace(self, mbits=tuple(mbits), repeats=repeats)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model().parameters())
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = (Residual(self.width) for _ in range(self.layers))
+        return nn.Sequential(*layers, nn.Linear(self.width, 10))
+
+    def batch_of(self, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(rank)
+        inputs = torch.randn(self.batch, self.width, generator=generator)
+        return inputs, torch.randint(10, (self.batch,), generator=generator)
+
+
+def steps_of_ours(model: nn.Module) -> dict[str, Step]:
+    """By side, each with a model of its own."""
+    found = {}
+    for name, wire in OURS.items():
+        policy = "fp32" if wire.dtype is HALF else "fp16"
+        emulate = None if policy == "fp32" else True
+        found[name] = ours(copy.deepcopy(model), SETUP, policy, wire=wire, emulate=emulate)
+    return found
+
+
+def peers_of(model: nn.Module, tuned_mb: tuple[int, ...]) -> dict[str, Step]:
+    """DistributedDataParallel in fp32 as it comes, and with the hook and what fp16 needs on the wire."""
+    found = {}
+    for name, build, setup in (("ddp", ddp, UNSCALED), ("ddp + hook", ddp_with_hook, SETUP)):
+        found[name] = build(copy.deepcopy(model), setup)
+        for bucket_mb in tuned_mb:
+            tuned = replace(setup, bucket_mb=bucket_mb)
+            found[f"{name}, {bucket_mb} MB"] = build(copy.deepcopy(model), tuned)
+    return found
+
+
+class Alone:
+    """Our step in a group of one, in three timed parts: what a step takes without a wire."""
+
+    def __init__(self, model: nn.Module, policy: str, group: dist.ProcessGroup) -> None:
+        emulate = None if policy == "fp32" else True
+        self._stepper = stepper_for(copy.deepcopy(model), SETUP, policy, group=group, emulate=emulate)
+        self.parts: list[tuple[float, float, float]] = []  # seconds of forward, backward, update
+
+    def step(self, batch: Batch) -> None:
+        inputs, labels = batch
+        marks = [time.perf_counter()]
+        with self._stepper.forward():
+            loss = F.cross_entropy(self._stepper.model(inputs).float(), labels, reduction="sum")
+        marks.append(time.perf_counter())
+        self._stepper.backward(loss, len(labels))
+        marks.append(time.perf_counter())
+        self._stepper.step()
+        marks.append(time.perf_counter())
+        self.parts.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
+
+
+def checked(sides: Mapping[str, Step], batch: Batch) -> dict[str, list[float]]:
+    """The losses of the first steps, which must be the same on all sides within the precision."""
+    losses = {name: [float(step(batch)) for _ in range(CHECKED_STEPS)] for name, step in sides.items()}
+    refuse_disagreement(losses, TOLERANCE)
+    return losses
+
+
+class BeyondBuckets(TorchDispatchMode):
+    """Counts the collectives of a step that send neither gradients nor weights: only theirs are fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self.count += any(tensor.dtype == torch.float64 for tensor in tensors_in(args))
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_in(arguments: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def count(plan: Plan, batch: Batch) -> dict[str, Any]:
+    """Bytes that this rank's interface sends per parameter and step, by side, and collectives of ours."""
+    model = plan.model()
+    own = steps_of_ours(model)
+    sides = own | peers_of(model, ())
+    checked(sides, batch)
+    sent, collectives = {}, {}
+    for name, step in sides.items():
+        dist.barrier()
+        before = bytes_sent()
+        for _ in range(plan.steps):
+            step(batch)
+        dist.barrier()  # some 100 bytes
+        sent[name] = (bytes_sent() - before) / plan.steps / plan.num_parameters
+    for name, step in own.items():
+        with BeyondBuckets() as beyond:
+            step(batch)
+        collectives[name] = beyond.count
+    return {"bytes_per_parameter": sent, "collectives_beyond": collectives}
+
+
+def timed(plan: Plan, batch: Batch) -> dict[str, Any]:
+    """Seconds of steps by rate and side, and of the parts of a step alone by rate and policy."""
+    model = plan.model()
+    alone_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(alone_group, dist.ProcessGroup)
+    alone = {name: Alone(model, name, alone_group) for name in ("fp32", "fp16")}
+    sides = steps_of_ours(model) | peers_of(model, TUNED_MB)
+    losses = checked(sides, batch)
+    calls: dict[str, Callable[[], object]] = {name: partial(step, batch) for name, step in sides.items()}
+    calls |= {f"alone, {name}": partial(each.step, batch) for name, each in alone.items()}
+    found: dict[str, Any] = {}
+    for mbit in plan.mbits:
+        dist.barrier()
+        limit_own_link(mbit)
+        times: Times = interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)
+        parts = {name: each.parts[-plan.repeats :] for name, each in alone.items()}
+        found[str(mbit)] = {"times": times, "alone": parts}
+    limit_own_link(None)
+    ends = {name: [*losses[name], float(step(batch))] for name, step in sides.items()}
+    refuse_disagreement(ends, TOLERANCE)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plan", type=json.loads)
+    parser.add_argument("result", type=Path, help="where rank 0 writes what the ranks have found")
+    arguments = parser.parse_args()
+    plan = Plan(**{**arguments.plan, "mbits": tuple(arguments.plan["mbits"])})
+    end_with(os.getppid())  # not to keep the namespaces of a killed parent
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        batch = plan.batch_of(dist.get_rank())
+        own = timed(plan, batch) if plan.mbits else count(plan, batch)
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, own)
+        if dist.get_rank() == 0:
+            arguments.result.write_text(json.dumps(by_rank))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
