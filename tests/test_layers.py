@@ -31,7 +31,7 @@ LAYERS = (
     {"__main__"},
 )
 ENGINE_LAYERS = (
-    {"errors", "limits", "works"},
+    {"errors", "limits", "works", "recorder"},
     {"precision", "flat"},
     {"wire", "state"},
     {"verdict"},
@@ -40,6 +40,7 @@ ENGINE_LAYERS = (
     {"step_result", "replica"},
     {"assembly"},
     {"stepper"},
+    {"step_graph"},
     {"__init__"},
 )
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}

@@ -6,7 +6,9 @@ from launcher.engine.optim.fused import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
+from launcher.engine.recorder import HostRead, RecordingError
 from launcher.engine.state import EngineState
+from launcher.engine.step_graph import StepGraph
 from launcher.engine.step_result import StepReport, StepResult
 from launcher.engine.stepper import Stepper
 from launcher.engine.wire.transports import Wire
@@ -16,10 +18,13 @@ __all__ = [
     "AdamW",
     "EngineState",
     "EngineWarning",
+    "HostRead",
     "ParameterGroup",
     "Policy",
+    "RecordingError",
     "ScaleStart",
     "Scaling",
+    "StepGraph",
     "StepReport",
     "StepResult",
     "Stepper",

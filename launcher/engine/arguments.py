@@ -34,6 +34,7 @@ def refuse_kinds(
     wire: object,
     emulate: object,
     compiled: object,
+    capturable: object,
     groups: object,
 ) -> None:
     """Raise UnusableError for arguments of a Stepper of the wrong type. None means the default."""
@@ -55,6 +56,7 @@ def refuse_kinds(
     if emulate is not None:
         limits.flag.require("emulate", emulate)
     limits.flag.require("compiled", compiled)
+    limits.flag.require("capturable", capturable)
     if not isinstance(groups, list | tuple) or not all(isinstance(each, ParameterGroup) for each in groups):
         raise UnusableError(
             f"groups={groups!r}: it must be a sequence of ParameterGroup, for example "

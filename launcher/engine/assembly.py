@@ -43,6 +43,7 @@ class Choices:
     micro_batches: int
     emulate: bool | None
     compiled: bool
+    capturable: bool
     groups: Sequence[ParameterGroup] = ()
 
 
@@ -64,22 +65,24 @@ class Parts:
         grouping = Grouping.of(model, choices.groups)
         refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
         self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping)
-        self.buffers = Buffers(model, group)
+        # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
+        self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
+        self.buffers = Buffers(model, group, on_host)
         take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
-        self.tally = Tally(layout.device, group)
+        self.tally = Tally(layout.device, group, on_host)
         self.reducer = Reducer(
             layout, group, transports, choices.micro_batches, wire.overlap, compiled, self.tally.send
         )
         self.attachment = Attachment(model, layout, self.reducer)
         self.shards = Shards(layout, transports, group)
-        self.updater = updater_of(optimizer, layout, self.shards, compiled)
+        self.updater = updater_of(optimizer, layout, self.shards, compiled, on_host)
         self.in_place = InPlaceChanges(model, layout, self.shards, group)
-        self.scale = LossScale(choices.scaling, layout.device)
-        self.judge = judge_on(layout.device, compiled)
+        self.scale = LossScale(choices.scaling, layout.device, on_host)
+        self.judge = judge_on(on_host, compiled)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
         self.notices = Notices({slot.name for slot in layout.slots if slot.numel})

@@ -35,6 +35,7 @@ class Replica:
     scale: LossScale
 
     def __post_init__(self) -> None:
+        self._trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
         self._start()
 
     def masters(self) -> dict[str, Tensor]:
@@ -118,9 +119,13 @@ class Replica:
             *(p.master for p in self.shards.pieces if p.half and p.master is not None),
         ]
 
+    def changed_by_a_step(self) -> list[Tensor]:
+        """`tensors()` and what is not worth counting."""
+        return [*self.tensors(), self._trained]
+
     def _start(self) -> None:
         """Reset what `has_trained` and `changed_buffers` compare with."""
-        self._trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
+        self._trained.zero_()  # in place: a recorded step writes there
         self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
 
     def _replicated(self, segment: Segment) -> dict[str, Tensor]:

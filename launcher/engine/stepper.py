@@ -60,7 +60,8 @@ class Stepper:
     step and rank; None takes it from the counts of the first step, which costs that step one collective.
     `learning_rates` gives one rate per applied step, and the last one after that; None means `optimizer.lr`
     throughout. `compiled` fuses the update into one kernel with torch.compile, on all ranks or on none; if
-    compiling fails, `compilation.reason` says why.
+    compiling fails, `compilation.reason` says why. `capturable` computes the verdict of a step on the device
+    without a read by the host, as a StepGraph needs: always so on a GPU, where it changes nothing.
 
     `groups` give parameters a learning-rate factor, a separate weight decay, or freeze them; a parameter
     belongs to the first group that matches its name. The clip norm is computed over all groups. States do not
@@ -102,10 +103,11 @@ class Stepper:
         reference_count: int | None = None,
         emulate: bool | None = None,
         compiled: bool = False,
+        capturable: bool = False,
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
-        refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, groups)
+        refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, capturable, groups)
         rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
         self.model, self.group = model, group_of(group)
@@ -115,7 +117,9 @@ class Stepper:
         # First: what comes next then raises on all ranks or on none.
         refuse_different_models(model, reference_count, groups, self.group)
         scaling = scaling or Scaling.of(policy)
-        choices = Choices(policy, scaling, wire or Wire(), micro_batches, emulate, compiled, groups)
+        choices = Choices(
+            policy, scaling, wire or Wire(), micro_batches, emulate, compiled, capturable, groups
+        )
         self._parts = parts = Parts(model, optimizer, choices, self.group)
         warn_of_idle(idle_groups(model, groups), stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
@@ -245,11 +249,7 @@ class Stepper:
         """
         if not self._failed:
             self._refuse_missed_backward()
-        packed, wire_bytes = self.step_on_device()
-        world_size = self.layout.world_size
-        return StepResult.capture(
-            packed, self._parts.names, world_size, wire_bytes, self.clock.take(), self._parts.notices
-        )
+        return self.report(*self.step_on_device())
 
     def abandon(self) -> StepResult:
         """Instead of step(): drop this step on all ranks, as if backward() had not been called.
@@ -299,10 +299,36 @@ class Stepper:
         self._start_of_step(verdict.abandoned)
         return verdict.packed, reduced.bytes
 
+    def report(self, packed: Tensor, wire_bytes: int) -> StepResult:
+        """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
+        return StepResult.capture(
+            packed,
+            self._parts.names,
+            self.layout.world_size,
+            wire_bytes,
+            self.clock.take(),
+            self._parts.notices,
+        )
+
+    def prepare_replay(self) -> None:
+        """What a step does on the host, before the replay of a recorded one. A collective as `step()` is."""
+        self._refuse_within_step("replay()")
+        self._parts.attachment.check()
+        self._parts.in_place.take()
+        self._wait_for_readers()
+
+    def tensors(self) -> list[Tensor]:
+        """All memory that a step changes, for a copy that is put back later."""
+        return [
+            *self._parts.replica.changed_by_a_step(),
+            *self.reducer.tensors(),
+            *self._parts.tally.tensors(),
+        ]
+
     def hold_update(self, read: torch.cuda.Event) -> None:
         """Make the next update wait on the device for `read`, while weights and states are being copied.
 
-        Not for steps captured in a CUDA graph.
+        The replay of a recorded step waits as a whole: nothing can be put into the middle of it.
         """
         self._read = read
 
@@ -365,6 +391,11 @@ class Stepper:
     def device(self) -> torch.device:
         """Where the model, its masters and its gradients are."""
         return self.layout.device
+
+    @property
+    def decides_on_host(self) -> bool:
+        """Whether the host reads each step's numbers: on a CPU, unless it is `capturable`."""
+        return self._parts.on_host
 
     @property
     def num_trainable(self) -> int:

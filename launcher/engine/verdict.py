@@ -115,9 +115,9 @@ def judge_on_host(
     )
 
 
-def judge_on(device: torch.device, compiled: bool) -> Callable[..., Verdict]:
-    """The form of `judge` for this device; on a GPU compiled, if that is wanted."""
-    if device.type == "cpu":
+def judge_on(on_host: bool, compiled: bool) -> Callable[..., Verdict]:
+    """The form of `judge` for the host or for a device, there compiled, if that is wanted."""
+    if on_host:
         return judge_on_host
     return torch.compile(judge) if compiled else judge
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.engine import Policy, Stepper
+from launcher.engine import Policy, StepGraph, Stepper, StepResult
 from launcher.recipe import registry_of
 from scripts.bench.baselines import OPTIONS, PEERS, Setup, installed
 from scripts.bench.gpu_road import tiny_net
@@ -116,10 +116,23 @@ class Task:
         return lambda: step(batch)
 
     def ours(self, bench: Bench, policy: str = "fp16", optimizer: str = "sgd") -> Step:
-        return self.ours_on_device(bench, policy, optimizer, report=True)
+        stepper, passes = self.ours_in_parts(bench, policy, optimizer)
 
-    def ours_on_device(self, bench: Bench, policy: str, optimizer: str, report: bool) -> Step:
-        """A training step. The launcher reads each report one step late, and so does this."""
+        def step() -> StepResult:
+            passes()
+            return stepper.step()
+
+        return reading_late(step)
+
+    def ours_in_a_graph(self, bench: Bench) -> Step:
+        """The whole step, loss scale included, recorded once."""
+        stepper, passes = self.ours_in_parts(bench, "fp16", "sgd")
+        graph = StepGraph(stepper)
+        graph.record(passes)
+        return reading_late(graph.replay)
+
+    def ours_in_parts(self, bench: Bench, policy: str, optimizer: str) -> tuple[Stepper, Callable[[], None]]:
+        """A Stepper, and the forward and backward pass of a step."""
         setup = Setup(device=bench.device, channels_last=True)
         model = setup.laid_out(self.model().to(bench.device))
         compiled = bench.device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -128,34 +141,25 @@ class Task:
             model, OPTIMIZERS[optimizer], Policy.named(policy), reference_count=samples, compiled=compiled
         )
         inputs, labels = setup.laid_out(self.inputs.to(bench.device)), self.labels.to(bench.device)
-        waiting: list[Any] = []
 
-        def step() -> None:
+        def passes() -> None:
             with stepper.forward():
                 loss = F.cross_entropy(model(inputs).float(), labels, reduction="sum")
             stepper.backward(loss, samples)
-            if not report:
-                stepper.step_on_device()
-                return
-            waiting.append(stepper.step())
-            if len(waiting) > 1:
-                waiting.pop(0).read()
 
-        return step
+        return stepper, passes
 
-    def ours_in_a_graph(self, bench: Bench) -> Step:
-        """The whole step, loss scale included, captured once."""
-        step = self.ours_on_device(bench, "fp16", "sgd", report=False)
-        side = torch.cuda.Stream(bench.device)
-        side.wait_stream(torch.cuda.current_stream(bench.device))
-        with torch.cuda.stream(side):
-            for _ in range(5):
-                step()
-        torch.cuda.current_stream(bench.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
+
+def reading_late(step: Callable[[], StepResult]) -> Step:
+    """The launcher reads each report one step late, and so does this."""
+    waiting: list[StepResult] = []
+
+    def and_read() -> None:
+        waiting.append(step())
+        if len(waiting) > 1:
+            waiting.pop(0).read()
+
+    return and_read
 
 
 def h1(bench: Bench) -> dict[str, Any]:

@@ -56,39 +56,6 @@ def test_no_step_waits_for_the_device(device, name, compiled) -> None:
     assert [result.read().applied_steps + result.read().skipped_steps for result in results] == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("name", ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16"])
-@pytest.mark.usefixtures("same_bits")
-def test_a_step_captured_in_a_cuda_graph_gives_the_same_bits(gpu, name) -> None:
-    eager, captured = stepper_of(gpu, Policy.named(name)), stepper_of(gpu, Policy.named(name))
-    steps = [batch_of(gpu, step) for step in range(20)]
-    warm_up = 3
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for x, classes in steps[:warm_up]:
-            forward_backward(captured, x, classes)
-            captured.step_on_device()
-    torch.cuda.current_stream().wait_stream(side)
-
-    x, classes = (tensor.clone() for tensor in steps[warm_up])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # records, does not run
-        forward_backward(captured, x, classes)
-        captured.step_on_device()
-    for new_x, new_classes in steps[warm_up:]:
-        x.copy_(new_x)
-        classes.copy_(new_classes)
-        graph.replay()
-    for new_x, new_classes in steps:
-        forward_backward(eager, new_x, new_classes)
-        eager.step()
-    torch.cuda.synchronize()
-    assert eager.scale.state.tolist() == captured.scale.state.tolist()
-    if name in ("amp_fp16", "fp16"):
-        assert eager.scale.state[4] > 0, "no step was skipped: the test says less than it should"
-    assert state_on_host(eager) == state_on_host(captured)
-
-
 def accuracy_after(
     device: torch.device, train_step, model: nn.Module, forward, seed: int, epochs: int = 6
 ) -> float:

@@ -22,8 +22,9 @@ class Buffers:
     Half-precision buffers become fp32 under every policy: statistics over many steps need it.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, on_host: bool = False) -> None:
         self._group = group
+        self._on_host = on_host  # whether the skip flag may be read there
         for buffer in model.buffers():
             if buffer.dtype in HALF:
                 buffer.data = buffer.data.float()
@@ -54,7 +55,7 @@ class Buffers:
 
     def restore_if(self, skipped: Tensor) -> None:
         """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true; after `collect`."""
-        if skipped.device.type == "cpu" and not skipped:
+        if self._on_host and not skipped:
             return
         for before, flat in zip(self._before, self._flat, strict=True):
             flat.copy_(torch.where(skipped, before, flat))

@@ -149,14 +149,14 @@ def refuse_unadaptable(
 
 
 def updater_of(
-    optimizer: Optimizer | TorchOptimizer, layout: Layout, shards: Shards, compiled: bool
+    optimizer: Optimizer | TorchOptimizer, layout: Layout, shards: Shards, compiled: bool, on_host: bool
 ) -> Updater | AdaptedUpdater:
     """The updater that applies `optimizer` to the shards of `layout`; torch's are never `compiled`."""
     if isinstance(optimizer, TorchOptimizer):
         return AdaptedUpdater(layout, shards.pieces, optimizer)
     rates = layout.grouping.rates
     stretches = Stretches(rates, shards.stretches()) if rates else None
-    return Updater(shards.pieces, optimizer, compiled, stretches)
+    return Updater(shards.pieces, optimizer, compiled, stretches, on_host)
 
 
 class AdaptedUpdater:

@@ -64,6 +64,7 @@ class Updater:
 
     `compiled` turns the pass into one kernel with torch.compile (Triton on CUDA, C++ on a CPU). Both forms
     give the same values within rounding. With `stretches` each stretch is a call of its own within the pass.
+    `on_host`: whether the host reads the skip flag; None: on a CPU.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Updater:
         optimizer: Optimizer,
         compiled: bool,
         stretches: Stretches | None = None,
+        on_host: bool | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.pieces = list(pieces)
@@ -80,7 +82,8 @@ class Updater:
             for piece in self.pieces
         ]
         device = self.pieces[0].weight.device
-        self._on_host = device.type == "cpu"
+        self._on_cpu = device.type == "cpu"
+        self._on_host = self._on_cpu if on_host is None else on_host
         self._factors = _GroupFactors.of(stretches, optimizer, device)
         self._shares = self._shared_out(stretches)
         self._compiled: Callable[..., None] | None = None
@@ -95,7 +98,7 @@ class Updater:
 
     def _shared_out(self, stretches: Stretches | None) -> list[_Share]:
         """All elements, by rates; where there are no groups, the pieces as they are."""
-        chunk = CHUNK if self._on_host else DEVICE_CHUNK
+        chunk = CHUNK if self._on_cpu else DEVICE_CHUNK
         if stretches is None:
             batches = _batches(self.pieces, self.states, chunk)
             return [_Share(self.optimizer, 0, self.pieces, self.states, batches)]
@@ -120,7 +123,7 @@ class Updater:
 
     def step(self, scalars: Scalars) -> None:
         """Apply one update to all pieces, or write nothing if `scalars.skip` is true."""
-        if self._on_host and scalars.skip:  # reading the flag does not wait on a CPU
+        if self._on_host and scalars.skip:
             return
         with torch.no_grad():
             if self._compiled is None:
@@ -132,7 +135,10 @@ class Updater:
         own = [scalars] if self._factors is None else self._factors.rates(scalars)
         if not self._on_host:
             found_inf = scalars.skip.float()
-            own = [replace(each, lr=each.lr.float(), found_inf=found_inf) for each in own]
+            own = [
+                replace(each, lr=each.lr if self._on_cpu else each.lr.float(), found_inf=found_inf)
+                for each in own
+            ]
         for share in self._shares:
             for batch in share.batches:
                 _fused(share.optimizer, batch, own[share.rates])
@@ -205,8 +211,8 @@ def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int
     """All elements in order, cut into batches of `chunk` elements."""
     batches: list[_Batch] = []
     room = 0
-    on_host = pieces[0].weight.device.type == "cpu"
-    scratch = torch.empty(min(chunk, sum(p.weight.numel() for p in pieces))) if on_host else None
+    on_cpu = pieces[0].weight.device.type == "cpu"
+    scratch = torch.empty(min(chunk, sum(p.weight.numel() for p in pieces))) if on_cpu else None
     for piece, own in zip(pieces, states, strict=True):
         start, numel = 0, piece.weight.numel()
         while start < numel:

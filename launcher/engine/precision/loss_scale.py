@@ -76,8 +76,10 @@ class LossScale:
 
     FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
 
-    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+    def __init__(self, scaling: Scaling, device: torch.device, on_host: bool | None = None) -> None:
+        """`on_host`: whether the host may read it within a step; None: on a CPU."""
         self.scaling = scaling
+        self._on_host = device.type == "cpu" if on_host is None else on_host
         start = 0 if scaling.mode == "none" else _exponent(scaling.init)
         fields = [start, 0, scaling.hysteresis, 0, 0, 0, 0]
         self.state = torch.tensor(fields, dtype=torch.int64, device=device)
@@ -140,8 +142,8 @@ class LossScale:
         return power_of_two(self.exponent)
 
     def over(self, divisor: int) -> Tensor | float:
-        """S / divisor, exact for a power of two: fp32, 0-dim; on a CPU the number, which costs less."""
-        if self.state.device.type == "cpu":
+        """S / divisor, exact for a power of two: fp32, 0-dim; on the host the number, which costs less."""
+        if self._on_host:
             return math.ldexp(1.0, int(self.exponent)) / divisor
         return self.value() / divisor
 

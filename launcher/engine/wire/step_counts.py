@@ -23,8 +23,9 @@ FIELDS = 3 + VOTES
 class Tally:
     """Sums over the micro-batches of this rank, then over the ranks: one fp64 tensor [FIELDS]."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, on_host: bool) -> None:
         self._group = group
+        self._on_host = on_host
         self._sums = torch.zeros(FIELDS, dtype=torch.float64, device=device)
         self._newest: Tensor | None = None  # [3] of the micro-batch that may still be taken back
         self._work: dist.Work | None = None
@@ -33,7 +34,7 @@ class Tally:
     def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
         self._include_newest()
-        if self._sums.device.type == "cpu":  # reading does not wait, and is less work than seven operations
+        if self._on_host:  # reading does not wait, and is less work than seven operations
             number = loss_sum.item()
             counts = (float(count), number, float(not math.isfinite(number)))
             self._newest = torch.tensor(counts, dtype=torch.float64)
@@ -65,6 +66,10 @@ class Tally:
             works.wait_for(self._work, self._sums)
             self._work = None
         return self._sums
+
+    def tensors(self) -> list[Tensor]:
+        """What is held here between steps."""
+        return [self._sums]
 
     def restart(self) -> None:
         """Begin the next step."""

@@ -1,0 +1,121 @@
+"""Records device work so that it can be repeated without the host: CUDA graphs, behind a small protocol.
+
+Owns what torch and CUDA demand of a capture. What is recorded is in `step_graph`. A recording keeps the
+addresses and the Python numbers of the call that was recorded; only what the memory at these addresses holds
+may differ from one replay to the next. Tests record with a stand-in that keeps both rules on a CPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+WAITS = (
+    "synchronizing CUDA operation"  # in torch's error of c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync
+)
+
+
+class HostRead(RuntimeError):
+    """The work that was to be recorded waits for the device. Nothing is broken."""
+
+
+class RecordingError(RuntimeError):
+    """The work could not be recorded, for the reason of its cause. CUDA is in no defined state."""
+
+
+class Recorder(Protocol):
+    """Runs, checks and records work on one device."""
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Run on the stream that `record` records on, after all work queued so far and before all later."""
+        ...
+
+    def refusing_reads(self) -> AbstractContextManager[object]:
+        """Raise HostRead at the first operation for which the host would wait."""
+        ...
+
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Record what `work` does on the device, without doing it; the result does it, on each call.
+
+        Memory that `work` allocates is kept, and written again by each call. Random numbers continue the
+        sequence of the device's default generator. RuntimeError where it cannot be recorded.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs.
+
+    NCCL's collectives are recorded like kernels, on the stream of their communicator, which a warm-up has
+    created. Their works are not given to NCCL's watchdog (ProcessGroupNCCL::collective enqueues a work only
+    outside of a capture), so NCCL's timeout cannot detect a replay that hangs: the caller needs a deadline.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """As `Recorder.aside`."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    @contextmanager
+    def refusing_reads(self) -> Iterator[None]:
+        """As `Recorder.refusing_reads`.
+
+        A failed capture leaves streams and allocator in no defined state (CUDAGraph::reset says so), and its
+        error names no cause. torch's check of synchronisations raises at the line that waits, without harm.
+        """
+        before = torch.cuda.get_sync_debug_mode()
+        _set_sync_debug_mode("error")
+        try:
+            yield
+        except Exception as error:
+            if any(WAITS in str(each) for each in causes_of(error)):
+                raise HostRead(WAITS) from error
+            raise
+        finally:
+            _set_sync_debug_mode(before)
+
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        """As `Recorder.record`.
+
+        capture_error_mode "thread_local": under "global" a call of another thread that is unsafe in a capture
+        makes it fail, and NCCL's watchdog and the threads that pin memory query events all the time.
+        """
+        graph = torch.cuda.CUDAGraph()  # with its own memory, and the device's default generator
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records on this device; None where nothing can."""
+    build = RECORDERS.get(device.type)
+    return None if build is None else build(device)
+
+
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}  # by type of device
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # is a prototype: every time
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,74 @@
+"""Recorded steps with their collectives: the bits of ordinary ones on every wire; one verdict on reads."""
+
+from __future__ import annotations
+
+from launcher.distributed.process_group import WorkerEnv
+from launcher.engine import SGD, HostRead, Policy, Scaling, StepGraph, Stepper, Wire
+from tests.engine.test_step_graph import bits
+from tests.models import features, loss_sum, mlp
+from tests.ranks.harness import run_ranks
+from tests.recording import Again, Tape
+
+WIRES = (Wire(bucket_bytes=64), Wire(sum="fp32"), Wire(shard=True))
+
+
+def trained(env: WorkerEnv, wire: Wire, recorder: Tape) -> list[bytes]:
+
+    stepper = Stepper(
+        mlp(),
+        SGD(0.1, 0.9),
+        Policy.fp16(),
+        env.group,
+        wire=wire,
+        scaling=Scaling(init=2**24, growth_interval=3),
+        learning_rates=[0.1, 0.05, 0.02],
+        capturable=True,
+    )
+    x, classes = features(8, 99)
+
+    def passes() -> None:
+        with stepper.forward():
+            loss = loss_sum(stepper.model(x), classes)
+        stepper.backward(loss, len(classes))
+
+    graph = StepGraph(stepper, recorder)
+    graph.record(passes)
+    for step in range(12):
+        for place, values in zip((x, classes), features(8, 10 * step + env.rank), strict=True):
+            place.copy_(values)
+        graph.replay()
+    return bits(stepper)
+
+
+def every_wire(env: WorkerEnv) -> list[bool]:
+    return [trained(env, wire, Tape()) == trained(env, wire, Again()) for wire in WIRES]
+
+
+def test_recorded_collectives_give_the_bits_of_ordinary_steps() -> None:
+    assert run_ranks(2, every_wire) == [[True] * len(WIRES)] * 2
+
+
+def reads_on_rank_1(env: WorkerEnv) -> tuple[str, bool]:
+
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp32(), env.group, capturable=True)
+    x, classes = features(8, env.rank)
+
+    def passes() -> None:
+        if env.rank == 1:
+            float(x.sum())
+        stepper.backward(loss_sum(stepper.model(x), classes), len(classes))
+
+    before = bits(stepper)
+    try:
+        StepGraph(stepper, Tape()).record(passes)
+    except HostRead as error:
+        return str(error), bits(stepper) == before
+    return "", False
+
+
+def test_a_read_on_one_rank_is_refused_on_all() -> None:
+    (other, same), (own, also_same) = run_ranks(2, reads_on_rank_1)
+    assert other == "another rank waits for the device"
+    assert "_local_scalar_dense" in own
+    assert same
+    assert also_same
