@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ from launcher.training.loop import Task, train
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Start
 from launcher.training.recipe_errors import guarded, guarding
+from launcher.training.recorded_steps import recorded
 from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
@@ -243,7 +244,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
 def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
     """All steps from `start` on, and the result."""
     run, config, continuity, stepper = job.run, job.run.config, job.continuity, job.run.stepper
-    batches = _batches(job)
+    batches, steps_left = _batches(job), start.step < job.course.total_steps
     if config.precision.scale.mode == "auto" and not continuity.has_scale:
         _calibrate(job, batches, start)
     votes = Votes()
@@ -259,17 +260,21 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
         continuity.standing,
         continuity.answers,
     )
-    if start.step < job.course.total_steps and not start.owes_evaluation:
+    if steps_left and not start.owes_evaluation:
         evaluator.rehearse()
     network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)
-    with Writer(continuity.directory, config.checkpoint.keep) as writer:
+    task = Task(stepper, network, job.recipe.loss, batches, continuity.answers)
+    with (
+        recorded(task, run) if steps_left else nullcontext(task) as learner,
+        Writer(continuity.directory, config.checkpoint.keep) as writer,
+    ):
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
         train(
             job.course,
             start,
-            Task(stepper, network, job.recipe.loss, batches, continuity.answers),
+            learner,
             Checkpoints(run, job.course, monitor, votes, writer, due, continuity.take),
             monitor,
             Replicas(stepper, job.course),

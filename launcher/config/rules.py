@@ -164,6 +164,7 @@ RULES: Mapping[str, Rule] = {
     "train.eval_every_steps": optional(whole(1)),
     "train.log_every_steps": whole(1),
     "train.compile": flag,
+    "train.cuda_graph": auto_or(flag),
     "train.channels_last": auto_or(flag),
     "train.deterministic": flag,
     "train.tf32": flag,

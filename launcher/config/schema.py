@@ -57,6 +57,7 @@ class TrainConfig:
     eval_every_steps: int | None  # also after every so many steps; null: after epochs only
     log_every_steps: int
     compile: bool
+    cuda_graph: str | bool  # auto: where the run can be captured
     channels_last: str | bool  # auto: on CUDA
     deterministic: bool
     tf32: bool

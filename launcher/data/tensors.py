@@ -69,15 +69,14 @@ class DeviceBatches:
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
+        return [self.batch(indices, noise) for indices, noise in self.inputs(epoch, step)]
+
+    def inputs(self, epoch: int, step: int) -> list[tuple[Tensor, Tensor]]:
+        """What `batch` makes the micro-batches of: indices int64 [n] and noise fp32 [n, 4], views."""
         current = self._enter(epoch)
         self._latest = epoch, step
-        return [
-            self._batch(
-                current.order[positions.start : positions.stop],
-                current.noise[positions.start : positions.stop],
-            )
-            for positions in self.plan.micro_positions(step)
-        ]
+        parts = [slice(each.start, each.stop) for each in self.plan.micro_positions(step)]
+        return [(current.order[part], current.noise[part]) for part in parts]
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
@@ -98,7 +97,8 @@ class DeviceBatches:
         """None: the step says it."""
         return ""
 
-    def _batch(self, indices: Tensor, noise: Tensor) -> Batch:
+    def batch(self, indices: Tensor, noise: Tensor) -> Batch:
+        """The samples at `indices`, gathered on the device and transformed by their `noise`."""
         batch = self._data.select(indices)
         if self._transform is None:
             return batch

@@ -30,6 +30,7 @@ from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, TorchOptimizer, Wire
+from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
 from launcher.recipe.contract import Recipe, loss_of, set_title
@@ -311,6 +312,7 @@ def build_stepper(
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],
+        capturable=config.train.cuda_graph is not False and recorder_of(env.device) is not None,
         groups=grouped.groups,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
@@ -23,6 +24,15 @@ from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Position, Start
 from launcher.training.replica_check import Replicas
 from launcher.training.run import Question
+
+
+class Learner(Protocol):
+    """What trains a network, one step at a time."""
+
+    @property
+    def network(self) -> nn.Module: ...
+
+    def train_on(self, position: Position) -> StepResult: ...
 
 
 @dataclass(frozen=True)
@@ -45,10 +55,7 @@ class Task:
         if ends := self.batches.at_end():
             self.stepper.vote(Question.STREAM_END)
         for batch in micro_batches:
-            with self.stepper.forward():
-                of_batch = loss_of(self.loss, self.network, batch)
-            self.answers.count(of_batch, batch)
-            self.stepper.backward(of_batch.sum, of_batch.count)
+            self.answers.count(self.learn_from(batch), batch)
         if not ends:
             return self.stepper.step()
         result = self.stepper.step()
@@ -59,11 +66,18 @@ class Task:
             self.batches.begin_again()
         return result
 
+    def learn_from(self, batch: Batch) -> Loss:
+        """Forward and backward pass of a micro-batch."""
+        with self.stepper.forward():
+            of_batch = loss_of(self.loss, self.network, batch)
+        self.stepper.backward(of_batch.sum, of_batch.count)
+        return of_batch
+
 
 def train(
     course: Course,
     start: Start,
-    task: Task,
+    task: Learner,
     checkpoints: Checkpoints,
     monitor: Monitor,
     replicas: Replicas,

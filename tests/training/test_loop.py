@@ -14,6 +14,7 @@ TRAIN = TrainConfig(
     eval_every_steps=None,
     log_every_steps=10,
     compile=False,
+    cuda_graph=False,
     channels_last=False,
     deterministic=False,
     tf32=False,
