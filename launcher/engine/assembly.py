@@ -75,7 +75,7 @@ class Parts:
         transports, self.divisor = choose_transports(wire, layout, group)
         self.tally = Tally(layout.device, group, on_host)
         self.reducer = Reducer(
-            layout, group, transports, choices.micro_batches, wire.overlap, compiled, self.tally.send
+            layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
         )
         self.attachment = Attachment(model, layout, self.reducer)
         self.shards = Shards(layout, transports, group)

@@ -212,14 +212,11 @@ def recording(original, name, calls):
     [
         ("native", ["all_reduce"] * 3),
         ("fp32", ["all_reduce", "all_to_all_single", "all_reduce", "all_gather_single"]),
-        (
-            "sharded",
-            ["all_reduce", "all_to_all_single", "all_reduce", "all_reduce", "all_gather_single"],
-        ),
+        ("sharded", ["all_to_all_single", "all_reduce", "all_reduce", "all_gather_single"]),
     ],
 )
-def test_no_collective_beyond_the_counts_the_buckets_and_the_shared_looks(name, expected) -> None:
-    """Counts, one bucket of matrices, one of vectors; sharded ranks also add up what each has seen."""
+def test_no_collective_beyond_the_buckets_and_the_counts(name, expected) -> None:
+    """Counts, one bucket of matrices, one of vectors; sharded ranks add up norms and counts together."""
     first, second = run_ranks(2, count_collectives, WIRES[name])
     assert first == second
     assert sorted(call.replace("into_tensor", "single") for call in first) == sorted(expected)

@@ -23,6 +23,7 @@ from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Slot
 from launcher.engine.wire.bucketing import Bucketing
 from launcher.engine.wire.grad_norm import SumOfSquares
+from launcher.engine.wire.step_counts import FIELDS, Tally
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport, is_sharded
 
 # What a rank's slot in the tail of the last bucket holds, if not 0.
@@ -60,7 +61,7 @@ class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
 
     `transports` has one transport per segment name; `compiled` compiles the sums that detect overflow.
-    `before_first` is called before the first bucket of a step is sent.
+    `tally` is sent before the first bucket of a step, or at its end with the norms of sharded gradients.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Reducer:
         layout: Layout,
         group: dist.ProcessGroup | None,
         transports: Mapping[str, Transport],
+        tally: Tally,
         micro_batches: int = 1,
         overlap: bool = True,
         compiled: bool = False,
-        before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = layout
         self._group = group
@@ -82,7 +83,7 @@ class Reducer:
         # On a CPU this would wait during backward for ranks that wait there for this one, in a module's own
         # collective. On a GPU the host does not wait.
         self._follows_at_once = layout.device.type != "cpu"
-        self._before_first = before_first
+        self._tally = tally
         sums = SumOfSquares(layout.device, compiled)
         accumulates, travels = micro_batches > 1, group is not None
         self._parts = Bucketing.of(layout, transports, sums, accumulates=accumulates, travels=travels)
@@ -238,15 +239,17 @@ class Reducer:
             hook.remove()
 
     def _share_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the sums of the ranks' pieces. A SUM, because a MAX may drop a NaN."""
+        """Add the sums of the ranks' pieces, and the tally. A SUM, because a MAX may drop a NaN."""
         world_size = self._layout.world_size
         own = torch.zeros(world_size, dtype=torch.float64, device=self._layout.device)
         own[self._rank] = self._mark(self._own_gradient_is_bad())
         if self._rank:
             sums = sums.masked_fill(self._parts.replicated, 0.0)  # rank 0 counts those that all ranks hold
-        shared = torch.cat([sums, own])
+        shared = torch.cat([sums, own, self._tally.give()])
         works.run(dist.all_reduce(shared, group=self._group, async_op=True), shared)
-        return shared[:-world_size], shared[-world_size:]
+        sums, marks, tally = torch.split(shared, [len(sums), world_size, FIELDS])
+        self._tally.receive(tally)
+        return sums, marks
 
     def _own_gradient_is_bad(self) -> Tensor:
         sums = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
@@ -270,8 +273,8 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         """Sum this rank's squares, then send the bucket. The last bucket carries the result of all sums."""
         self._parts.inboxes[bucket.index].complete()
-        if bucket.index == 0:
-            self._before_first()
+        if bucket.index == 0 and not self._sharded:
+            self._tally.send()
         if self._group is not None:
             bucket.local_sums = self._parts.own_sums[bucket.index]()
         if self._group is not None and bucket.tail.numel():

@@ -1,7 +1,8 @@
 """What each step reduces besides gradients: samples, the sum of their losses, bad losses, votes.
 
 Owns the one small collective of a step. Every rank launches it right before the first bucket, so the order of
-collectives is the same everywhere. Until then the last addition can be taken back. Also agrees on n0, from
+collectives is the same everywhere. Until then the last addition can be taken back. Where gradients are
+sharded, the collective of their norms at the end of a step carries these numbers too. Also agrees on n0, from
 the counts of the first step.
 """
 
@@ -55,10 +56,19 @@ class Tally:
 
     def send(self) -> None:
         """Start summing over the ranks. Once per step."""
+        sums = self.give()
+        if self._group is not None:
+            self._work = works.started(dist.all_reduce(sums, group=self._group, async_op=True))
+
+    def give(self) -> Tensor:
+        """Instead of `send`: this rank's sums [FIELDS], for a collective of the caller's. Once per step."""
         self._include_newest()
         self._sent = True
-        if self._group is not None:
-            self._work = works.started(dist.all_reduce(self._sums, group=self._group, async_op=True))
+        return self._sums
+
+    def receive(self, totals: Tensor) -> None:
+        """What that collective has made of them."""
+        self._sums.copy_(totals)
 
     def totals(self) -> Tensor:
         """Of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
