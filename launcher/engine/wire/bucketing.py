@@ -12,22 +12,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.engine.flat.layout import Layout, Segment
+from launcher.engine.flat.layout import Layout
 from launcher.engine.wire.grad_norm import ReadSums, SumOfSquares
 from launcher.engine.wire.inbox import Inbox
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
 
 
 @dataclass(frozen=True)
+class Look:
+    """One read of the reduced gradients of adjacent buckets, possible once bucket `last` has arrived."""
+
+    last: int
+    sums: ReadSums
+
+
+@dataclass(frozen=True)
 class Bucketing:
-    """The buckets, and by bucket or segment what receives gradients and what sums their squares."""
+    """The buckets, and by bucket what receives gradients and what sums their squares."""
 
     buckets: list[Bucket]  # in launch order, the same on all ranks
     home: dict[int, Bucket]  # by Slot.index, the bucket that takes the parameter's gradient
     inboxes: list[Inbox]  # by bucket
     accumulated: list[Tensor]  # fp32, flat, by segment; empty for one micro-batch per step
     own_sums: list[ReadSums]  # by bucket, of this rank's gradient before it is sent; none without a group
-    reduced_sums: list[ReadSums]  # by segment, of the reduced gradient as this rank holds it
+    looks: list[Look]  # at the reduced gradient as this rank holds it, in the order of the parameters
     replicated: Tensor  # [parameters] bool: those whose reduced gradient is not sharded
 
     @classmethod
@@ -55,7 +63,12 @@ class Bucketing:
             ],
             list(totals.values()),
             [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
-            [sums.over(_parts(segment, buckets, transports)) for segment in layout.segments],
+            [
+                Look(group[-1].index, sums.over(_parts(group, transports)))
+                for segment in layout.segments
+                for own in [[bucket for bucket in buckets if bucket.segment is segment]]
+                for group in _read_together(own, travels and layout.device.type == "cpu")
+            ],
             _replicated(layout, buckets, transports),
         )
 
@@ -87,10 +100,18 @@ def _accumulators(layout: Layout) -> dict[str, Tensor]:
     }
 
 
-def _parts(segment: Segment, buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> list[Tensor]:
-    """The reduced gradient of a segment as this rank holds it, flat, by parameter."""
-    own = [bucket for bucket in buckets if bucket.segment is segment]
-    return [part for bucket in own for part in transports[segment.name].parts(bucket)]
+def _read_together(buckets: list[Bucket], waits: bool) -> list[list[Bucket]]:
+    """The buckets of a segment, by the reads of their reduced gradients.
+
+    One read of all costs least. A CPU that `waits` for the last bucket has time to read the others: the last
+    one alone is what a step on a slow link still has to read at its end.
+    """
+    return [buckets[:-1], buckets[-1:]] if waits and len(buckets) > 1 else [buckets]
+
+
+def _parts(buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> list[Tensor]:
+    """The reduced gradient of these buckets as this rank holds it, flat, by parameter."""
+    return [part for bucket in buckets for part in transports[bucket.segment.name].parts(bucket)]
 
 
 def _replicated(layout: Layout, buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> Tensor:

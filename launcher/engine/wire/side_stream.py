@@ -22,6 +22,11 @@ class SideStream:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether there is a second stream: on CUDA."""
+        return self._stream is not None
+
     def after_current(self) -> AbstractContextManager[object]:
         """Run on the side stream, after all work queued on the current stream so far."""
         if self._stream is not None:

@@ -110,7 +110,7 @@ class Transport(Protocol):
         ...
 
     def join(self) -> None:
-        """On CUDA: make the current stream wait for the results of all buckets."""
+        """On CUDA: make the current stream wait for the results of the buckets waited for."""
         ...
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
@@ -207,11 +207,16 @@ class ShardedSum:
         return bucket.size_bytes  # the gather of the weights is the other half
 
     def follow(self, bucket: Bucket) -> None:
-        with self._side.alone():
-            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+        if self._side.is_concurrent:
+            self._sum(bucket)
 
     def wait(self, bucket: Bucket) -> None:
-        pass  # follow() starts no work that has to be waited for
+        if not self._side.is_concurrent:
+            self._sum(bucket)
+
+    def _sum(self, bucket: Bucket) -> None:
+        with self._side.alone():
+            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
 
     def join(self) -> None:
         self._side.join()
