@@ -80,9 +80,6 @@ class Reducer:
         self._transports = transports
         self._sharded = is_sharded(transports)
         self._overlap = overlap
-        # On a CPU this would wait during backward for ranks that wait there for this one, in a module's own
-        # collective. On a GPU the host does not wait.
-        self._follows_at_once = layout.device.type != "cpu"
         self._tally = tally
         sums = SumOfSquares(layout.device, compiled)
         accumulates, travels = micro_batches > 1, group is not None
@@ -194,7 +191,7 @@ class Reducer:
 
     def finish(self) -> Reduced:
         """Wait for the buckets in order, and sum their squares in a few reads."""
-        self._follow(len(self.buckets))
+        self._follow(len(self.buckets), blocking=True)
         looks, found = iter(self._parts.looks), []
         look = next(looks)
         for bucket in self.buckets:
@@ -282,17 +279,20 @@ class Reducer:
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
         self._sending.bytes += self._transports[bucket.segment.name].launch(bucket)
-        if self._follows_at_once:
-            self._follow(bucket.index)
+        self._follow(bucket.index, blocking=False)
 
-    def _follow(self, end: int) -> None:
+    def _follow(self, end: int, blocking: bool) -> None:
         """Start the second stage of the buckets before `end`, in order: the same on all ranks.
 
-        It comes after the launch of the next bucket: that one is sent while this one is summed.
+        It comes after the launch of the next bucket: that one is sent while this one is summed. Within
+        backward nothing waits for other ranks, which may wait for this one in a module's own collective.
         """
         for bucket in self.buckets[self._sending.followed : end]:
-            self._transports[bucket.segment.name].follow(bucket)
-        self._sending.followed = end
+            transport = self._transports[bucket.segment.name]
+            if not (blocking or transport.can_follow(bucket)):
+                return
+            transport.follow(bucket)
+            self._sending.followed += 1
 
 
 def _not_finite(sums: Tensor) -> Tensor:

@@ -101,6 +101,10 @@ class Transport(Protocol):
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
         ...
 
+    def can_follow(self, bucket: Bucket) -> bool:
+        """Whether `follow` may be called within backward: on CUDA always, else if it would not block."""
+        ...
+
     def follow(self, bucket: Bucket) -> None:
         """Start the stage after the first exchange: on CUDA on the side stream, else blocking."""
         ...
@@ -133,6 +137,9 @@ class NativeSum:
         bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
         return bucket.size_bytes
 
+    def can_follow(self, bucket: Bucket) -> bool:
+        return True
+
     def follow(self, bucket: Bucket) -> None:
         pass
 
@@ -152,13 +159,19 @@ class WideSum:
     """All-to-all in half, sum in fp32, divided by a power of two and rounded once, all-gather in half.
 
     With `divisor` >= the number of ranks the result is at most the mean, so it cannot overflow where the
-    parts did not.
+    parts did not. Gathers run in `second`, a group of the same ranks, if there is one.
     """
 
     before = 1.0
 
-    def __init__(self, group: dist.ProcessGroup, divisor: int, side: SideStream) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        divisor: int,
+        side: SideStream,
+        second: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group, self._second = group, second
         self._side = side
         self.after = 1.0 / divisor
 
@@ -167,10 +180,17 @@ class WideSum:
             exchange(bucket, self._group)
         return bucket.size_bytes
 
+    def can_follow(self, bucket: Bucket) -> bool:
+        if bucket.message.device.type != "cpu":
+            return True
+        # When an exchange completes differs between ranks, and so does the place of its gather among the
+        # collectives of a group. In a group of their own the gathers are in the order of the buckets.
+        return self._second is not None and bucket.work is not None and bucket.work.is_completed()
+
     def follow(self, bucket: Bucket) -> None:
         with self._side.alone():
             mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
-            bucket.work = start_gather(bucket.message, mean, self._group)
+            bucket.work = start_gather(bucket.message, mean, self._second or self._group)
             bucket.received = mean  # keep it alive until it is gathered
 
     def wait(self, bucket: Bucket) -> None:
@@ -205,6 +225,9 @@ class ShardedSum:
         with self._side.after_current():
             exchange(bucket, self._group)
         return bucket.size_bytes  # the gather of the weights is the other half
+
+    def can_follow(self, bucket: Bucket) -> bool:
+        return self._side.is_concurrent
 
     def follow(self, bucket: Bucket) -> None:
         if self._side.is_concurrent:
@@ -263,14 +286,29 @@ def choose_transports(
         return transports, 1
     if wire.sum == "fp32":
         divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
+        second = second_group(group) if wire.overlap else None
         return {
             segment.name: NativeSum(group, divisor)
             if segment.grad.dtype == torch.float32
-            else WideSum(group, divisor, side)
+            else WideSum(group, divisor, side, second)
             for segment in layout.segments
         }, divisor
     divisor = wire.predivide or default_predivide(layout.world_size)
     return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A group of the same ranks, whose collectives are ordered among themselves only; None where not of use.
+
+    For Gloo, on which the host waits: on CUDA streams order the stages. A collective.
+    """
+    if dist.get_backend(group) != "gloo":
+        return None
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def is_sharded(transports: Mapping[str, Transport]) -> bool:
