@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy
@@ -98,7 +99,8 @@ class Pool:
             iterator = iter(self._loader)
         if self._how.workers:
             self._iterator = iterator
-            yield from iterator
+            with self._failures_explained():
+                yield from iterator
             return
         while True:
             with generators_kept():
@@ -114,17 +116,45 @@ class Pool:
             mine = [row for row in self._shared if int(row[PID]) in pids]
             if not mine:
                 return None
-            return DataError(
-                f"a loader process ended {self._at(mine, 'while it read')}: {_first_line(error)} If it was "
-                "killed for memory, lower data.workers or data.micro_batch. If the sample crashes a "
-                "library, data.workers=0 shows where."
-            )
+            return self._lost(mine, _first_line(error))
         if "DataLoader timed out" not in str(error):
             return None
         busy = [row for row in self._shared if row[READING] >= 0]
         return StalledError(
             f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
             f"{self._at(busy, 'reading')}. Check what these read from, or raise launch.stall_s."
+        )
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """For what is raised while a batch of this pool is awaited: no other pool's samples are meant."""
+        try:
+            try:
+                yield
+            except (OSError, EOFError) as error:  # its sockets close before a process counts as ended
+                raise self._ended(error) or error from error
+        except RuntimeError as error:  # torch's, also while an end is awaited
+            if failure := self.explain(error):
+                raise failure from error
+            raise
+
+    def _ended(self, error: Exception) -> DataError | None:
+        """The error for a process that is ending, awaited for END_S; None where none ends."""
+        workers = self._iterator._workers
+        ready = wait([worker.sentinel for worker in workers], END_S)
+        for worker in workers:
+            if worker.sentinel in ready:
+                worker.join(END_S)
+        ended = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}
+        mine = [row for row in self._shared if int(row[PID]) in ended]
+        codes = ", ".join(map(str, ended.values()))
+        return self._lost(mine, f"exit code {codes}, seen as {_first_line(error)}") if mine else None
+
+    def _lost(self, rows: Sequence[Any], how: str) -> DataError:
+        return DataError(
+            f"a loader process ended {self._at(rows, 'while it read')}: {how} If it was killed for memory, "
+            "lower data.workers or data.micro_batch. If the sample crashes a library, data.workers=0 shows "
+            "where."
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from itertools import chain
+from multiprocessing import resource_sharer
 
 import numpy
 import pytest
@@ -191,6 +192,38 @@ def test_a_loader_process_that_is_killed_is_named_with_its_sample():
 
     with pytest.raises(DataError, match="a loader process ended while it read sample 7 of the training set"):
         epoch(batches(Noisy(50, {7: die}), workers=2))
+
+
+def test_a_loader_process_that_ends_while_its_batch_is_fetched_is_named_with_its_sample():
+    closed = multiprocessing.Event()
+
+    def close_and_end():  # as the kernel does: a process counts as ended after its sockets are closed
+        resource_sharer.stop()
+        closed.set()
+        time.sleep(0.3)
+        os._exit(9)
+
+    with loader_processes():
+        loaded = batches(Noisy(50, {20: close_and_end}), workers=1)
+        order = loaded.plan.order(0).tolist()
+        at = order.index(20) // 8
+        assert at >= 2
+        named = "a loader process ended while it read sample 20 of the training set: .*exit code 9"
+        for step in range(at - 1):
+            loaded.step(0, step)
+        assert closed.wait(10)
+        with pytest.raises(DataError, match=named):
+            loaded.step(0, at - 1)
+
+
+def test_a_held_out_sample_that_hangs_is_named_beside_the_idle_pool_of_the_training_set():
+    with loader_processes():
+        trained = batches(Noisy(50), workers=1, timeout_s=1.0)
+        trained.step(0, 0)
+        hangs = Noisy(11, {7: lambda: time.sleep(600)})
+        held_out = IndexedData(hangs, None, loading(workers=1, timeout_s=1.0), "validation")
+        with pytest.raises(StalledError, match="they were reading sample 7 of the validation set"):
+            list(evaluation_batches(held_out, 0, 1, 2))
 
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])
