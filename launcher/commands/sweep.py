@@ -51,11 +51,10 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> in
     from launcher.sweep import hydra_sweep
 
     progress = SweepProgress(len(configs), leader)
-    directory = hydra_sweep.run_sweep(request, [config.recipe.name for config in configs], progress.run)
+    directory = hydra_sweep.run_sweep(request, configs, progress.run)
     done = progress.started - len(progress.exit_codes)
     print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
-    if directory is not None:
-        compare_jobs(directory)
+    compare_jobs(directory)
     return progress.exit_codes[0] if progress.exit_codes else 0
 
 

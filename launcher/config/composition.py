@@ -6,6 +6,7 @@ Owns composition and the check of what YAML files must not contain: code, resolv
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
@@ -18,17 +19,19 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource as HydraFiles
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from launcher.config import search_path, validation
+from launcher.config import search_path
 from launcher.config.environment_values import (
     CALL,
     differing,
@@ -43,7 +46,6 @@ from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import first_line
 from launcher.config.overrides import code_problem
-from launcher.config.schema import Config
 from launcher.errors import ConfigError
 
 HYDRA_VERSION = "1.3"
@@ -110,14 +112,6 @@ class Request:
         return f"hydra.searchpath=[{','.join(listed)}]"
 
 
-def config_of(composed: DictConfig) -> Config:
-    """The config of a checked job, from a tree composed by Hydra without its `hydra` section."""
-    OmegaConf.set_struct(composed, False)
-    composed.pop(SWEEP, None)
-    found = resolved(composed)
-    return validation.parse(with_absolute_paths(found.tree), found.recorded)
-
-
 def resolved(composed: DictConfig) -> Resolved:
     """The tree with all interpolations resolved. Raises ConfigError for a variable that is not set."""
     unresolved = as_plain(composed, resolve=False)
@@ -132,12 +126,16 @@ def resolved(composed: DictConfig) -> Resolved:
 
 
 class Composer:
-    """Caches composed trees by their overrides: jobs of a sweep compose a shared tree once."""
+    """Composes once per set of group choices, and applies values to copies, as Hydra does it.
+
+    Hydra would read all files again for each job of a sweep. Values cannot change which files are read.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.groups = group_choices(*request.directories)
         self.fixed_hydra = fixed_hydra_settings() if request.config_dir else None
+        self.bases: dict[tuple[str, ...], DictConfig] = {}  # by the overrides that name choices
         self.trees: dict[tuple[str, ...], Resolved] = {}
 
     def tree(self, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -145,30 +143,51 @@ class Composer:
 
     def resolved(self, overrides: tuple[str, ...]) -> Resolved:
         if overrides not in self.trees:
-            self.trees[overrides] = self.checked_tree(compose(self.request, overrides))
+            parsed = OverridesParser.create().parse_overrides(list(overrides))
+            choices = [override for override in parsed if self.is_choice(override)]
+            composed = self.base(tuple(override.input_line or "" for override in choices))
+            apply_values([override for override in parsed if override not in choices], composed)
+            self.trees[overrides] = checked_tree(composed)
         return self.trees[overrides]
+
+    def is_choice(self, override: Override) -> bool:
+        """Whether it decides which files are read; Hydra takes a mapping for the values of a section."""
+        return override.key_or_group in self.groups and not isinstance(override.value(), dict)
+
+    def base(self, choices: tuple[str, ...]) -> DictConfig:
+        """The tree with these group choices, to be changed by the caller. Without the section `hydra`."""
+        if choices not in self.bases:
+            composed = compose(self.request, choices)
+            self.refuse_hydra_settings(composed)
+            with open_dict(composed):
+                del composed["hydra"]
+            self.bases[choices] = composed
+        return copy.deepcopy(self.bases[choices])
 
     def known(self, choices: tuple[str, ...]) -> set[str]:
         """The keys of the tree with these group choices."""
         return set(paths_of(self.tree(choices)))
 
-    def checked_tree(self, composed: DictConfig) -> Resolved:
-        """The tree as plain values. Raises ConfigError for content that the user's YAML must not have."""
+    def refuse_hydra_settings(self, composed: DictConfig) -> None:
+        """Raise ConfigError where the user's files change what is fixed."""
         if self.fixed_hydra is not None and hydra_settings(composed) != self.fixed_hydra:
             raise ConfigError(
                 f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They are "
                 "fixed, because they can name code to execute. Remove them; the defaults of "
                 "a primary config begin with `- config`."
             )
-        OmegaConf.set_struct(composed, False)
-        del composed["hydra"]
-        composed.pop(SWEEP, None)
-        unresolved = as_plain(composed, resolve=False)
-        for key, value in unresolved.items():
-            problem = code_problem(f"`{key}` in the config files", str(key), value)
-            if problem:
-                raise ConfigError(problem)
-        return resolved(composed)
+
+
+def checked_tree(composed: DictConfig) -> Resolved:
+    """The tree as plain values. Raises ConfigError for content that the user's YAML must not have."""
+    OmegaConf.set_struct(composed, False)
+    composed.pop(SWEEP, None)
+    unresolved = as_plain(composed, resolve=False)
+    for key, value in unresolved.items():
+        problem = code_problem(f"`{key}` in the config files", str(key), value)
+        if problem:
+            raise ConfigError(problem)
+    return resolved(composed)
 
 
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +225,14 @@ def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
             "through another. Remove the entry that closes the cycle."
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise ConfigError(composition_text(error)) from error
+
+
+def apply_values(overrides: Sequence[Override], composed: DictConfig) -> None:
+    """Change the tree by Hydra's own function. Raises ConfigError for its failures."""
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(list(overrides), composed)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(composition_text(error)) from error
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from launcher.config import parameter_groups
 from launcher.config.messages import show, summary, unknown_key
 from launcher.config.rules import PRECISIONS, RULES, is_number, value_problem
-from launcher.config.schema import Config, from_dict, section_types
+from launcher.config.schema import Config, from_dict, section_types, types_of
 from launcher.errors import ConfigError
 
 OF_OUR_OWN = ("sgd", "adamw")  # optimizers that need neither whole parameters nor masters
@@ -86,7 +86,7 @@ def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
 
 
 def section_fields(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
+    hints = types_of(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 

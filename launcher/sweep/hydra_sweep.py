@@ -1,4 +1,4 @@
-"""Sweeps within one launch: Hydra's sweeper names the jobs, the launch runs them one after another.
+"""Sweeps within one launch: jobs named as by Hydra's sweeper, run one after another.
 
 Owns the directory of a sweep, the names of its jobs, and the call into `hydra.main`. It does not decide which
 ranks run a job or what happens when one fails: the caller's function does.
@@ -16,45 +16,111 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hydra
-from hydra.conf import HydraConf
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from hydra._internal.config_loader_impl import get_overrides_dirname
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from launcher.config.composition import HYDRA_VERSION, Request, check_files, config_of, quoted
+from launcher.config.composition import (
+    HYDRA_VERSION,
+    Request,
+    check_files,
+    composition_text,
+    hydra_initialised,
+    quoted,
+)
+from launcher.config.messages import first_line
 from launcher.config.resolve import swept_keys
 from launcher.config.schema import Config
-from launcher.errors import StorageError
+from launcher.errors import ConfigError, StorageError
 
 ROOT = Path("multirun")
+SECTION = "hydra.sweep"
+FILE_NAME = "multirun.yaml"
 NAME_LENGTH = 100
 RunOne = Callable[[Config, Sequence[str]], None]
 
 
-def run_sweep(request: Request, recipes: Sequence[str], run_one: RunOne) -> Path | None:
-    """Call `run_one(config, overrides)` for each job of a request whose jobs have all been checked.
+def run_sweep(request: Request, configs: Sequence[Config], run_one: RunOne) -> Path:
+    """Call `run_one(config, overrides)` for each checked job of a request; returns the sweep's directory.
 
-    Returns the directory of the sweep, None if Hydra has run no job.
-    `run_one` must not raise: Hydra would continue, and report only the first failure, at the end.
+    `configs` are those of `compose_jobs`, which has composed them in the order of Hydra's sweeper: a second
+    composition by `hydra.main` would take as long as the first.
     """
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
-    settings = [
-        request.search_path,
-        f"hydra.job.config.override_dirname.exclude_keys=[{fixed_keys(request)}]",
-    ]
-    if not any(line.startswith("hydra.sweep.dir=") for line in request.overrides):
-        settings.append(f"hydra.sweep.dir={quoted(str(new_directory(recipes)))}")
+    settings = sweep_settings(request, [config.recipe.name for config in configs])
+    with hydra_initialised(request):
+        master = composed(request, [*settings, *request.overrides], RunMode.MULTIRUN)
+        directory = made(Path(setting(master, "dir")).absolute())
+        OmegaConf.save(master, directory / FILE_NAME)
+        names = [
+            subdirectory(request, master, settings, number, lines)
+            for number, lines in enumerate(jobs_of(request))
+        ]
+    for config, name, lines in zip(configs, names, jobs_of(request), strict=True):
+        run_one(placed(config, made(directory / name), directory.name), lines)
+    return directory
 
-    directories: list[Path] = []
 
-    def task(composed: DictConfig) -> None:
-        own = HydraConfig.get()
-        directories.append(Path(own.sweep.dir).absolute())
-        lines = OmegaConf.to_container(own.overrides.task, resolve=False)
-        assert isinstance(lines, list)
-        run_one(job_config(composed, own), tuple(map(str, lines)))
+def sweep_settings(request: Request, recipes: Sequence[str]) -> list[str]:
+    """Hydra's settings of the sweep that the user has not given, and those that the user has."""
+    given = [line for line in request.overrides if line.startswith(f"{SECTION}.")]
+    if not any(line.startswith(f"{SECTION}.dir=") for line in given):
+        given.append(f"{SECTION}.dir={quoted(str(new_directory(recipes)))}")
+    return [request.search_path, *given]
 
-    call_hydra(request, ["--multirun", *settings, *request.overrides], task)
-    return directories[0] if directories else None
+
+def composed(request: Request, lines: Sequence[str], mode: RunMode) -> DictConfig:
+    """The tree as `hydra.main` composes it, with the section `hydra`. Raises ConfigError."""
+    found = GlobalHydra.instance().hydra
+    assert found is not None
+    try:
+        return found.compose_config(request.config_name, list(lines), run_mode=mode)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(composition_text(error)) from error
+
+
+def setting(tree: DictConfig, key: str) -> str:
+    """hydra.sweep.<key>, resolved. Raises ConfigError."""
+    try:
+        return str(tree.hydra.sweep[key])
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{SECTION}.{key} cannot be resolved: {first_line(error)}") from error
+
+
+def jobs_of(request: Request) -> list[tuple[str, ...]]:
+    """The overrides of each job, in the order of Hydra's sweeper."""
+    overrides = OverridesParser.create().parse_overrides(list(request.overrides))
+    own = [override for override in overrides if not override.is_hydra_override()]
+    (jobs,) = BasicSweeper.split_arguments(own, None)
+    return [tuple(lines) for lines in jobs]
+
+
+def subdirectory(
+    request: Request, master: DictConfig, settings: Sequence[str], number: int, lines: Sequence[str]
+) -> str:
+    """The folder of one job, as hydra.sweep.subdir names it. A name of one's own may contain any key."""
+    if any(line.startswith(f"{SECTION}.subdir=") for line in settings):
+        master = composed(request, [*settings, *lines], RunMode.RUN)
+    overrides = OverridesParser.create().parse_overrides(list(lines))
+    with open_dict(master):
+        job = master.hydra.job
+        job.id = job.num = number
+        job.override_dirname = get_overrides_dirname(overrides, fixed_keys(request), item_sep=",", kv_sep="=")
+    return setting(master, "subdir")
+
+
+def placed(config: Config, directory: Path, sweep: str) -> Config:
+    """The job's config, with its directory and, unless it has another, the sweep's tracking group."""
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, dir=str(directory)),
+        tracker=dataclasses.replace(config.tracker, group=config.tracker.group or sweep),
+    )
 
 
 def call_hydra(request: Request, argv: Sequence[str], task: Callable[[DictConfig], None]) -> None:
@@ -65,45 +131,40 @@ def call_hydra(request: Request, argv: Sequence[str], task: Callable[[DictConfig
         hydra.main(config_path=tree, config_name=request.config_name, version_base=HYDRA_VERSION)(task)()
 
 
-def job_config(composed: DictConfig, own: HydraConf) -> Config:
-    """The job's config, with the directory that Hydra made for it and the sweep's tracking group."""
-    config = config_of(composed)
-    group = config.tracker.group or Path(own.sweep.dir).name
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, dir=own.runtime.output_dir),
-        tracker=dataclasses.replace(config.tracker, group=group),
-    )
-
-
 def job_directory(number: int, overrides: str) -> str:
     """The folder of one job: its number and distinguishing overrides, in shell-safe characters."""
     plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", overrides)
     return f"{number}_{plain}"[:NAME_LENGTH].rstrip("_")
 
 
-def fixed_keys(request: Request) -> str:
+def fixed_keys(request: Request) -> list[str]:
     """The overridden keys with the same value in all jobs, which are left out of job names."""
     swept = swept_keys(request)
     keys = {line.partition("=")[0] for line in request.overrides} - swept
-    return ",".join(sorted(key for key in keys if not key.startswith("hydra")))
+    return sorted(key for key in keys if not key.startswith("hydra"))
 
 
 def new_directory(recipes: Sequence[str]) -> Path:
     """Create and return the unique directory multirun/<recipe>/<stamp>-<4 hex>."""
-    root = (ROOT / (recipes[0] if len(set(recipes)) == 1 else "several")).absolute()
+    root = made((ROOT / (recipes[0] if len(set(recipes)) == 1 else "several")).absolute())
+    while True:
+        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with contextlib.suppress(FileExistsError):
+            return made(directory, exist_ok=False)
+
+
+def made(directory: Path, exist_ok: bool = True) -> Path:
+    """Create the directory and return it. Raises StorageError, and FileExistsError if that is not ok."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        while True:
-            directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
-                return directory
+        directory.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise StorageError(
-            f"the sweep's directory {root} cannot be made: {error.strerror}. "
+            f"the sweep's directory {directory} cannot be made: {error.strerror}. "
             "Choose a writable place with hydra.sweep.dir=DIR."
         ) from error
+    return directory
 
 
 @contextlib.contextmanager

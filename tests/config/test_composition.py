@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import shlex
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
+from omegaconf import open_dict
 
-from launcher.config.composition import Request
+from launcher.config import composition
+from launcher.config.composition import Composer, Request, Resolved, checked_tree, compose, hydra_initialised
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs, swept_keys
 from launcher.config.schema import AdamWConfig, Config, GroupConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
-from launcher.sweep.hydra_sweep import fixed_keys, job_directory
+from launcher.sweep.hydra_sweep import fixed_keys, job_directory, run_sweep
 
 CHOICES = group_choices(conf_dir())
 
@@ -232,7 +237,7 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
     configs = compose_jobs(request)
     assert [(config.optim.lr, config.seed) for config in configs] == list(product((0.1, 0.2), (0, 1, 2)))
     assert swept_keys(request) == {"optim.lr", "seed"}
-    assert fixed_keys(request) == "recipe"
+    assert fixed_keys(request) == ["recipe"]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +264,80 @@ def test_a_sweep_is_refused_for_any_of_its_jobs(overrides: list[str], lines: lis
     assert text.count("there is no such key") in (0, len(lines))
 
 
+COMPOSED = {
+    "choices": ["optim=adamw", "data=cifar10", "precision=bf16", "recipe=cnn"],
+    "a choice and its keys": ["optim=adamw", "optim.betas=[0.8,0.9]", "optim.lr=1e-3"],
+    "a section": ["data.augment={crop_padding:2,flip:true}", "precision.scale={mode:static,init:128}"],
+    "a section of a group": ["optim={lr:0.5}", "tracker=none", "tracker={tags:[a,b]}"],
+    "lists": ["tracker.tags=[a,'b c']", "optim.groups=[{match:'*.bias',weight_decay:0}]"],
+    "interpolations": ["seed=3", "train.max_steps=${seed}", "tracker.group=run-${optim.lr}"],
+    "an interpolation to another choice": ["model=resnet34", "tracker.run_name=${model.name}"],
+    "environment": ["tracker.group=${oc.env:NOT_SET_HERE,a group}"],
+    "twice": ["optim.lr=1", "optim=sgd", "optim.lr=2"],
+    "null": ["optim.clip_norm=null", "train.max_steps=null"],
+    "an own choice": ["recipe=mine", "model.width=64", "optim=mine"],
+    "added": ["+model.new=1", "++train.epochs=3", "+new={a:{b:1}}"],
+    "added to a choice": ["+optim.new=${optim.lr}"],
+    "a choice removed": ["~schedule"],
+    "keys removed": ["~train.epochs", "~optim.lr=0.1"],
+}
+NOT_COMPOSED = {
+    "no such key": ["optim.lrr=1"],
+    "no such choice": ["optim=adamv"],
+    "no choice": ["experiment=null"],
+    "added twice": ["+seed=1"],
+    "not there": ["~optim.lrr"],
+    "another value": ["~optim.lr=7"],
+    "a package of no group": ["seed@here=1"],
+    "a value in a value": ["seed.a=1"],
+    "no such interpolation": ["seed=${sede}"],
+    "code": ["+model={_target_: os.system}"],
+}
+
+
+def hydras_own(request: Request, overrides: Sequence[str]) -> Resolved:
+    tree = compose(request, overrides)
+    with open_dict(tree):
+        del tree["hydra"]
+    return checked_tree(tree)
+
+
+@pytest.fixture
+def own_request(tmp_path) -> Iterator[Request]:
+    tree = own_tree(tmp_path, OWN_RECIPE + "train: {epochs: '${oc.env:NOT_SET_HERE,7}'}\n")
+    (tree / "optim").mkdir()
+    (tree / "optim" / "mine.yaml").write_text("defaults: [sgd, _self_]\nmomentum: 0.5\n")
+    request = Request((), config_dir=tree)
+    composition.fixed_hydra_settings()  # which cannot be composed within another composition
+    with hydra_initialised(request):
+        yield request
+
+
+def test_values_on_a_copy_of_the_choices_give_the_tree_that_hydra_composes(own_request) -> None:
+    composer = Composer(own_request)
+    for overrides in COMPOSED.values():
+        lines = ("recipe=resnet18", *overrides)
+        assert composer.resolved(lines) == hydras_own(own_request, lines), overrides
+    assert len(composer.bases) < len(COMPOSED)
+
+
+@pytest.mark.parametrize("overrides", NOT_COMPOSED.values(), ids=NOT_COMPOSED)
+def test_what_hydra_does_not_compose_fails_with_the_same_words(own_request, overrides) -> None:
+    lines = ("recipe=resnet18", *overrides)
+    with pytest.raises(ConfigError) as expected:
+        hydras_own(own_request, lines)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(expected.value))}$"):
+        Composer(own_request).resolved(lines)
+
+
+def test_a_sweep_reads_the_files_once_per_choice(monkeypatch) -> None:
+    read = []
+    monkeypatch.setattr(composition, "compose", lambda *given: read.append(given) or compose(*given))
+    request = Request(("recipe=resnet18", "optim=sgd,adamw", "seed=range(10)"), multirun=True)
+    assert len(compose_jobs(request)) == 20
+    assert len(read) == 2
+
+
 @pytest.mark.parametrize(
     ("number", "overrides", "name"),
     [
@@ -271,6 +350,36 @@ def test_a_sweep_is_refused_for_any_of_its_jobs(overrides: list[str], lines: lis
 )
 def test_a_job_directory_is_a_plain_short_name(number: int, overrides: str, name: str) -> None:
     assert job_directory(number, overrides) == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "directories"),
+    [
+        ((), ["multirun/resnet18/*/0_optim.lr=0.1", "multirun/resnet18/*/1_optim.lr=0.2"]),
+        (
+            ("hydra.sweep.dir=mine", "hydra.sweep.subdir=lr-${optim.lr}/${hydra.job.num}"),
+            ["mine/lr-0.1/0", "mine/lr-0.2/1"],
+        ),
+    ],
+)
+def test_a_sweep_runs_the_checked_jobs_in_directories_named_as_by_hydra(
+    tmp_path, monkeypatch, settings, directories
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = Request(("recipe=resnet18", "optim.lr=0.1,0.2", "tracker=none", *settings), multirun=True)
+    ran = []
+    configs = compose_jobs(request)
+    sweep = run_sweep(request, configs, lambda config, lines: ran.append((config, lines)))
+    assert [lines for _, lines in ran] == [
+        ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
+    ]
+    for (config, _), checked, directory in zip(ran, configs, directories, strict=True):
+        assert Path(config.run.dir).is_dir()
+        assert Path(config.run.dir).relative_to(tmp_path).match(directory)
+        assert config.tracker.group == sweep.name
+        unplaced = dataclasses.replace(config, run=checked.run, tracker=checked.tracker)
+        assert unplaced == checked
+    assert (sweep / "multirun.yaml").is_file()
 
 
 OWN_RECIPE = """
