@@ -76,7 +76,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
             Part(name, (speed, name, "--json", "{json}", *dry, *cifar10), limit)
             for name, limit in (
                 *(("H3", 60), ("H2", 60), ("H5", 60), ("H8", 60), ("H6", 60)),
-                *(("H1", 60), ("H4", 90), ("H9", 60), ("H10", 240)),
+                *(("H1", 60), ("H4", 90), ("H9", 60), ("FAST", 120), ("H10", 240)),
             )
         ),
     ]
@@ -196,7 +196,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without network")
-    parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10, for H10")
+    parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10, for H10 and FAST")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the results")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny sizes")

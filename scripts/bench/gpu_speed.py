@@ -1,6 +1,6 @@
 """Training speed on a GPU compared with standard implementations: one measurement per call.
 
-    python scripts/bench/gpu_speed.py H1|H2|H3|H4|H5|H6|H8|H9|H10 [--json FILE] [--dry-run] [--cifar10 DIR]
+    python scripts/bench/gpu_speed.py H1|H2|H3|H4|H5|H6|H8|H9|H10|FAST [--json FILE] [--dry-run] [--cifar10 D]
 
 Both sides of a ratio run in one process and alternate, A B A B. Reports minimum and median, of several steps
 with one synchronization at their end, as in a training loop.
@@ -293,21 +293,42 @@ def h10(bench: Bench) -> dict[str, Any]:
     """CIFAR-10 with the launcher, fp16 against fp32 with the same seed: accuracy and time."""
     if bench.cifar10 is None and not bench.dry_run:
         raise Skipped("H10 needs --cifar10 DIR")
-    tiny = ["data=synthetic", "data.num_samples=64", "data.image_size=8"]
-    data = tiny if bench.dry_run else ["data=cifar10", f"data.path={bench.cifar10}"]
-    length = ["train.max_steps=2", "data.batch_size=8"] if bench.dry_run else ["train.epochs=15"]
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for policy in ("fp16", "fp32"):
-            run_dir = Path(folder) / policy
-            words = [*data, *length, f"precision={policy}", f"run.dir={run_dir}", "tracker=none"]
-            command = [sys.executable, "-m", "launcher", "recipe=resnet18", *words]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            result = json.loads((run_dir / "result.json").read_text())
-            found[policy] = {"accuracy": result["metric"], "seconds": result["seconds"]}
+    length = [] if bench.dry_run else ["train.epochs=15"]
+    found: dict[str, Any] = {
+        policy: accuracy_of_run(bench, ["recipe=resnet18", *length, f"precision={policy}"])
+        for policy in ("fp16", "fp32")
+    }
     found["difference (goal 0.003)"] = found["fp16"]["accuracy"] - found["fp32"]["accuracy"]
     found["time (goal 0.5)"] = found["fp16"]["seconds"] / found["fp32"]["seconds"]
     return found
+
+
+def fast(bench: Bench) -> dict[str, Any]:
+    """CIFAR-10 with recipe=cifar_fast: accuracy and seconds over seeds, and of one without the graph."""
+    if bench.cifar10 is None and not bench.dry_run:
+        raise Skipped("FAST needs --cifar10 DIR")
+    words = ["recipe=cifar_fast", *(["model.width=8"] if bench.dry_run else [])]
+    seeds = range(1 if bench.dry_run else 5)
+    runs = [accuracy_of_run(bench, [*words, f"seed={seed}"]) for seed in seeds]
+    eager = accuracy_of_run(bench, [*words, "train.cuda_graph=false"])
+    return {
+        "seeds": runs,
+        "without the graph": eager,
+        "mean accuracy (goal 0.94)": statistics.mean(run["accuracy"] for run in runs),
+        "median seconds": statistics.median(run["seconds"] for run in runs),
+        "seconds without / with the graph": eager["seconds"] / runs[0]["seconds"],
+    }
+
+
+def accuracy_of_run(bench: Bench, words: list[str]) -> dict[str, float]:
+    """Accuracy and seconds (training and evaluation, without the start) of a run on CIFAR-10."""
+    tiny = ["data=synthetic", "data.num_samples=64", "data.image_size=12", "train.max_steps=2"]
+    data = [*tiny, "data.batch_size=8"] if bench.dry_run else ["data=cifar10", f"data.path={bench.cifar10}"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "launcher", *words, *data, f"run.dir={folder}/run", "tracker=none"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        result = json.loads(Path(folder, "run", "result.json").read_text())
+    return {"accuracy": result["metric"], "seconds": result["seconds"]}
 
 
 class Skipped(Exception):
@@ -324,7 +345,7 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-ROWS = {row.__name__.upper(): row for row in (h1, h2, h3, h4, h5, h6, h8, h9, h10)}
+ROWS = {row.__name__.upper(): row for row in (h1, h2, h3, h4, h5, h6, h8, h9, h10, fast)}
 
 
 def main() -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import HostRead, Policy, StepGraph, Stepper
 from launcher.engine.recorder import Recorder
+from tests.configs import composed
 from tests.gpu.conftest import on_cpu
 from tests.gpu.steps import batch_of, forward_backward, state_on_host, stepper_of, synchronize
 from tests.gpu.test_runs import CONVOLUTIONS, launched
@@ -111,6 +115,41 @@ def test_a_run_with_recorded_steps_ends_with_the_bits_of_one_without(gpu, tmp_pa
         assert ("cuda graph each step of 24 samples" in done.stdout) == (recorded == "true")
         digests.append(json.loads((tmp_path / recorded / "result.json").read_text())["weights_sha256"])
     assert digests[0] == digests[1]
+
+
+def test_a_run_whose_loss_reads_is_refused_with_its_line(gpu, tmp_path) -> None:
+    reading = CONVOLUTIONS.replace(
+        "    return cross_entropy(", "    batch['x'].sum().item()\n    return cross_entropy("
+    )
+    (tmp_path / "mine.py").write_text(reading)
+    words = ["recipe.uses=convolutions", "recipes.path=mine.py", "data.batch_size=16", "train.max_steps=2"]
+    done = launched(tmp_path, *words, "train.cuda_graph=true", "run.dir=run")
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"waits for the device at .*mine\.py:\d+, in loss", done.stderr), done.stderr
+    done = launched(tmp_path, *words, "train.cuda_graph=auto", "run.dir=other")
+    assert done.returncode == 0, done.stderr
+    assert "cuda graph none: its loss or transform waits" in done.stdout
+
+
+def test_a_snapshot_is_of_its_step_while_replays_go_on(device) -> None:
+    """A replay waits for the copies as a whole."""
+    env, memory = WorkerEnv(0, 1, 0, 1, device, None), HostMemory()
+    stepper = stepper_of(device, Policy.fp16(), capturable=True)
+    x, classes = batch_of(device, 0)
+    graph = StepGraph(stepper, recorder())
+    graph.record(lambda: forward_backward(stepper, x, classes))
+    identity = Identity.of(composed(), stepper.model, 100)
+    for _ in range(6):
+        graph.replay()
+    for _ in range(2):
+        expected = state_on_host(stepper)
+        staged = stage(stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, None, memory)
+        assert staged is not None
+        for _ in range(4):
+            graph.replay()
+        engine = staged.finished().engine
+        tensors = [*engine.weights.values(), *engine.optimizer.values(), *engine.buffers.values()]
+        assert [tensor.double().flatten().tolist() for tensor in tensors] == expected
 
 
 def test_recorded_collectives_of_nccl_end_with_their_group(gpu, group_of_one) -> None:
