@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,7 @@ from launcher.training.data_check import compare_data, nan_warnings
 from launcher.training.decisions import decisions
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
+from launcher.training.divergence.rescue import Rescue
 from launcher.training.evaluator import Evaluator
 from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
 from launcher.training.loop import Task, train
@@ -245,10 +246,20 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
     """All steps from `start` on, and the result."""
     run, config, continuity, stepper = job.run, job.run.config, job.continuity, job.run.stepper
     batches, steps_left = _batches(job), start.step < job.course.total_steps
+    inspector = DivergenceInspector(stepper, job.recipe.loss, batches, run.env.group)
+    rescue = Rescue(run, continuity.standing, inspector)
     if config.precision.scale.mode == "auto" and not continuity.has_scale:
         _calibrate(job, batches, start)
     votes = Votes()
-    monitor = _monitor(job, votes, batches, partial(_first_step_done, run, watchdog))
+    monitor = Monitor(
+        run,
+        votes,
+        DivergenceCheck(config.precision.scale, inspector),
+        rescue,
+        build.gradient_stats(config, run.env, stepper, run.telemetry),
+        continuity.totals,
+        first_step_done=partial(_first_step_done, run, watchdog),
+    )
     evaluator = Evaluator(
         run,
         job.course,
@@ -306,19 +317,6 @@ def _calibrate(job: _Job, batches: Batches, start: Start) -> None:
     first = batches.step(*divmod(start.step, job.course.steps_per_epoch))
     found = build.calibrate(job.run.stepper, job.recipe, job.model, first[:1])
     job.run.telemetry.decision("loss scale", found)
-
-
-def _monitor(job: _Job, votes: Votes, batches: Batches, first_step_done: Callable[[], None]) -> Monitor:
-    run = job.run
-    inspector = DivergenceInspector(run.stepper, job.recipe.loss, batches, run.env.group)
-    return Monitor(
-        run,
-        votes,
-        DivergenceCheck(run.config.precision.scale, inspector),
-        build.gradient_stats(run.config, run.env, run.stepper, run.telemetry),
-        job.continuity.totals,
-        first_step_done=first_step_done,
-    )
 
 
 def _first_step_done(run: Run, watchdog: Watchdog) -> None:

@@ -172,6 +172,9 @@ class ScaleConfig:
 class PrecisionConfig:
     name: str  # fp32, amp_fp16, fp16, pure_fp16, bf16, amp_bf16
     emulate: str | bool  # auto: where the processor has no such arithmetic
+    fp32_modules: tuple[str, ...]  # patterns of names of modules that compute in fp32
+    rescue: bool  # add those whose outputs leave the range of fp16 in training
+    max_rescues: int
     scale: ScaleConfig
 
 

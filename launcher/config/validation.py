@@ -132,6 +132,13 @@ def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             {"model.sync_bn", "train.compile"},
             "model.sync_bn=true: excludes train.compile=true, because its collectives cannot be compiled.",
         )
+    for key, off in (("precision.fp32_modules", []), ("precision.rescue", False)):
+        if leaves[key] != off and leaves["train.compile"] is True:
+            yield (
+                {key, "train.compile"},
+                f"{key}={show(leaves[key])}: excludes train.compile=true, because a compiled graph would not "
+                "run the hooks that change the arithmetic.",
+            )
     if leaves.get("optim.nesterov") is True and leaves.get("optim.momentum") == 0:
         yield (
             {"optim.nesterov"},

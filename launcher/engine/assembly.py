@@ -18,6 +18,7 @@ from launcher.engine.flat.broadcast import take_values_of_rank_0
 from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
+from launcher.engine.fp32_modules import Fp32Modules
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.notices import Notices
 from launcher.engine.optim.compilation import choose_compilation
@@ -69,6 +70,7 @@ class Parts:
         self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
         self.buffers = Buffers(model, group, on_host)
         take_values_of_rank_0(layout, model, self.buffers, group)
+        self.fp32 = Fp32Modules(model, layout.device)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, group)
         compiled = self.compilation.used

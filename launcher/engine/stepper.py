@@ -163,6 +163,23 @@ class Stepper:
         """The precision context for a forward pass."""
         return self.policy.forward(self.device, self.emulation.used)
 
+    def compute_in_fp32(self, modules: Sequence[str]) -> list[str]:
+        """Compute in fp32 in the modules whose names match a pattern of `fnmatch`, from the next forward().
+
+        For modules whose outputs leave the range of fp16, which no loss scale prevents. Inputs and weights
+        are widened within them, and their outputs are fp32; weights, gradients and the wire keep their
+        dtypes. Returns the names of the modules that were added; `fp32_modules` are all of them. Call it on
+        all ranks alike, between steps. Not for models under torch.compile. Raises UnusableError for a
+        pattern that matches no module.
+        """
+        self._refuse_within_step("compute_in_fp32()")
+        return self._parts.fp32.add(modules)
+
+    @property
+    def fp32_modules(self) -> tuple[str, ...]:
+        """Names of the modules that compute in fp32 whatever the policy."""
+        return tuple(self._parts.fp32.names)
+
     def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
         """Choose the initial loss scale from one dry backward pass, before the first step.
 

@@ -72,9 +72,14 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def describe(config: Config, overrides: Sequence[str]) -> None:
     """Write config.yaml, overrides.txt and the first status.json of the run. Raises OSError."""
     directory = Path(config.run.dir)
-    write_text(directory / CONFIG, config_yaml(config), durable=True)
+    write_config(directory, config)
     write_text(directory / OVERRIDES, "".join(f"{override}\n" for override in overrides))
     write_json(directory / FILE_NAME, dataclasses.asdict(Status(updated=time.time())))
+
+
+def write_config(directory: Path, config: Config) -> None:
+    """Write config.yaml; it is on disk before this returns. Raises OSError."""
+    write_text(directory / CONFIG, config_yaml(config), durable=True)
 
 
 def refuse_links(directory: Path) -> None:

@@ -29,7 +29,17 @@ from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, TorchOptimizer, Wire
+from launcher.engine import (
+    SGD,
+    AdamW,
+    EngineWarning,
+    Policy,
+    Scaling,
+    Stepper,
+    TorchOptimizer,
+    UnusableError,
+    Wire,
+)
 from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
@@ -300,7 +310,7 @@ def build_stepper(
     grouped = parameter_groups(optim, recipe.groups, model)
     for text in grouped.idle:
         warnings.warn(text, EngineWarning, stacklevel=2)
-    return Stepper(
+    stepper = Stepper(
         model,
         build_optimizer(optim),
         Policy.named(config.precision.name),
@@ -315,6 +325,11 @@ def build_stepper(
         capturable=config.train.cuda_graph is not False and recorder_of(env.device) is not None,
         groups=grouped.groups,
     )
+    try:
+        stepper.compute_in_fp32(config.precision.fp32_modules)
+    except UnusableError as error:
+        raise ConfigError(f"precision.fp32_modules: {error}") from error
+    return stepper
 
 
 def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:

@@ -18,6 +18,7 @@ from launcher.engine.diagnostics.exponents import ExponentCounts
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import DataError
 from launcher.training.divergence.check import DivergenceCheck
+from launcher.training.divergence.rescue import Rescue
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Votes
@@ -42,6 +43,7 @@ class Monitor:
         run: Run,
         votes: Votes,
         divergence: DivergenceCheck,
+        rescue: Rescue,
         gradients: GradientStats,
         totals: Totals,
         first_step_done: Callable[[], None] | None = None,
@@ -52,6 +54,7 @@ class Monitor:
         self._device = run.env.device
         self._votes = votes
         self._divergence = divergence
+        self._rescue = rescue
         self._gradients = gradients
         self._waiting: tuple[Position, StepResult, ExponentCounts | None, float] | None = None
         self._previous = time.perf_counter()  # when the step before ended
@@ -71,6 +74,8 @@ class Monitor:
             self.log_remaining()
             done, self._first_step_done = self._first_step_done, None
             done()
+        if self._rescue.active:
+            self.flush()  # before the next step, which may be the first of the rescued modules
 
     def log_remaining(self) -> None:
         """Report and log the last step too. Called before an evaluation and at the end."""
@@ -111,7 +116,7 @@ class Monitor:
             self.totals.since_evaluation.loss_count += report.count
         self._telemetry.advance(position.epoch, position.step)
         if report.skipped:
-            self._report_skip(position, report)
+            self._report_skip(position, report, self._rescue.after(position, report))
         self._divergence.after(position, report)
         if counts is not None and not report.skipped:
             self._gradients.record(position.epoch, position.step, report.scale, counts)
@@ -130,7 +135,7 @@ class Monitor:
             raise DataError(f"{text}, {limit}. Correct or remove them: {logs}.")
         self._telemetry.warn(f"{text} and were left out, {bad} of them in this step; {logs}.")
 
-    def _report_skip(self, position: Position, report: StepReport) -> None:
+    def _report_skip(self, position: Position, report: StepReport, rescued: bool) -> None:
         self._telemetry.emit(
             "overflow",
             position.step,
@@ -140,7 +145,7 @@ class Monitor:
             parameters=list(report.culprit_parameters),
             bad_losses=report.bad_losses,
         )
-        if report.bad_losses:
+        if report.bad_losses and not rescued:
             self._warn_of_bad_loss(position.step, report.bad_losses)
 
     def _warn_of_bad_loss(self, step: int, micro_batches: int) -> None:

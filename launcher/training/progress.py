@@ -110,6 +110,7 @@ class Standing:
     best: Metric | None = None  # of all evaluations so far
     seconds: float = 0.0  # of training
     since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
+    rescued: list[list[str]] = field(default_factory=list)  # by rescue: patterns of modules now in fp32
 
     def measure(self, metric: Metric, loss: float) -> Measured:
         """Record an evaluation. A value that is not a number is never the best."""
@@ -122,11 +123,17 @@ class Standing:
 
     def as_values(self) -> dict[str, Any]:
         best = None if self.best is None else [self.best.name, self.best.value, self.best.lower_is_better]
-        return {"best": best, "seconds": self.seconds, "since_evaluation": asdict(self.since_evaluation)}
+        since = asdict(self.since_evaluation)
+        return {"best": best, "seconds": self.seconds, "since_evaluation": since, "rescued": self.rescued}
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Standing:
         """The inverse of `as_values`; values missing in an older checkpoint are as at the start."""
         best = values.get("best")
         since = SinceEvaluation(**values.get("since_evaluation", {}))
-        return cls(None if best is None else Metric(*best), float(values.get("seconds", 0.0)), since)
+        return cls(
+            None if best is None else Metric(*best),
+            float(values.get("seconds", 0.0)),
+            since,
+            [list(patterns) for patterns in values.get("rescued", ())],
+        )

@@ -124,6 +124,11 @@ def obstacle(task: Task, run: Run) -> str:
             "its batches come from loader processes: their memory and shapes differ from step to step. Give "
             "a set that fits into memory as TensorData"
         )
+    if run.config.precision.rescue:
+        return (
+            "precision.rescue=true may change the arithmetic of its modules between steps. Name them in "
+            "precision.fp32_modules"
+        )
     return waits_for_device(task.stepper)
 
 

@@ -251,6 +251,14 @@ def test_auto_trains_as_without_where_a_run_cannot_be_recorded(tape, options, re
     assert text.startswith(reason)
 
 
+def test_a_rescue_would_change_what_is_recorded(tape) -> None:
+    parts = Parts()
+    precision = replace(parts.run.config.precision, rescue=True)
+    run = replace(parts.run, config=replace(parts.run.config, precision=precision))
+    with pytest.raises(ConfigError, match=r"precision\.rescue=true may change"), recorded(parts.task, run):
+        pass
+
+
 def test_a_cpu_has_no_recorder() -> None:
     parts = Parts()
     with (

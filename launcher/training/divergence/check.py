@@ -93,8 +93,13 @@ class DivergenceCheck:
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
                 f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
-                f"optim.lr, or set optim.clip_norm.\n{self._evidence(position, report)}"
+                f"optim.lr, or set optim.clip_norm.{self._of_modules()}\n{self._evidence(position, report)}"
             )
+
+    def _of_modules(self) -> str:
+        if self._limits.mode == "none":  # no fp16
+            return ""
+        return " If a module below made it, precision.rescue=true lets such modules compute in fp32."
 
     def _refuse_overflows(self, position: Position, report: StepReport) -> None:
         if report.floor_skips >= self._limits.max_floor_skips:

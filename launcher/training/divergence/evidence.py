@@ -34,6 +34,14 @@ class Evidence:
     text: str
 
 
+@dataclass(frozen=True)
+class Overflow:
+    """The module in which a batch left the finite numbers, by name, and a text about it."""
+
+    module: str
+    text: str
+
+
 def evidence_of(
     diagnosis: Diagnosis,
     loss_finite: bool,

@@ -28,11 +28,15 @@ from launcher.training.divergence.evidence import (
     MAX_NAMES,
     NOTHING,
     Evidence,
+    Overflow,
     evidence_of,
     exchange,
     master_text,
+    module_text,
+    nonfinite_rows,
     told_by_rank,
 )
+from launcher.training.progress import Position
 
 
 class DivergenceInspector:
@@ -80,6 +84,36 @@ class DivergenceInspector:
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
         found = exchange(own, self._group, self._stepper.device)
         return told_by_rank(found, suspected_ranks)
+
+    def overflow(self, position: Position) -> Overflow | None:
+        """The first module that made values that are not finite from finite ones, in the step just read.
+
+        None where the batch, a weight or the loss itself was not finite. The same on all ranks: that of the
+        rank which has the earliest. A collective.
+        """
+        try:
+            own = self._first_overflow(position)
+        except Exception as error:  # after any error, because the other ranks wait in the exchange below
+            own = Evidence(NOTHING, f"{type(error).__name__}: {error}")
+        finally:
+            self._batches.take_bad()  # counted when the step was taken
+        first = min(exchange(own, self._group, self._stepper.device), key=lambda found: found.order)
+        module, _, text = first.text.partition("\n")
+        return Overflow(module, text) if first.order < NOTHING and text else None
+
+    def _first_overflow(self, position: Position) -> Evidence:
+        """As `name of the module\ntext`; without text where something else than a module is the cause."""
+        found = Evidence(NOTHING, "")
+        for number, batch in enumerate(self._batches.step(position.epoch, position.step_of_epoch)):
+            origin = self._run(batch)[0].origin  # of all micro-batches: collectives within modules match
+            if any(map(nonfinite_rows, batch.values())):
+                found = min(found, Evidence(number << 32, ""), key=lambda each: each.order)
+            elif origin is not None:
+                text = f"{origin.name}\n{module_text(origin)}"
+                found = min(
+                    found, Evidence((number << 32) + origin.position, text), key=lambda each: each.order
+                )
+        return found
 
     def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""

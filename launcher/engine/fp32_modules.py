@@ -1,0 +1,136 @@
+"""Modules that compute in fp32 within a half forward pass: the cure where fp16's range is too small for them.
+
+Owns the hooks of those modules. A module widens its floating-point inputs, all operations within it (and
+within its children) compute in fp32, and its output stays fp32. Its weights keep the dtype of the policy:
+what the optimizer updates and what is sent between ranks do not change.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+from launcher.engine.errors import UnusableError
+from launcher.engine.flat.names import named_modules
+from launcher.engine.precision.emulation import MARK, RoundedArithmetic, widen
+
+NEAREST = 3  # module names that an error suggests
+
+
+class Fp32Modules:
+    """The modules of one model that compute in fp32. They can be added between steps, never removed."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._open = threading.local()  # autograd repeats forward passes of checkpoints in its own threads
+        self.names: list[str] = []
+
+    def add(self, patterns: Sequence[str]) -> list[str]:
+        """Compute in fp32 in the modules whose names match; returns the names of those that did not yet.
+
+        Patterns are those of `fnmatch`, case-sensitive: `*` matches any characters, dots included. Raises
+        UnusableError for a pattern that matches nothing, before any module is changed.
+        """
+        modules = [(name, module) for name, module in named_modules(self._model) if name]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name, _ in modules):
+                raise UnusableError(_no_match(pattern, [name for name, _ in modules]))
+        new = [
+            (name, module)
+            for name, module in modules
+            if name not in self.names and any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+        for name, module in new:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
+            self.names.append(name)
+        return [name for name, _ in new]
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = fp32_arithmetic(self._device.type)
+        context.__enter__()
+        if not hasattr(self._open, "contexts"):
+            self._open.contexts = []
+        self._open.contexts.append(context)
+        return _widened(args), _widened(kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also after an exception of the forward pass, which the contexts need not see."""
+        self._open.contexts.pop().__exit__(None, None, None)
+
+
+def fp32_arithmetic(device_type: str) -> AbstractContextManager[object]:
+    """The context of fp32 arithmetic within a half forward pass; nothing changes outside of one."""
+    if not torch.is_autocast_enabled(MARK):
+        return nullcontext()
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, RoundedArithmetic):
+            return _rounding_to_fp32(mode)
+    return _native(device_type)
+
+
+@contextmanager
+def _rounding_to_fp32(mode: RoundedArithmetic) -> Iterator[None]:
+    """Nothing is rounded, and what is half is widened. A second mode inside would still pass to this one."""
+    outer, mode.dtype = mode.dtype, torch.float32
+    try:
+        yield
+    finally:
+        mode.dtype = outer
+
+
+@contextmanager
+def _native(device_type: str) -> Iterator[None]:
+    """Without autocast; half weights, which fp32 kernels refuse, are widened where they are used."""
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.autocast(device_type, enabled=False))
+        contexts.enter_context(RoundedArithmetic(torch.float32))
+        yield
+
+
+def kind_of(model: nn.Module, name: str) -> list[str]:
+    """Patterns of all modules like the one called `name`: of its type, with other numbers in their names.
+
+    One pattern where it matches exactly these, else their names: `blocks.*.mlp` for `blocks.3.mlp`.
+    """
+    modules = dict(named_modules(model))
+    parts = re.split(r"\d+", name)
+    like = re.compile(r"\d+".join(map(re.escape, parts)))
+    kind = [
+        each
+        for each, module in modules.items()
+        if type(module) is type(modules[name]) and like.fullmatch(each)
+    ]
+    pattern = "*".join(map(glob.escape, parts))
+    exact = [each for each in modules if fnmatchcase(each, pattern)] == kind
+    return [pattern] if exact else list(map(glob.escape, kind))
+
+
+def _widened(value: Any) -> Any:
+    """Tensors in plain containers; those in others, such as a library's own outputs, the operations widen."""
+    if type(value) is dict:
+        return {key: _widened(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_widened, value))
+    return widen(value)
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(pattern, names, n=NEAREST, cutoff=0.4) or difflib.get_close_matches(
+        pattern.replace("*", "").strip("."), names, n=NEAREST, cutoff=0.0
+    )
+    return (
+        f"the pattern {pattern!r} matches none of the {len(names)} modules. Nearest: "
+        f"{', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any characters."
+    )

@@ -1,0 +1,97 @@
+"""Models whose activations leave the range of fp16: each fails without a rescue, and trains with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.faults.launching import Ended, run
+from tests.faults.overflowing import MODELS
+
+RECIPES = Path(__file__).with_name("overflowing.py")
+RESCUED = {
+    "feed_forward": [["blocks.*.wo"]],
+    "embeddings": [["tokens"]],
+    "attention": [["blocks.0", "blocks.1"]],
+    "gated_unit": [["blocks.0", "blocks.1"]],
+    "no_norm": [["blocks.*.inner"], ["head"]],
+}
+# Weights that read values of 1e5 must be small, and change slowly.
+SLOWER = {
+    "gated_unit": ["optim.groups=[{match: '*.down.weight', lr_scale: 1e-5}]"],
+    "no_norm": ["optim.groups=[{match: head.weight, lr_scale: 1e-5}]"],
+}
+
+
+def trained(directory: Path, name: str, *words: str, ranks: int = 1, **options: Any) -> Ended:
+    common = (f"recipes.path={RECIPES}", f"recipe.uses={name}", "optim=adamw", "optim.lr=0.003")
+    sizes = ("data.batch_size=64", "train.epochs=6", "checkpoint.every_steps=null")
+    scale = ("precision.scale.init=1", "precision.scale.growth_interval=1000")
+    return run(directory, *common, *SLOWER.get(name, ()), *sizes, *scale, *words, ranks=ranks, **options)
+
+
+def rescues(ended: Ended) -> list[list[str]]:
+    return [event["patterns"] for event in ended.events("decision") if event["topic"] == "rescue"]
+
+
+def fp32_modules_of(ended: Ended) -> list[str]:
+    config = yaml.safe_load((ended.directory / "config.yaml").read_text())
+    return list(config["precision"]["fp32_modules"])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+def test_each_fails_in_fp16_and_trains_as_in_fp32_once_rescued(tmp_path: Path, name: str) -> None:
+    fp32 = trained(tmp_path / "fp32", name, "precision=fp32")
+    assert trained(tmp_path / "fp16", name).codes == [5]
+    ended = trained(tmp_path / "rescued", name, "precision.rescue=true")
+    assert ended.codes == [0], ended
+    assert rescues(ended) == RESCUED[name]
+    assert ended.result["skipped_steps"] == len(RESCUED[name])
+    of_fp32, of_fp16 = (each.events("eval")[-1]["loss"] for each in (fp32, ended))
+    assert of_fp32 < 1.25  # of 1.39 by chance
+    assert of_fp16 == pytest.approx(of_fp32, rel=0.01)
+
+
+def test_two_ranks_rescue_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
+    words = ("precision.rescue=true", "train.max_steps=6", "consistency.every_steps=1")
+    saving = ("checkpoint.every_steps=1", "checkpoint.keep=10")
+    whole = trained(tmp_path / "whole", "no_norm", *words, *saving, ranks=2)
+    assert whole.codes == [0, 0], whole
+    assert rescues(whole) == RESCUED["no_norm"]
+    for step in (1, 4):
+        start = f"checkpoint.resume={whole.checkpoints[step]}"
+        resumed = trained(tmp_path / f"from{step}", "no_norm", *words, start, ranks=2)
+        assert resumed.digest == whole.digest
+        assert rescues(resumed) == RESCUED["no_norm"][step:]
+        assert fp32_modules_of(resumed) == ["blocks.*.inner", "head"]
+
+
+def test_the_config_of_a_rescued_run_starts_the_next_one_with_its_modules(tmp_path: Path) -> None:
+    words = ("precision.fp32_modules=[blocks.*.inner, head]", "train.max_steps=3")
+    ended = trained(tmp_path / "run", "no_norm", *words)
+    assert ended.codes == [0], ended
+    assert ended.result["skipped_steps"] == 0
+
+
+def test_after_max_rescues_the_run_ends_with_the_module_named(tmp_path: Path) -> None:
+    ended = trained(tmp_path / "run", "no_norm", "precision.rescue=true", "precision.max_rescues=1")
+    assert ended.codes == [5]
+    assert rescues(ended) == RESCUED["no_norm"][:1]
+    assert "first module whose output was not finite: head (Linear)" in ended.warnings[0]
+    assert "precision.max_rescues=1" in ended.warnings[0]
+
+
+def test_data_that_is_not_finite_is_not_rescued(tmp_path: Path) -> None:
+    ended = trained(tmp_path / "run", "bad_rows", "precision.rescue=true")
+    assert ended.codes == [5]
+    assert rescues(ended) == []
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(tmp_path: Path) -> None:
+    ended = trained(tmp_path / "run", "no_norm", "precision.fp32_modules=[blocks.*.iner]")
+    assert ended.codes == [2]
+    assert "precision.fp32_modules: the pattern 'blocks.*.iner' matches none of" in ended.outputs[0]
+    assert "Nearest: blocks.9.inner" in ended.outputs[0]
