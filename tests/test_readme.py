@@ -130,7 +130,8 @@ def test_the_metric_of_ones_own_measures_as_the_page_says(tmp_path) -> None:
     assert '"largest weight":' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-ALONE = [code for code in OF_ENGINE if "init_process_group" not in code and "ParameterGroup(" not in code]
+APART = ("init_process_group", "ParameterGroup(", "compute_in_fp32(")  # code with a test of its own
+ALONE = [code for code in OF_ENGINE if not any(word in code for word in APART)]
 
 
 @pytest.mark.parametrize("code", ALONE)
@@ -142,6 +143,16 @@ def test_the_engine_alone_trains_in_a_loop_of_ones_own(code: str, tmp_path, monk
     data = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(3)]
     exec(compile(code, "README.md", "exec"), {"torch": torch, "model": model, "data": data})
     assert ("backward" not in code) == bool(torch.equal(model.weight.float(), before.half().float()))
+
+
+def test_the_modules_of_the_engine_page_compute_in_fp32() -> None:
+    (code,) = [code for code in OF_ENGINE if "compute_in_fp32(" in code]
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    stepper = names["stepper"]
+    with stepper.forward():
+        first = stepper.model[0](torch.ones(1, 4))
+        assert (first.dtype, stepper.model[1](first).dtype) == (torch.float16, torch.float32)
 
 
 def test_the_groups_of_the_engine_page_freeze_and_train_what_they_name() -> None:
