@@ -7,6 +7,7 @@ Which of the two a session is has to be settled before CUDA is initialised, once
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,11 @@ settings.load_profile("without deadline")
 # Before torch is imported, here and in the processes that tests start: OpenMP's idle threads sleep. With more
 # threads than cores, as always beside xdist, those that spin take the cores of the ones they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts a background job with these ignored, and every process that a test starts would inherit that.
+for name in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(name) is signal.SIG_IGN:
+        signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
 
 NEEDS_GPU = ("gpu", "gpus2")
 

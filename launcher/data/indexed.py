@@ -166,7 +166,9 @@ class LoadedBatches:
             return batch
         if self._noise is None or self._noise[0] != request.epoch:
             self._noise = request.epoch, self.plan.noise(request.epoch)
-        noise = self._noise[1][[request.position + offset for offset in kept]]
+        noise = self._noise[1][request.position : request.position + len(request.indices)]
+        if len(kept) < len(request.indices):
+            noise = noise[list(kept)]
         return transformed("train_transform", self._transform, batch, to_device(noise, self._data.how.device))
 
 

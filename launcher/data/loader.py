@@ -71,7 +71,6 @@ class Pool:
         self._shared = numpy.frombuffer(mmap.mmap(-1, 24 * max(how.workers, 1)), numpy.int64).reshape(-1, 3)
         self._shared[:, READING] = -1
         self._number = -1  # of this loader process; -1 in any other
-        reader.reading = self._note
         self._iterator: Any = None  # torch's, where it has processes
         _pools.append(self)
 
@@ -189,14 +188,14 @@ class Pool:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_JOB)
         self._number = number
         self._shared[number, PID] = os.getpid()
+        self._reader.reading = self._note
 
     def _end(self, *signal_and_frame: Any) -> None:
         if self._shared[self._number, ENDS]:
             os._exit(0)
 
     def _note(self, index: int) -> None:
-        if self._number >= 0:
-            self._shared[self._number, READING] = index
+        self._shared[self._number, READING] = index
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from typing import Any
 import numpy
 import torch
 
+seed_torch = torch.default_generator.manual_seed  # of 32 bits; torch.manual_seed would seed every GPU too
+
 
 def spread_seed(*key: int | str) -> int:
     """64 bits from a hash: generators of NumPy and torch with neighbouring seeds are alike at first."""
@@ -24,7 +26,7 @@ def seed_all(seed: int) -> None:
     """Seed the three. `seed` is at least 0; NumPy and torch take 32 bits of it."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed % 2**32)  # torch.manual_seed would seed every GPU too
+    seed_torch(seed % 2**32)
 
 
 @contextmanager
@@ -35,6 +37,50 @@ def generators_kept() -> Iterator[None]:
         yield
     finally:
         _set(states)
+
+
+def sample_seeds(seed: int, epoch: int, position: int, number: int) -> list[int]:
+    """64 bits for each of `number` samples from `position` of an epoch on, by SplitMix64 (Steele, 2014)."""
+    positions = numpy.arange(position + 1, position + 1 + number, dtype=numpy.uint64)
+    mixed = positions * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(spread_seed("samples", seed, epoch))
+    mixed = (mixed ^ (mixed >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return [int(each) for each in (mixed ^ (mixed >> numpy.uint64(31))).tolist()]
+
+
+def as_seeded(seed: int) -> bool:
+    """Whether Python's and NumPy's generators are as `seed_all(seed)` leaves them. Takes about 0.1 ms."""
+    with generators_kept():
+        now = _states()[:2]
+        seed_all(seed)
+        fresh = _states()[:2]
+        return now[0] == fresh[0] and all(map(numpy.array_equal, now[1], fresh[1]))
+
+
+class Untouched:
+    """Tells whether anything has drawn from Python's or NumPy's generator, which it seeds for that.
+
+    Seeding the two before each sample would take longer than reading a small one.
+    """
+
+    _MARK = 0x6C61756E
+
+    def __init__(self) -> None:
+        with generators_kept():
+            self.begin()
+            self._first = self._draw()
+
+    def begin(self) -> None:
+        random.seed(self._MARK)
+        numpy.random.seed(self._MARK)
+
+    def holds(self) -> bool:
+        """Whether nothing has drawn since `begin`. Draws itself."""
+        return self._draw() == self._first
+
+    @staticmethod
+    def _draw() -> tuple[float, float]:
+        return random.random(), float(numpy.random.random_sample())
 
 
 class Generators:

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from launcher.config.user_code import place_of
 from launcher.data.epochs import enter_epoch, with_epochs
 from launcher.data.ragged import refuse_unlike
-from launcher.data.random_state import seed_all, spread_seed
+from launcher.data.random_state import Untouched, as_seeded, sample_seeds, seed_all, seed_torch
 from launcher.data.tensors import Batch
 from launcher.errors import DataError
 
@@ -94,32 +94,79 @@ class Reader:
         self.reading: Callable[[int], None] = lambda index: None
         self._takes_generator = takes_generator(dataset)
         self._with_epochs = with_epochs(dataset)
+        self._untouched = Untouched()
+        # Whether a sample has drawn from Python's or NumPy's generator; None before the first.
+        self._draws: bool | None = None
 
     def begin(self) -> None:
         """Nothing is to be done before an iteration."""
 
     def __getitem__(self, request: Request) -> Fetched:
-        samples: list[Any] = []
-        kept: list[int] = []
-        bad: list[BadSample] = []
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except Exception as error:  # a user's data set may fail in any way
             return Fetched(None, (), failure=f"set_epoch failed{_at(error)}: {_in_words(error)}")
-        for offset, index in enumerate(request.indices):
-            self.reading(index)
-            try:
-                samples.append(self._sample(index, request.epoch, request.position + offset))
-                kept.append(offset)
-            except Exception as error:  # a user's data set may fail in any way
-                bad.append(BadSample.of(index, error))
+        samples, bad = self._samples(request)
         self.reading(-1)
         if not samples:
             return Fetched(None, (), tuple(bad))
         try:
-            return Fetched(collated(samples, self._collate), tuple(kept), tuple(bad))
+            return Fetched(collated([*samples.values()], self._collate), tuple(samples), tuple(bad))
         except Exception as error:
-            return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
+            return self._without_odd(request, samples, bad, error)
+
+    def _samples(self, request: Request) -> tuple[dict[int, Any], list[BadSample]]:
+        """The samples by offset, and those that cannot be read.
+
+        Python's and NumPy's generators are seeded before each sample of the first request, and of all if one
+        of these draws from them. A later request whose samples are the first to draw is read twice.
+        """
+        seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
+        if self._takes_generator:
+            return self._read(request.indices, seeds, self._from_generator)
+        if self._draws is None:
+            self._draws = False
+            return self._read(request.indices, seeds, self._watched)
+        if not self._draws:
+            self._untouched.begin()
+            found = self._read(request.indices, seeds, self._with_torch_seeded)
+            if self._untouched.holds():
+                seed_all(seeds[-1])  # as after a seeded sample: the collate may draw, too
+                return found
+            self._draws = True
+        return self._read(request.indices, seeds, self._with_all_seeded)
+
+    def _read(
+        self, indices: Sequence[int], seeds: Sequence[int], sample: Callable[[int, int], Any]
+    ) -> tuple[dict[int, Any], list[BadSample]]:
+        """As `_samples`, each from `sample(index, seed)`."""
+        samples: dict[int, Any] = {}
+        bad: list[BadSample] = []
+        reading = self.reading
+        for offset, index in enumerate(indices):
+            reading(index)
+            try:
+                samples[offset] = sample(index, seeds[offset])
+            except Exception as error:  # a user's data set may fail in any way
+                bad.append(BadSample.of(index, error))
+        return samples, bad
+
+    def _from_generator(self, index: int, seed: int) -> Any:
+        return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
+
+    def _with_torch_seeded(self, index: int, seed: int) -> Any:
+        seed_torch(seed % 2**32)
+        return self._dataset[index]
+
+    def _with_all_seeded(self, index: int, seed: int) -> Any:
+        seed_all(seed)
+        return self._dataset[index]
+
+    def _watched(self, index: int, seed: int) -> Any:
+        try:
+            return self._with_all_seeded(index, seed)
+        finally:
+            self._draws = self._draws or not as_seeded(seed)
 
     def _without_odd(
         self, request: Request, samples: Mapping[int, Any], bad: Sequence[BadSample], error: Exception
@@ -148,13 +195,6 @@ class Reader:
             missing = _none_in(sample)
             return MissingError(f"{missing} is None") if missing else error
         return None
-
-    def _sample(self, index: int, epoch: int, position: int) -> Any:
-        seed = spread_seed("sample", self._seed, epoch, position)
-        if self._takes_generator:
-            return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
-        seed_all(seed)
-        return self._dataset[index]
 
 
 def takes_generator(dataset: Indexed) -> bool:

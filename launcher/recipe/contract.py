@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,18 +135,21 @@ def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", label
     Counts the labels that carry loss: those of int64 that are not IGNORED (-100), or all probabilities of
     classes (floating-point, of the logits' shape).
     """
-    logits = network(batch[inputs]).float()
-    if logits.ndim < 2 or len(logits) != len(batch[labels]):
+    logits, expected = network(batch[inputs]).float(), batch[labels]
+    shape, num_samples = logits.shape, len(expected)
+    if len(shape) < 2 or shape[0] != num_samples:
         raise ConfigError(
-            f"the model returned the shape {list(logits.shape)} for {len(batch[labels])} samples: "
-            f"cross_entropy needs [{len(batch[labels])}, classes], one value per sample and class."
+            f"the model returned the shape {list(shape)} for {num_samples} samples: "
+            f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
         )
-    loss_sum = F.cross_entropy(logits, batch[labels], reduction="sum", ignore_index=IGNORED)
-    return Loss(loss_sum, _labels_with_loss(logits, batch[labels]), logits.detach())
+    loss_sum = F.cross_entropy(logits, expected, reduction="sum", ignore_index=IGNORED)
+    return Loss(loss_sum, _labels_with_loss(logits, expected), logits.detach())
 
 
 def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
-    """How many: a tensor on the device for classes, since reading it would wait for the device."""
+    """How many. On a device a tensor for classes, since reading it would wait for the device."""
     if labels.is_floating_point():
         return logits.numel() // logits.shape[1]
+    if labels.is_cpu:
+        return int(numpy.count_nonzero(labels.numpy() != IGNORED))  # half as long as two operations of torch
     return (labels != IGNORED).sum()

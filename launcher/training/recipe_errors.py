@@ -128,9 +128,14 @@ def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[
 
     @functools.wraps(function, updated=())
     def call(*arguments: Any) -> Result:
-        batch = next((each for each in arguments if isinstance(each, dict)), None)
-        with guarding(what, log, batch):
+        try:  # not `guarding`, whose context takes as long as a small operation
             return function(*arguments)
+        except (Exception, SystemExit) as error:
+            batch = next((each for each in arguments if isinstance(each, dict)), None)
+            failure = recipe_failure(error, what, log, batch)
+            if failure is None:
+                raise
+            raise failure from error
 
     return call
 

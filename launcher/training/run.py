@@ -47,8 +47,9 @@ class Votes:
 
     def count(self, report: StepReport) -> None:
         """Add the votes of a step, which its report carries."""
-        self._agreed |= {question for question in Question if report.votes[question]}
-        self.bad_samples += report.votes[Question.BAD_SAMPLES]
+        if any(report.votes):
+            self._agreed |= {question for question in Question if report.votes[question]}
+            self.bad_samples += report.votes[Question.BAD_SAMPLES]
 
     def agree(self, question: Question) -> None:
         """Add a question that all ranks have agreed on outside a step."""

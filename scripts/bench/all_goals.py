@@ -80,6 +80,7 @@ def without_gpu() -> str:
 def benchmarks() -> list[Benchmark]:
     return [
         Benchmark("step_cost", (str(HERE / "step_cost.py"),), 900),
+        Benchmark("loop", (str(HERE / "loop.py"),), 1200),
         Benchmark("precision_step", on_ranks("precision_step.py"), 900),
         Benchmark("update", (str(HERE / "update.py"),), 7200),
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 3600),

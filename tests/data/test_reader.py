@@ -56,6 +56,55 @@ def test_random_numbers_depend_on_seed_epoch_and_position_alone(dataset):
         assert not torch.isclose(moved, whole[:1]).any(), other
 
 
+class RarelyDrawn(Dataset):
+    """Draws for one sample only. `read` has the indices in the order in which they were asked for."""
+
+    def __init__(self, drawing):
+        self.drawing = drawing
+        self.read = []
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        drawn = [random.random(), numpy.random.rand()] if index == self.drawing else [0.0, 0.0]
+        return {"drawn": torch.tensor([*drawn, float(torch.initial_seed())], dtype=torch.float64)}
+
+
+def test_a_sample_that_is_the_first_to_draw_gets_the_same_numbers_as_in_another_reader():
+    dataset = RarelyDrawn(drawing=6)
+    reader = Reader(dataset, None, 0)
+    reader[Request(0, 0, (1, 2, 3))]
+    late = reader[Request(0, 3, (5, 6, 7))].batch["drawn"]
+    assert dataset.read == [1, 2, 3, 5, 6, 7, 5, 6, 7]
+    reader[Request(0, 6, (8, 9))]
+    assert dataset.read[9:] == [8, 9], "once known, no sample is read twice"
+    alone = read(RarelyDrawn(drawing=6), 6, position=4).batch["drawn"]
+    assert torch.equal(late[1:2], alone)
+    assert alone[0, :2].all()
+
+
+def test_a_set_that_does_not_draw_is_read_once_with_a_seed_of_torch_for_each_sample():
+    dataset = RarelyDrawn(drawing=None)
+    reader = Reader(dataset, None, 0)
+    found = [reader[Request(0, position, (position, position + 1))].batch for position in (0, 2, 4)]
+    assert dataset.read == [0, 1, 2, 3, 4, 5]
+    assert torch.cat([each["drawn"][:, 2] for each in found]).unique().numel() == 6
+
+
+def test_a_collate_that_draws_gets_numbers_of_its_request():
+    def collate(samples):
+        return {"mixed": torch.tensor([random.random(), numpy.random.rand()]).expand(len(samples), 2)}
+
+    reader = Reader(RarelyDrawn(drawing=None), collate, 0)
+    one, two, three = (reader[Request(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
+    again = read(RarelyDrawn(drawing=None), 1, 2, position=4, collate=collate).batch["mixed"]
+    assert not torch.isclose(one, two).any()
+    assert not torch.isclose(two, three).any()
+    assert torch.equal(three, again)
+
+
 def test_neighbouring_positions_draw_unrelated_numbers():
     drawn = read(Drawn(), *range(10)).batch["drawn"].double()
     assert len(drawn.flatten().unique()) == 30

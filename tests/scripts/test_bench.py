@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import checkpoint, shapes, step_cost, update, wire_precision
+from scripts.bench import checkpoint, loop_recipe, shapes, step_cost, update, wire_precision
 from scripts.bench.baselines import Batch, Disagreement
 from scripts.bench.update_baselines import Copy, FlatStock, StockComposition
 
@@ -141,6 +142,54 @@ def test_time_that_a_checkpoint_costs_is_in_the_figures_of_its_steps() -> None:
     assert later["worst_of_ten_after_over_normal"] == later["step_3_after_over_normal"] == 1.5
     goals = checkpoint.goals_of_windows("it", checkpoint.Windows(quiet, slow_third, [0.0, 0.0], [1.0], 8))
     assert [goal.reached for goal in goals] == [True, False]
+
+
+LOOP = loop_recipe.Settings("tensors", 0, block=3, rounds=2, steps_per_epoch=2, batch_size=8, file="")
+
+
+def turns_of(settings, change=lambda model: None):
+    """Both sides of the loop's benchmark, where a training step adds 1 to the weights."""
+
+    def train(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+
+    turns = loop_recipe.Turns(settings, lambda model: lambda: (train(model), change(model)))
+    model = turns.build_model()
+    for _ in range(settings.total_steps):
+        turns.next_step()
+        train(model)
+    return turns
+
+
+def test_launcher_and_loop_by_hand_take_turns_of_as_many_steps(tmp_path) -> None:
+    settings = dataclasses.replace(LOOP, file=str(tmp_path / "times.json"))
+    turns = turns_of(settings)
+    assert json.loads((tmp_path / "times.json").read_text()) == turns.times
+    for sides in turns.times.values():
+        assert [len(seconds) for seconds in sides.values()] == [2, 2], "the first block is not counted"
+
+
+def test_a_loop_by_hand_that_trains_otherwise_ends_the_benchmark(tmp_path) -> None:
+    settings = dataclasses.replace(LOOP, file=str(tmp_path / "times.json"))
+    numbers = iter(range(1000))
+
+    def change(model) -> None:
+        if next(numbers) == 4:  # in the second block
+            next(model.parameters()).data[0, 0] += 1
+
+    with pytest.raises(Disagreement, match="differ after step 6"):
+        turns_of(settings, change)
+
+
+@pytest.mark.slow
+def test_loop_runs_the_launcher_beside_a_loop_by_hand(tmp_path) -> None:
+    file = tmp_path / "loop.json"
+    run("loop.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert len(content["goals"]) == len(content["rows"]) == 4
+    assert {goal["row"] for goal in content["goals"]} == {"P16", "loader"}
 
 
 def test_a_side_that_stops_training_while_it_is_timed_ends_the_benchmark() -> None:

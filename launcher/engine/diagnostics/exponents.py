@@ -81,6 +81,8 @@ class ExponentCounter:
         patterns = _patterns(gradient.detach().reshape(-1))
         if patterns.device.type != "cpu":  # where bincount would wait for its result's size
             seen = count_by_adding(patterns)
+        elif len(patterns) < _PATTERNS:  # a table of all patterns would be larger
+            return torch.bincount(self._columns[gradient.dtype][patterns.long()], minlength=_COLUMNS)
         else:
             seen = torch.bincount(patterns, minlength=_PATTERNS)
         row = torch.zeros(_COLUMNS, dtype=torch.int64, device=patterns.device)

@@ -109,6 +109,7 @@ COMPOSITES = frozenset(
         *_functions("backward grad", torch.autograd),
     ]
 )
+CHANGED = PRODUCTS | WIDE | INNER | PROMOTING | COMPOSITES | {checkpoint, torch.Tensor.__getitem__}
 
 
 class RoundedArithmetic(TorchFunctionMode):
@@ -145,6 +146,8 @@ class RoundedArithmetic(TorchFunctionMode):
         if not torch.is_autocast_enabled(MARK):
             # Compiled code already contains the rounding. It calls torch.convolution on fp32 buffers and
             # reads as many bytes of the result, which a half result does not have.
+            return func(*args, **kwargs)
+        if func not in CHANGED:  # most calls: one look-up for them
             return func(*args, **kwargs)
         if func in PRODUCTS:
             args, kwargs = map_tensors(self._round, args), map_tensors(self._round, kwargs)

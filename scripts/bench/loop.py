@@ -1,0 +1,151 @@
+"""What the launcher's loop adds to a step of about 1.8 ms, over the same steps written by hand.
+
+    python scripts/bench/loop.py [--quick] [--json FILE] [--repeats 12]
+
+Runs `python -m launcher` as users do, with monitor, evaluator, checkpoints, votes, replica checks, answers,
+heartbeat and files at their defaults, and without a terminal, so without a progress bar; see
+`loop_recipe.py`. One rank, one thread. Rows, by the processor time of the training process and by wall time:
+
+- a bare Stepper around the same batches, gathered by hand from tensors; without a tracker, and with the
+  default one (wandb, offline);
+- a hand-written loop around torch's DataLoader, with 0 and with 2 processes. With processes the goal is on
+  wall time: what they do is not in the processor time of the one that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
+from scripts.bench.loop_recipe import SETTINGS, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 300
+STEPS_PER_EPOCH, BATCH = 50, 128
+LOOP_GOAL, LOADER_GOAL = 1.03, 1.05
+WORDS = (
+    "recipe=resnet18",
+    "recipe.uses=bench_loop",
+    f"recipes.path={Path(__file__).with_name('loop_recipe.py')}",
+    "launch.nproc=1",
+    f"data.batch_size={BATCH}",
+    "train.epochs=100000",
+    "train.eval_every_epochs=100000",
+    "optim.lr=0.01",
+    "precision.scale.init=1024",  # neither side skips a step: what they do then is not measured
+    "schedule=constant",
+    "schedule.warmup_fraction=0",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the launcher. `goal` is on the times of `clock`."""
+
+    title: str
+    source: str
+    tracker: str
+    goal: float
+    workers: int = 0
+    clock: str = "cpu"
+
+    def words(self) -> list[str]:
+        return [f"tracker={self.tracker}", f"data.workers={self.workers}"]
+
+
+CASES = (
+    Case("bare Stepper, tracker=none", "tensors", "none", LOOP_GOAL),
+    Case("bare Stepper, default tracker", "tensors", "wandb", LOOP_GOAL),
+    Case("DataLoader, 0 processes", "loader", "none", LOADER_GOAL),
+    Case("DataLoader, 2 processes", "loader", "none", LOADER_GOAL, workers=2, clock="wall"),
+)
+
+
+def measure(case: Case, rounds: int, block: int) -> dict[str, Times]:
+    """Seconds of a step by clock and side. Raises RuntimeError where the run fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "times.json"
+        settings = Settings(case.source, case.workers, block, rounds, STEPS_PER_EPOCH, BATCH, str(file))
+        words = [*WORDS, *case.words(), f"train.max_steps={settings.total_steps}", f"run.dir={folder}/run"]
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher", *words],
+            env=environment() | {SETTINGS: json.dumps(asdict(settings))},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if done.returncode or not file.exists():
+            raise RuntimeError(f"{case.title}: exit code {done.returncode}\n{done.stdout[-3000:]}")
+        found: dict[str, Times] = json.loads(file.read_text())
+        return found
+
+
+def environment() -> dict[str, str]:
+    """Without what a user has set for the tracker, whose default is measured."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return kept | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def rows_of(times: dict[str, Times]) -> dict[str, dict[str, float]]:
+    return {
+        f"{side}, {clock}": row_of(seconds)
+        for clock, sides in times.items()
+        for side, seconds in sides.items()
+    }
+
+
+def goal_of(case: Case, times: dict[str, Times]) -> Goal:
+    row = "P16" if case.source == "tensors" else "loader"
+    what = f"{case.clock} time of a step over {case.title}"
+    return Goal.of(row, what, times[case.clock], "launcher", "by hand", case.goal)
+
+
+def tell(title: str, rows: dict[str, dict[str, float]]) -> None:
+    print(f"\n{title:32} {'min us':>8} {'median us':>10}")
+    for name, row in rows.items():
+        print(f"{name:32} {1e3 * row['min_ms']:8.0f} {1e3 * row['median_ms']:10.0f}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    rounds, block = (2, 5) if arguments.quick else (arguments.repeats, arguments.block)
+    found: dict[str, Any] = {}
+    goals: list[Goal] = []
+    for case in CASES:
+        if arguments.only and not any(word in case.title for word in arguments.only):
+            continue
+        times = measure(case, rounds, block)
+        found[case.title] = rows_of(times)
+        goals.append(goal_of(case, times))
+        tell(case.title, found[case.title])
+    print(f"\n{goal_table(goals)}")
+    write(arguments.json, "what the launcher's loop adds to a step", rounds, found, goals, block=block)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=12, help="blocks of each side")
+    parser.add_argument("--block", type=int, default=200, help="steps of a block")
+    parser.add_argument("--only", nargs="+", help="cases whose title contains one of these")
+    parser.add_argument("--quick", action="store_true", help="two short blocks, to test this file")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
