@@ -6,8 +6,8 @@ One process with all cores, AdamW, a small and a large model. A window of eleven
 alternates with one of eleven steps whose first publishes, as the launcher does: it compares replicas, copies
 the state to host memory and passes it to the writer. All steps are timed as they are. The copy that P14
 leaves out is a plain copy of as many bytes, timed by itself. The slowest of ten medians is above 1 by noise
-alone: it is given for windows without a checkpoint too. A write that only begins once it is waited for would cost
-the steps nothing, so the time until it is reported is a row of its own.
+alone: it is given for windows without a checkpoint too. A write that only begins once it is waited for would
+cost the steps nothing, so the time until it is reported is a row of its own.
 
 Then a state of 1 GB: writing it against `cp` and `sha256sum` of such a file on the same disk, and resuming
 from it against reading and hashing it, both from a warm page cache. Directory: --directory, by default a

@@ -7,13 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from launcher.checkpoint import Writer
 from scripts.bench import checkpoint, loop_recipe, shapes, step_cost, update, wire_precision
 from scripts.bench.baselines import Batch, Disagreement
 from scripts.bench.update_baselines import Copy, FlatStock, StockComposition
@@ -185,6 +184,37 @@ def test_a_loop_by_hand_that_trains_otherwise_ends_the_benchmark(tmp_path) -> No
 
     with pytest.raises(Disagreement, match="differ after step 6"):
         turns_of(settings, change)
+
+
+class Deferring(Writer):
+    """A writer that begins when it is waited for."""
+
+    staged = None
+
+    def publish(self, take):
+        self.staged = take()
+
+    def poll(self):
+        return None
+
+    def wait(self):
+        staged, self.staged = self.staged, None
+        if staged is not None:
+            super().publish(lambda: staged)
+        return super().wait()
+
+
+def test_a_write_that_begins_when_it_is_waited_for_misses_a_goal(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint, "Writer", Deferring)
+    found = checkpoint.measure_windows(checkpoint.quick_job(), tmp_path, 1)
+    assert found.written[0] > sum(found.saving[0][1:])
+    steps = [[1.0] * 11]
+    in_turn, beside = (
+        checkpoint.Windows(steps, steps, [0.0], [written], [2.0], 8) for written in (12.0, 3.0)
+    )
+    for windows, reached in ((in_turn, False), (beside, True)):
+        (goal,) = (each for each in checkpoint.goals_of_windows("it", windows) if "until" in each.what)
+        assert goal.reached == reached
 
 
 @pytest.mark.slow
