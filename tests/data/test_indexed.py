@@ -200,20 +200,20 @@ def test_a_loader_process_that_ends_while_its_batch_is_fetched_is_named_with_its
     def close_and_end():  # as the kernel does: a process counts as ended after its sockets are closed
         resource_sharer.stop()
         closed.set()
-        time.sleep(0.3)
+        time.sleep(0.5)
         os._exit(9)
 
-    with loader_processes():
-        loaded = batches(Noisy(50, {20: close_and_end}), workers=1)
-        order = loaded.plan.order(0).tolist()
-        at = order.index(20) // 8
-        assert at >= 2
-        named = "a loader process ended while it read sample 20 of the training set: .*exit code 9"
-        for step in range(at - 1):
-            loaded.step(0, step)
-        assert closed.wait(10)
-        with pytest.raises(DataError, match=named):
-            loaded.step(0, at - 1)
+    def read():
+        with loader_processes():
+            loaded = batches(Noisy(50, {20: close_and_end}), workers=1)
+            step = loaded.plan.order(0).tolist().index(20) // 8
+            for earlier in range(step - 1):
+                loaded.step(0, earlier)
+            assert closed.wait(10)
+            loaded.step(0, step - 1)
+
+    with pytest.raises(DataError, match=r"ended while it read sample 20 of the training set: .*exit code 9"):
+        read()
 
 
 def test_a_held_out_sample_that_hangs_is_named_beside_the_idle_pool_of_the_training_set():
