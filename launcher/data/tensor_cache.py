@@ -26,7 +26,7 @@ from torch import Tensor
 from launcher.data.pruning import prune
 from launcher.errors import ConfigError
 
-FORMAT = 1  # of what is stored; another number and nothing that is older is read
+FORMAT = 2  # of what is stored; another number and nothing that is older is read
 POLL_S = 0.1
 PROGRESS_S = 10.0  # between two lines of a process that waits
 

@@ -138,7 +138,7 @@ def sentence_options(config: DataConfig) -> dict[str, Any]:
         "sentence1": (_is_text, "the name of a column"),
         "sentence2": (lambda value: value is None or _is_text(value), "null or the name of a column"),
         "label": (_is_text, "the name of a column"),
-        "unlabelled": (lambda value: value is None or _is_text(value), "null or a label"),
+        "unlabelled": (lambda value: value is None or isinstance(value, str), "null or a label"),
         "validation": (
             lambda value: value is None or _is_text(value) or (_are_texts(value) and len(value) > 0),
             "null, the name of a file below data.path, or a list of such names",
@@ -217,13 +217,16 @@ def _tokenised(
 
 
 def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
-    """The rows with a label. Raises DataError where none is left."""
-    if options["unlabelled"] is None:
-        return table
+    """The rows with a label. Raises DataError where none is left, and for an empty cell: it is no class."""
     labels = table.column(options["label"])
     kept = [row for row, label in enumerate(labels) if label != options["unlabelled"]]
     if not kept:
         raise DataError(f"{table.file}: every row has the label {options['unlabelled']!r}, which is none.")
+    if empty := [row for row in kept if isinstance(labels[row], str) and not labels[row].strip()]:
+        raise DataError(
+            f"{table.place(empty[0])}: the {options['label']} is empty, in {len(empty):,} of {len(table):,} "
+            "rows. Give these rows a label, or leave them out: 'data.unlabelled=\"\"'."
+        )
     return table if len(kept) == len(table) else table.select(kept)
 
 

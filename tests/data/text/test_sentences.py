@@ -97,6 +97,20 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
         load_sentences(config_of(only))
 
 
+@pytest.mark.parametrize("name", ["train.tsv", "train.jsonl"])
+def test_an_empty_label_is_no_class(tmp_path, name):
+    file = written(tmp_path, name, [*PAIRS, ("x", "y", ""), ("x", "y", "")])
+    where = "42" if name.endswith(".tsv") else "41"
+    message = rf"{name}, line {where}: the gold_label is empty, in 2 of 42 rows\. .* 'data\.unlabelled=\"\"'"
+    with pytest.raises(DataError, match=message):
+        load_sentences(config_of(file))
+    with pytest.warns(DataWarning, match=r"2 rows have the label '' and are left out"):
+        assert load_sentences(config_of(file, unlabelled="")).classes == ("no", "yes")
+    blank = written(tmp_path, name, [*PAIRS, ("x", "y", " ")])
+    with pytest.raises(DataError, match="the gold_label is empty, in 1 of 41 rows"):
+        load_sentences(config_of(blank))
+
+
 def test_rows_that_are_too_long_are_cut_and_counted(tmp_path):
     file = written(tmp_path, "train.tsv")
     with pytest.warns(
