@@ -6,7 +6,9 @@ Owns the text of the skeleton, which runs as it is. Never overwrites a file. Imp
 from __future__ import annotations
 
 import keyword
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launcher.config.groups import conf_dir, group_choices
@@ -88,3 +90,15 @@ def refuse_name(name: str) -> None:
         )
     if name in (taken := group_choices(conf_dir()).get("recipe", [])):
         raise ConfigError(f"new {name}: is a recipe of the program already: {', '.join(taken)}.")
+    if name in sys.stdlib_module_names or _is_installed(name):
+        raise ConfigError(
+            f"new {name}: is the name of a module that Python or a package has. python -m would import "
+            f"{name}.py of this folder in its place. Choose another name."
+        )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a package outside this folder has a module of that name. Nothing is imported."""
+    elsewhere = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
+    found = PathFinder.find_spec(name, elsewhere)
+    return found is not None and found.origin is not None
