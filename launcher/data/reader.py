@@ -216,9 +216,11 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     if collate is None:
         refuse_nameless(samples[0])
     batch = stacked(samples) if collate is None else collate(samples)
-    rule = "It must return a mapping of column names to tensors, each with a row per sample."
     if not isinstance(batch, Mapping):
-        raise DataError(f"the recipe's collate returned {type(batch).__name__}. {rule}")
+        raise DataError(
+            f"the recipe's collate returned {type(batch).__name__}. It must return a mapping of column names "
+            "to tensors, each with a row per sample."
+        )
     odd = [
         f"{name} ({type(column).__name__})"
         for name, column in batch.items()
@@ -226,8 +228,9 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     ]
     if odd:
         raise DataError(
-            f"a batch has columns that are not tensors: {', '.join(odd)}. {rule} Leave these out, or turn "
-            "them into tensors, in the data set or in Recipe.collate."
+            f"a batch has columns that are not tensors: {', '.join(odd)}. Each column of a batch must be a "
+            "tensor with a row per sample. Leave these out, or turn them into tensors, in the data set or in "
+            "Recipe.collate. Hugging Face's data sets give tensors after .with_format('torch')."
         )
     _refuse_other_rows(batch, len(samples))
     return dict(batch)

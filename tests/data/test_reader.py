@@ -1,4 +1,5 @@
 import random
+import re
 
 import numpy
 import numpy as np
@@ -8,7 +9,7 @@ from torch.utils.data import Dataset
 
 from launcher.data.epochs import EVALUATION
 from launcher.data.random_state import generators_kept
-from launcher.data.reader import Reader, Request, columns
+from launcher.data.reader import Reader, Request, collated, columns
 from launcher.errors import DataError
 
 
@@ -250,3 +251,23 @@ def test_a_collate_may_pack_columns_of_other_lengths():
     packed = {"tokens": torch.ones(40), "offsets": torch.ones(17), "length": torch.ones(16)}
     samples = Listed(*[{"x": torch.ones(2)}] * 16)
     assert read(samples, *range(16), collate=lambda samples: packed).batch == packed
+
+
+@pytest.mark.parametrize(
+    ("collate", "text"),
+    [
+        (
+            list,
+            "the recipe's collate returned list. It must return a mapping of column names to tensors, each",
+        ),
+        (
+            None,
+            "columns that are not tensors: name (list). Each column of a batch must be a tensor with a row "
+            "per sample. Leave these out, or turn them into tensors, in the data set or in Recipe.collate. "
+            "Hugging Face's data sets give tensors after .with_format('torch').",
+        ),
+    ],
+)
+def test_what_is_no_batch_of_tensors_is_refused_with_what_to_return(collate, text):
+    with pytest.raises(DataError, match=re.escape(text)):
+        collated([{"x": torch.ones(2), "name": "one"}], collate)
