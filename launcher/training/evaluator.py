@@ -5,6 +5,7 @@ Owns the use of an evaluation's result; `launcher.evaluation` computes it. All m
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -67,6 +68,11 @@ class Evaluator:
         self.monitor.restart_timer()
         self.monitor.totals.since_evaluation = SinceEvaluation()
         compared = comparison(self.recipe.compare_by, self.latest)
+        if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
+            self.run.telemetry.warn(
+                f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
+                "evaluation cannot be the best. Correct the metric, or name another with compare_by."
+            )
         best = self.standing.best
         if best is not None and not best.is_like(compared):
             way = "lower" if compared.lower_is_better else "higher"

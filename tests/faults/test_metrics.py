@@ -146,6 +146,15 @@ def test_what_few_samples_may_cause_is_a_warning_first(tmp_path: Path) -> None:
     assert "the metric Margin's compute on the validation (near) set failed at " in ended.result["error"]
 
 
+def test_a_metric_to_compare_by_that_is_nan_is_a_warning(tmp_path: Path) -> None:
+    ended = run_recipe(tmp_path, "'margin'", mark="COMPUTE", line='return {"margin": float("nan")}')
+    assert ended.codes == [0], ended
+    found = [text for text in ended.warnings if "by which runs are compared" in text]
+    assert [text.partition(", so")[0] for text in found] == [
+        f"margin, by which runs are compared, is NaN at step {step}" for step in (3, 6)
+    ]
+
+
 def test_a_resume_with_another_metric_to_compare_by_says_so(tmp_path: Path) -> None:
     assert run_recipe(tmp_path).codes == [0]
     resumed = run_recipe(tmp_path, "'margin'", words=("train.max_steps=8",))
