@@ -228,12 +228,16 @@ def _values(rows: Any, column: str, where: str) -> list[Any]:
     values: list[Any] = rows.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     if not values:
         raise DataError(f"{where} has a split without rows.")
-    if wrong := [row for row, value in enumerate(values) if not isinstance(value, int | str)]:
+    if wrong := [row for row, value in enumerate(values) if not _is_label(value)]:
         raise DataError(
             f"{where}: row {wrong[0]} has {values[wrong[0]]!r} in the label column {column} ({len(wrong)} "
-            "such rows). Labels must be whole numbers or strings."
+            "such rows). Labels must be whole numbers or strings that are not empty."
         )
     return values
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, str) and value.strip() != "")
 
 
 def _classes(kind: Any, values: Sequence[Any]) -> list[Any]:

@@ -178,6 +178,12 @@ def missing_labels(folder):
         (csv, {"image_column": "file"}, DataError, r"no columns of labels\. Its columns: file \(.*\), kind"),
         (unknown_label, {}, DataError, r"1 label\(s\) are not in the training set: z\. It knows a, b"),
         (missing_labels, {}, DataError, r"row 0 has None in the label column label \(1 such rows\)"),
+        (
+            lambda f: rows(4, lambda index: ("a", "b", "")[index % 3]).save_to_disk(f),
+            {},
+            DataError,
+            r"row 2 has '' in the label column label \(1 such rows\)\. .* strings that are not empty",
+        ),
         (lambda f: rows(4, lambda index: "a").save_to_disk(f), {}, DataError, r"has one class, a"),
     ],
 )
