@@ -41,7 +41,7 @@ COMMANDS = list(
         line.partition("#")[0].strip()
         for block in BLOCKS
         if block.kind == "bash"
-        for line in block.text.splitlines()
+        for line in block.text.replace("\\\n", " ").splitlines()  # continued lines are one command
         if LAUNCH.search(line)
     )
 )
