@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Wire
 from launcher.process.lifetime import end_with
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
@@ -212,9 +214,10 @@ def main() -> None:
     try:
         batch = plan.batch_of(dist.get_rank())
         own = timed(plan, batch) if plan.mbits else count(plan, batch)
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, own)
-        if dist.get_rank() == 0:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        env = WorkerEnv(rank, world_size, rank, world_size, torch.device("cpu"), dist.group.WORLD)
+        by_rank = [json.loads(text) for text in exchange_texts(env, json.dumps(own))]
+        if rank == 0:
             arguments.result.write_text(json.dumps(by_rank))
         dist.barrier()
     finally:
