@@ -111,12 +111,28 @@ def list_folder(root: Path, val_fraction: float) -> FolderListing:
     held_out = next((folder for name in VALIDATION for folder in folders if folder.name == name), None)
     train = next((folder for folder in folders if folder.name == TRAIN), None)
     if train is None or held_out is None or not _folders(train):
+        if train is not None:
+            _refuse_lone_train(root, train, folders)
         files = list(_labelled(root, root, None, ignored))
     else:
         files = list(_labelled(root, train, False, ignored))
         files += _labelled(root, held_out, True, ignored)
     _report_ignored(root, ignored)
     return listing_of(root, files, val_fraction, f"data.path={root}")
+
+
+def _refuse_lone_train(root: Path, train: Path, folders: Sequence[Path]) -> None:
+    """Raise DataError for class folders in train/ that would be read as the one class "train"."""
+    classes = {folder.name for folder in _folders(train)}
+    others = [folder for folder in folders if folder != train]
+    alike = [folder.name for folder in others if classes & {each.name for each in _folders(folder)}]
+    if classes and (alike or not others):
+        held_out = "/, ".join(VALIDATION)
+        raise DataError(
+            f"data.path={root} has class folders in train/, but no {held_out}/ beside it. It has: "
+            f"{listed([folder.name for folder in folders], SHOWN)}. Give the held-out images one of these "
+            f"names, or hold out a part of the others: data.path={train}."
+        )
 
 
 def list_csv(file: Path, root: Path | None, val_fraction: float) -> FolderListing:

@@ -74,6 +74,15 @@ def test_val_is_preferred_to_test_and_classes_may_be_called_train(tmp_path):
     assert list_folder(tmp_path / "vehicles", 0.25).classes == ("car", "train")
 
 
+@pytest.mark.parametrize("beside", [(), ("dev",)])
+def test_class_folders_in_train_without_a_held_out_folder_are_no_class(tmp_path, beside):
+    for name in ("train", *beside):
+        write_classes(tmp_path / name)
+    message = r"has class folders in train/, but no val/, valid/, validation/, test/ beside it\. It has: "
+    with pytest.raises(DataError, match=message + ", ".join((*beside, r"train\. .* data\.path=.*/train"))):
+        list_folder(tmp_path, 0.25)
+
+
 def test_files_at_any_depth_with_any_case_count_and_others_are_counted_in_one_line(tmp_path):
     write_classes(tmp_path)
     (tmp_path / "cat" / "deep" / "er").mkdir(parents=True)
