@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments, parse
+from launcher.commands.compare import as_sweep
 from launcher.commands.export import export_weights
 from launcher.commands.help import help_text, recipes_text, version_text
 from launcher.commands.new import write_recipe
@@ -22,7 +23,7 @@ from launcher.commands.train import train
 from launcher.config.groups import conf_dir
 from launcher.distributed.handoff import Leader, follow
 from launcher.distributed.process_group import LaunchEnv
-from launcher.errors import INTERRUPTED
+from launcher.errors import DIVERGED, INTERRUPTED
 from launcher.process.terminal import columns_of, wrapped
 
 
@@ -84,6 +85,8 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         export_weights(arguments)
     elif arguments.command == "new":
         write_recipe(arguments.words)
+    elif arguments.command == "compare":
+        return train(as_sweep(arguments), leader, findings=(DIVERGED,))
     else:
         return train(arguments, leader)
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DIVERGED = 5
 INTERRUPTED = 130
 STOPPED = (75, 129, INTERRUPTED, 131, 143)  # exit codes by a signal, saved or not
 
@@ -47,7 +48,7 @@ class OutOfMemoryError(LauncherError):
 class DivergedError(LauncherError):
     """Training produces values that are not finite, and lowering the loss scale does not help."""
 
-    exit_code = 5
+    exit_code = DIVERGED
 
 
 class ReplicaError(LauncherError):

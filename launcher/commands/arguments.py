@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
-COMMANDS = ("recipes", "report", "export", "new")
+COMMANDS = ("recipes", "report", "export", "new", "compare")
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHORT = {
     "-h": "--help",

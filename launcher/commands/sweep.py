@@ -47,7 +47,10 @@ class SweepProgress:
             )  # in parent mode that is a RunFailed
 
 
-def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> int:
+def run_sweep(
+    request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int] = ()
+) -> int:
+    """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
     from launcher.sweep import hydra_sweep
 
     progress = SweepProgress(len(configs), leader)
@@ -55,15 +58,17 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader) -> in
     done = progress.started - len(progress.exit_codes)
     print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
     compare_jobs(directory)
-    return progress.exit_codes[0] if progress.exit_codes else 0
+    return next((code for code in progress.exit_codes if code not in findings), 0)
 
 
 def compare_jobs(directory: Path) -> None:
     """Write the plot and tables of a sweep; a failure is a warning, because the jobs are done."""
-    from launcher.report.comparison import write_comparison
+    from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
 
     try:
         for path in write_comparison(directory):
+            if path.name == SIDE_BY_SIDE:
+                print(f"\n{path.read_text(encoding='utf-8')}")
             print(f"sweep: {path}", flush=True)
     except Exception as error:
         print(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", file=sys.stderr)

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
-def train(arguments: Arguments, leader: Leader) -> int:
-    """Compose and check the request, then run it, or let Hydra answer a query."""
+def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) -> int:
+    """Compose and check the request, then run it, or let Hydra answer a query.
+
+    Jobs of a sweep that end with one of the exit codes `findings` have not failed.
+    """
     from launcher.config.experiments import with_experiment
     from launcher.config.resolve import compose_jobs
     from launcher.telemetry.tracker.wandb_environment import with_environment
@@ -42,7 +45,7 @@ def train(arguments: Arguments, leader: Leader) -> int:
     for config in configs:
         refuse_small_batch(config, leader.launch)  # all jobs are checked before the first starts
     if expanded.multirun:
-        return run_sweep(expanded, configs, leader)
+        return run_sweep(expanded, configs, leader, findings)
     (config,) = configs
     run_one(with_environment(config, request.overrides, os.environ), request.overrides, leader)
     return 0

@@ -1,7 +1,8 @@
 """Comparison of the runs of a sweep: one plot of their curves, and a table.
 
-Owns the grouping of runs (those that differ only in the seed) and the files comparison.png, summary.md and
-summary.csv. Reads only the files of the runs, and accepts missing ones.
+Owns the grouping of runs (those that differ only in the seed) and the files comparison.png, summary.md,
+summary.csv and, for runs in several precisions, side_by_side.md. Reads only the files of the runs, and
+accepts missing ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_log_scale
 from launcher.report.reading import Warn, evaluations_of, events_of, result_of, silent, text_of
+from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import OVERRIDES
 from launcher.telemetry.events import FILE_NAME
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
+SIDE_BY_SIDE = "side_by_side.md"
 COLORS = ("#2f6ca3", "#d4722a", "#b3261e", "#3a8f5c", "#7a5aa6", "#8c6d3f", "#4a4a4a", "#c2528b")
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
 RESULT_KEYS = ("state", "metric_name", "metric", "steps", "skipped_steps", "seconds", "samples_per_s")
@@ -39,6 +42,7 @@ class Job:
     directory: Path
     overrides: dict[str, str]
     result: dict[str, Any]
+    events: list[dict[str, Any]]
     steps: dict[int, float]  # training loss by step
     accuracies: dict[int, float]  # held out
 
@@ -74,7 +78,15 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
     table, rows = sweep_dir / TABLE, sweep_dir / ROWS
     write_text(table, markdown(sweep_dir.name, settings, note))
     write_text(rows, as_csv(jobs))
-    return [draw(settings, sweep_dir / COMPARISON), table, rows]
+    written = [draw(settings, sweep_dir / COMPARISON), table, rows]
+    if of_precisions(jobs):
+        sides = [
+            Side(s.label, tuple(measured(j.overrides.get(REPEATED, "0"), j.result, j.events) for j in s.jobs))
+            for s in settings
+        ]
+        written.append(sweep_dir / SIDE_BY_SIDE)
+        write_text(written[-1], side_by_side(sweep_dir.name, sides))
+    return written
 
 
 def read_job(directory: Path, warn: Warn = silent) -> Job:
@@ -86,6 +98,7 @@ def read_job(directory: Path, warn: Warn = silent) -> Job:
         directory,
         {key: value for key, _, value in (line.partition("=") for line in lines)},
         {"state": "not finished", **result_of(directory, warn)},
+        events,
         dict(steps),
         dict(accuracies),
     )
@@ -100,6 +113,12 @@ def settings_of(jobs: Sequence[Job]) -> list[Setting]:
         named = values if len(keys) == 1 else [f"{k}={v}" for k, v in zip(keys, values, strict=True)]
         groups.setdefault(", ".join(named) or "all", []).append(job)
     return [Setting(label, tuple(members)) for label, members in groups.items()]
+
+
+def of_precisions(jobs: Sequence[Job]) -> bool:
+    """Whether these jobs differ in their precision, and in nothing else but the seed."""
+    varied = varied_keys(jobs)
+    return "precision" in varied and set(varied) <= {"precision", REPEATED}
 
 
 def varied_keys(jobs: Sequence[Job]) -> list[str]:

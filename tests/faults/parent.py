@@ -121,11 +121,12 @@ class Parent:
         name: str = "parent",
         prepare: Callable[[], None] = nothing,
         pictures: bool = False,
+        command: Sequence[str] = (),
     ) -> None:
         self.directory, self._name = directory, name
         context = forkserver()
         workers = [] if nproc is None else [f"launch.nproc={nproc}"]
-        arguments = (directory, [*WORDS, *workers, *words], name, prepare, pictures)
+        arguments = (directory, [*command, *WORDS, *workers, *words], name, prepare, pictures)
         self._process = context.Process(target=be_the_parent, args=arguments)
         self.began = time.monotonic()
         self._process.start()

@@ -58,7 +58,7 @@ def test_several_keys_are_named_and_equal_runs_are_one_setting(tmp_path) -> None
 
 
 def test_the_files_hold_means_spreads_and_every_job(sweep) -> None:
-    picture, table, rows = write_comparison(sweep)
+    picture, table, rows, _ = write_comparison(sweep)
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = table.read_text()
     mean, deviation = 1 - 3.5 / 10, math.sqrt(3.5) / 10
@@ -99,7 +99,7 @@ def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> N
 def test_an_experiment_says_what_it_shows(tmp_path) -> None:
     write_job(tmp_path, 0, ["experiment=precision_ablation", "precision=fp16"])
     write_job(tmp_path, 1, ["experiment=precision_ablation", "precision=fp32"])
-    _, table, _ = write_comparison(tmp_path)
+    _, table, *_ = write_comparison(tmp_path)
     assert "The effect of fp32 masters" in table.read_text()
 
 

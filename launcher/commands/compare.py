@@ -1,0 +1,50 @@
+"""`compare`: the same training in several precisions, side by side.
+
+Owns which overrides may vary, and the order of the runs: the precisions take turns, seed by seed, so that a
+machine that gets slower or busier does so for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from launcher.commands.arguments import Arguments
+from launcher.errors import ConfigError
+
+VARIED = ("seed", "precision")  # the last one changes from run to run
+
+
+def as_sweep(arguments: Arguments) -> Arguments:
+    """The arguments of the sweep that runs the comparison. Raises ConfigError for other variations."""
+    given = {word.partition("=")[0]: word for word in arguments.words if word.partition("=")[0] in VARIED}
+    precisions = given.get("precision", "=").partition("=")[2].split(",")
+    if len(set(precisions)) < 2 or not all(precisions):
+        raise ConfigError(
+            f"compare {given.get('precision', '')}".rstrip()
+            + ": two precisions or more are needed, the first being what the others are compared with: "
+            "python -m launcher compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
+        )
+    rest = [word for word in arguments.words if word not in given.values()]
+    refuse_variations(rest)
+    words = (*rest, *(given[key] for key in VARIED if key in given))
+    return dataclasses.replace(
+        arguments, command="train", words=words, flags={**arguments.flags, "--multirun": None}
+    )
+
+
+def refuse_variations(words: Sequence[str]) -> None:
+    """Raise ConfigError for a word with several values: what else differs could be the cause."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    for word in words:
+        try:
+            varies = OverridesParser.create().parse_override(word).is_sweep_override()
+        except OverrideParseException:
+            continue  # the composition refuses it with the reason
+        if varies:
+            raise ConfigError(
+                f"compare {word}: only precision and seed may have several values, so that nothing else can "
+                "be the cause of a difference. Compare other settings with a sweep: -m."
+            )

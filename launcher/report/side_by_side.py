@@ -1,0 +1,303 @@
+"""Runs that differ only in precision and seed, side by side: what was gained, what was lost, and why.
+
+Owns the table, the comparison by seed and the verdict in words. Pure: jobs in, Markdown out. The first
+precision is what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.telemetry.formatting import duration, metric, metric_title, number
+from launcher.telemetry.step_time import TimeShares, time_shares
+
+ALIKE = 0.03  # a difference in time or memory below this share is none
+WAITS = 0.4  # a part of the step with this share bounds it
+# Student's t at 95 %, by the number of pairs less one: standard errors from which on a difference is one.
+CERTAIN = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+DATA, COMPUTE, WIRE, UPDATE = "data_ms", "compute_ms", "wire_ms", "update_ms"
+PARTS = {
+    DATA: "waiting for data",
+    COMPUTE: "forward and backward",
+    WIRE: "waiting for the wire",
+    UPDATE: "update",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run measured; None where it did not get that far."""
+
+    seed: str
+    state: str
+    seconds: float | None
+    shares: TimeShares | None
+    memory_bytes: float | None
+    wire_bytes: float | None
+    state_bytes: float | None
+    loss: float | None  # held out
+    metric: float | None
+    metric_name: str
+    skipped_steps: int
+    emulated: bool
+    error: str  # why it failed, in one line
+
+    @property
+    def step_ms(self) -> float | None:
+        return None if self.shares is None else self.shares.step_ms
+
+    def part_ms(self, part: str) -> float | None:
+        """Milliseconds of a step that are spent in this part of it."""
+        return None if self.shares is None else self.shares.parts_ms[part]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The runs of one precision."""
+
+    name: str
+    runs: tuple[Measured, ...]
+
+    @property
+    def done(self) -> list[Measured]:
+        return [run for run in self.runs if run.state == "done"]
+
+    def mean(self, of: Callable[[Measured], float | None]) -> float | None:
+        values = [value for run in self.done if (value := of(run)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def parts_ms(self) -> dict[str, float]:
+        return {part: self.mean(part_of(part)) or 0.0 for part in PARTS}
+
+    def spread(self, of: Callable[[Measured], float | None], shown: Callable[[float], str]) -> str:
+        """Mean and standard deviation over the runs that are done."""
+        values = [value for run in self.done if (value := of(run)) is not None]
+        if len(values) < 2:
+            return shown(values[0]) if values else "-"
+        return f"{shown(statistics.fmean(values))} ± {shown(statistics.stdev(values))}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantity of the table; with `relative` the other sides are also shown as a share of the first."""
+
+    title: str
+    of: Callable[[Measured], float | None]
+    shown: Callable[[float], str]
+    relative: bool = True
+
+
+def side_by_side(title: str, sides: Sequence[Side]) -> str:
+    """The page: verdicts, table, and the metric by seed."""
+    first, *others = sides
+    lines = [f"# {title}: {' and '.join(side.name for side in sides)}", ""]
+    lines += [f"- {sentence}" for side in others for sentence in verdicts(first, side)]
+    lines += ["", *table(first, others), ""]
+    for side in others:
+        lines += by_seed(first, side)
+    return "\n".join(lines)
+
+
+def verdicts(first: Side, other: Side) -> Iterator[str]:
+    """What the other precision changes against the first, each in one sentence with its reason."""
+    for side in (first, other):
+        for run in side.runs:
+            if run.state != "done":
+                reason = run.error or f"it has no result ({run.state})"
+                yield f"{side.name} with seed {run.seed} has failed: {reason}"
+    if not (first.done and other.done):
+        return
+    yield time_verdict(first, other)
+    if (sentence := memory_verdict(first, other)) is not None:
+        yield sentence
+    yield metric_verdict(first, other)
+
+
+def time_verdict(first: Side, other: Side) -> str:
+    before, after = first.mean(lambda run: run.step_ms), other.mean(lambda run: run.step_ms)
+    if before is None or after is None:
+        return "The time of a step was not recorded: runs of several log lines have it."
+    share = after / before
+    took = f"a step takes {number(after)} ms against {number(before)} ms"
+    reason = reason_of(first, other, before, after)
+    if share < 1 - ALIKE:
+        return f"{other.name} is faster than {first.name}: {took} ({share:.2f}). {reason}"
+    if share > 1 + ALIKE:
+        return f"{other.name} is slower than {first.name}: {took} ({share:.2f}). {reason}"
+    return f"{other.name} gains no time over {first.name}: {took} ({share:.2f}). {reason}"
+
+
+def reason_of(first: Side, other: Side, before: float, after: float) -> str:
+    """Why the step takes as long as it does: the part that bounds it, or the one that changed most."""
+    emulated = [side.name for side in (first, other) if any(run.emulated for run in side.done)]
+    parts, parts_before = other.parts_ms(), first.parts_ms()
+    shares = {part: parts[part] / after for part in PARTS}
+    for part in (DATA, WIRE, UPDATE):
+        if shares[part] >= WAITS:
+            return f"{ADVICE[part].format(share=percent(shares[part]), name=other.name)}"
+    if emulated:
+        return (
+            f"{' and '.join(emulated)} is emulated here, in fp32 with roundings: it computes no faster, and "
+            "gains only where the wire is slow."
+        )
+    changes = {part: parts[part] - parts_before[part] for part in PARTS}
+    part = max(changes, key=lambda each: abs(changes[each]))
+    if abs(after - before) < ALIKE * before:
+        return (
+            f"{percent(shares[COMPUTE])} of it is forward and backward, which take the same time: the model "
+            "or its batch is too small for this device's half arithmetic to pay, or the device has none."
+        )
+    return f"Most of the difference is in {PARTS[part]} ({changes[part]:+.3g} ms)."
+
+
+UNITS = ("B", "kB", "MB", "GB")
+ADVICE = {
+    DATA: "{share} of it waits for data, which no precision changes: raise data.workers, use data.cache, or "
+    "make the transform cheaper.",
+    WIRE: "{share} of it waits for the exchange of gradients: raise data.batch_size, or use fewer ranks.",
+    UPDATE: "{share} of it updates the weights, which are fp32 under both: raise data.batch_size.",
+}
+
+
+def memory_verdict(first: Side, other: Side) -> str | None:
+    before, after = first.mean(lambda run: run.memory_bytes), other.mean(lambda run: run.memory_bytes)
+    if not before or after is None:
+        return None
+    share = after / before
+    sizes = f"{size(after)} against {size(before)}"
+    if abs(share - 1) < ALIKE:
+        return f"{other.name} needs as much memory as {first.name}: {sizes}."
+    return f"{other.name} needs {'less' if share < 1 else 'more'} memory than {first.name}: {sizes}."
+
+
+def metric_verdict(first: Side, other: Side) -> str:
+    """The mean difference of the pairs of runs with one seed, against its standard error."""
+    name, differences = metric_name_of(first), paired(first, other)
+    if not differences:
+        return f"No seed has {metric_title(name)} from both."
+    mean = statistics.fmean(differences)
+    found = f"{metric_title(name)} of {other.name} less that of {first.name} is {signed(name, mean)}"
+    if len(differences) == 1:
+        return f"{found} with one seed, which says little: seed=0,1,2 runs three."
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    pairs = f"in {len(differences)} pairs, with a standard error of {signed(name, error).lstrip('+')}"
+    certain = CERTAIN[min(len(differences) - 1, len(CERTAIN)) - 1]
+    if abs(mean) <= certain * error:
+        return f"{found} {pairs}: no difference that these seeds show."
+    return f"{found} {pairs}: a difference, beyond what seeds make in 19 of 20 cases."
+
+
+def paired(first: Side, other: Side) -> list[float]:
+    theirs = {run.seed: run.metric for run in first.done}
+    return [
+        run.metric - before
+        for run in other.done
+        if run.metric is not None and (before := theirs.get(run.seed)) is not None
+    ]
+
+
+def table(first: Side, others: Sequence[Side]) -> Iterator[str]:
+    head = ["", first.name]
+    for side in others:
+        head += [side.name, f"{side.name} / {first.name}"]
+    yield f"| {' | '.join(head)} |"
+    yield f"|{' --- |' * len(head)}"
+    ended = [f"{len(side.done)} of {len(side.runs)}" for side in (first, *others)]
+    cells = [cell for text in ended[1:] for cell in (text, "")]
+    yield f"| {' | '.join(['runs done', ended[0], *cells])} |"
+    for row in rows(metric_name_of(first)):
+        base = first.mean(row.of)
+        texts = [row.title, first.spread(row.of, row.shown)]
+        for side in others:
+            value = side.mean(row.of)
+            share = f"{value / base:.2f}" if row.relative and base and value is not None else ""
+            texts += [side.spread(row.of, row.shown), share]
+        yield f"| {' | '.join(texts)} |"
+    yield ""
+    yield "Mean ± standard deviation over the runs that are done."
+
+
+def rows(metric_name: str) -> list[Row]:
+    parts = [Row(f"... {title}", part_of(part), milliseconds) for part, title in PARTS.items()]
+    return [
+        Row("time to the end", lambda run: run.seconds, duration),
+        Row("time of a step", lambda run: run.step_ms, milliseconds),
+        *parts,
+        Row("memory", lambda run: run.memory_bytes, size),
+        Row("weights, masters, optimizer", lambda run: run.state_bytes, size),
+        Row("sent per step and rank", lambda run: run.wire_bytes, size),
+        Row("skipped steps", lambda run: float(run.skipped_steps), number, relative=False),
+        Row("loss, held out", lambda run: run.loss, number, relative=False),
+        Row(metric_title(metric_name), lambda run: run.metric, lambda v: metric(metric_name, v), False),
+    ]
+
+
+def part_of(part: str) -> Callable[[Measured], float | None]:
+    return lambda run: run.part_ms(part)
+
+
+def by_seed(first: Side, other: Side) -> Iterator[str]:
+    name = metric_name_of(first)
+    yield f"| seed | {metric_title(name)}, {first.name} | {other.name} | difference |"
+    yield "| --- | --- | --- | --- |"
+    theirs = {run.seed: run for run in other.runs}
+    for run in first.runs:
+        pair = theirs.get(run.seed)
+        values = [run.metric, pair.metric if pair is not None else None]
+        both = values[0] is not None and values[1] is not None
+        difference = signed(name, values[1] - values[0]) if both else "-"  # type: ignore[operator]
+        yield f"| {run.seed} | {metric(name, values[0])} | {metric(name, values[1])} | {difference} |"
+    yield ""
+
+
+def metric_name_of(side: Side) -> str:
+    return next((run.metric_name for run in side.runs if run.metric_name), "loss")
+
+
+def signed(name: str, difference: float) -> str:
+    """With its sign; shares in percentage points."""
+    if metric(name, 0.5).endswith("%"):
+        return f"{100 * difference:+.2f} points"
+    return f"{difference:+.4g}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def milliseconds(value: float) -> str:
+    return f"{number(value)} ms"
+
+
+def size(value: float) -> str:
+    """Bytes, in the largest unit of which there is one."""
+    power = min(int(math.log10(max(value, 1.0)) / 3), len(UNITS) - 1)
+    return f"{value / 1000**power:.{1 if power else 0}f} {UNITS[power]}"
+
+
+def measured(seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]]) -> Measured:
+    """From a run's result.json (with `state`) and its events."""
+    steps = [event for event in events if event["event"] == "step"]
+    ends = [event for event in events if event["event"] == "end"]
+    choices = [event.get("text", "") for event in events if event.get("topic") == "precision"]
+    memory = [event["memory_bytes"] for event in steps if isinstance(event.get("memory_bytes"), int | float)]
+    error = str(ends[-1].get("error") or "") if ends else ""
+    return Measured(
+        seed=seed,
+        state=str(ends[-1].get("state") if ends and result["state"] != "done" else result["state"]),
+        seconds=result.get("seconds"),
+        shares=time_shares(steps),
+        memory_bytes=max(memory, default=None),
+        wire_bytes=result.get("wire_bytes_per_step"),
+        state_bytes=result.get("state_bytes"),
+        loss=result.get("metrics", {}).get("loss"),
+        metric=result.get("metric"),
+        metric_name=str(result.get("metric_name") or ""),
+        skipped_steps=int(result.get("skipped_steps") or 0),
+        emulated=any("emulated" in str(text) for text in choices),
+        error=error.partition("\n")[0],
+    )

@@ -1,0 +1,107 @@
+"""Runs of several precisions side by side: means, pairs, and what the verdicts say of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
+from launcher.report.side_by_side import Measured, Side, measured, metric_verdict, side_by_side, time_verdict
+from launcher.telemetry.step_time import TimeShares
+from tests.report.test_comparison import write_job
+
+
+def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measured:
+    """A step of 100 ms of computation unless the parts say otherwise."""
+    parts_ms = {f"{part}_ms": parts.get(part, 0.0) for part in ("data", "compute", "wire", "update")}
+    parts_ms["compute_ms"] = parts.get("compute", 100.0)
+    return Measured(
+        seed=str(seed),
+        state="done" if metric is not None else "not finished",
+        seconds=60.0,
+        shares=TimeShares(10, sum(parts_ms.values()), parts_ms),
+        memory_bytes=parts.get("memory", 100e6),
+        wire_bytes=parts.get("sent", 4e6),
+        state_bytes=16e6,
+        loss=0.3,
+        metric=metric,
+        metric_name="accuracy",
+        skipped_steps=1,
+        emulated=bool(parts.get("emulated", False)),
+        error="",
+    )
+
+
+def side(name: str, *metrics: float, **parts: float) -> Side:
+    return Side(name, tuple(run_of(seed, value, **parts) for seed, value in enumerate(metrics or (0.9,))))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"compute": 50.0}, ["is faster", "(0.50)", "forward and backward (-50 ms)"]),
+        ({}, {"compute": 130.0}, ["is slower", "(1.30)", "(+30 ms)"]),
+        ({}, {"compute": 101.0}, ["gains no time", "the model or its batch is too small"]),
+        ({"wire": 300.0}, {"wire": 150.0}, ["is faster", "60 % of it waits for the exchange of gradients"]),
+        (
+            {"data": 200.0},
+            {"data": 201.0},
+            ["gains no time", "67 % of it waits for data, which no precision"],
+        ),
+        ({"update": 200.0}, {"update": 200.0}, ["gains no time", "67 % of it updates the weights"]),
+        ({}, {"compute": 120.0, "emulated": 1.0}, ["is slower", "fp16 is emulated here"]),
+    ],
+)
+def test_the_time_has_a_reason(before: dict[str, Any], after: dict[str, Any], said: list[str]) -> None:
+    text = time_verdict(side("fp32", **before), side("fp16", **after))
+    assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((0.90, 0.91, 0.92), (0.91, 0.90, 0.92), "no difference that these seeds show"),
+        ((0.90, 0.91, 0.92), (0.80, 0.81, 0.82), "is -10.00 points in 3 pairs"),
+        ((0.90, 0.91, 0.92), (0.80, 0.81, 0.821), "a difference, beyond"),
+        ((0.90, 0.91), (0.80, 0.84), "no difference that these seeds show"),  # two pairs prove little
+        ((0.9,), (0.8,), "with one seed, which says little"),
+    ],
+)
+def test_a_difference_is_one_only_beyond_what_seeds_make(
+    before: tuple[float, ...], after: tuple[float, ...], said: str
+) -> None:
+    assert said in metric_verdict(side("fp32", *before), side("fp16", *after))
+
+
+def test_pairs_are_formed_by_seed_and_runs_without_a_partner_left_out() -> None:
+    first = Side("fp32", (run_of(1, 0.5), run_of(0, 0.9), run_of(2, 0.7)))
+    other = Side("fp16", (run_of(0, 0.91), run_of(1, 0.51), run_of(3, 0.1)))
+    assert "+1.00 points in 2 pairs, with a standard error of 0.00 points" in metric_verdict(first, other)
+    page = side_by_side("x", [first, other])
+    assert "| 1 | 50.00 % | 51.00 % | +1.00 points |" in page
+    assert "| 2 | 70.00 % | - | - |" in page
+
+
+def test_the_page_has_means_deviations_and_shares() -> None:
+    page = side_by_side("mine", [side("fp32", 0.8, 0.9), side("fp16", 0.9, 0.9, sent=2e6, memory=60e6)])
+    assert page.startswith("# mine: fp32 and fp16\n")
+    assert "- fp16 needs less memory than fp32: 60.0 MB against 100.0 MB." in page
+    assert "| sent per step and rank | 4.0 MB ± 0 B | 2.0 MB ± 0 B | 0.50 |" in page
+    assert "| accuracy | 85.00 % ± 7.07 % | 90.00 % ± 0.00 % |  |" in page
+
+
+def test_what_a_run_lacks_is_a_dash() -> None:
+    nothing = measured("0", {"state": "not finished"}, [])
+    page = side_by_side("x", [Side("fp32", (nothing,)), side("fp16")])
+    assert "- fp32 with seed 0 has failed: it has no result (not finished)" in page
+    assert "| memory | - | 100.0 MB |  |" in page
+
+
+def test_a_sweep_over_precisions_has_the_page_and_others_have_none(tmp_path: Path) -> None:
+    for number, precision in enumerate(("fp32", "fp16")):
+        write_job(tmp_path / "precisions", number, ["recipe=cnn", f"precision={precision}"])
+        write_job(tmp_path / "more", number, [f"precision={precision}", f"optim.lr=0.{number}"])
+    assert write_comparison(tmp_path / "precisions")[-1].name == SIDE_BY_SIDE
+    assert SIDE_BY_SIDE not in [path.name for path in write_comparison(tmp_path / "more")]
