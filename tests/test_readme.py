@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from launcher.commands.arguments import parse
+from launcher.commands.compare import as_sweep
 from tests.faults.parent import Parent
 from tests.forked import launch_forked
 
