@@ -6,6 +6,9 @@ and not raised, so that no rank leaves the others in a collective. Never touches
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,6 +70,8 @@ class Writer:
         self._own: set[Path] = set()
         self._pending: Future[Report] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._low = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-low", initializer=lower_priority)
+        self._awaited = threading.Event()  # by a caller that does nothing else meanwhile
 
     def __enter__(self) -> Writer:
         return self
@@ -74,7 +79,9 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._awaited.set()
         self._thread.shutdown(wait=True)
+        self._low.shutdown(wait=True)
 
     def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:
         """Take a snapshot and start writing it; returns the previous report unless it was returned before.
@@ -84,6 +91,7 @@ class Writer:
         """
         previous = self.wait()
         snapshot = take()
+        self._awaited.clear()
         if snapshot is not None:
             self._pending = self._thread.submit(self._write, snapshot)
         return previous
@@ -94,6 +102,7 @@ class Writer:
 
     def wait(self) -> Report | None:
         """Wait for the pending write and return its report, once."""
+        self._awaited.set()
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
@@ -102,7 +111,7 @@ class Writer:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            path = publish(self.directory, snapshot)
+            path = publish(self.directory, snapshot, self._run)
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._tidy()
@@ -110,7 +119,21 @@ class Writer:
             error = failure
         return Report(step, path, time.perf_counter() - began, size_bytes, error)
 
+    def _run(self, work: Callable[[], object]) -> object:
+        """A piece of the writing, at low priority unless it is awaited.
+
+        A thread may lower its priority and not raise it again, so there are two. Each piece takes Python's
+        lock for microseconds: a thread of low priority that held it for longer could stop the training.
+        """
+        return work() if self._awaited.is_set() else self._low.submit(work).result()
+
     def _tidy(self) -> None:
         whole = [path for path in candidates(self.directory) if looks_whole(path)]
         best = by_metric(whole)
         self._own -= set(retain(self.directory, self._keep, best[0] if best else None, self._own))
+
+
+def lower_priority() -> None:
+    """Let this thread run only where no other thread of the machine wants its processor."""
+    with contextlib.suppress(OSError):  # of a system that has priorities per process only, or refuses
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

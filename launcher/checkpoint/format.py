@@ -33,7 +33,7 @@ from launcher.checkpoint.manifest import (
     verify,
 )
 from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot
-from launcher.checkpoint.tensors import described, read_tensors, write_bytes, write_tensors
+from launcher.checkpoint.tensors import Run, described, directly, read_tensors, write_bytes, write_tensors
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import restored, strict
@@ -44,7 +44,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
 BY_RANK = "buffer_by_rank/"  # needed only to resume, so stored with the optimizer's states
 
 
-def publish(directory: Path, snapshot: Snapshot) -> Path:
+def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
     The checkpoint appears under its final name in one rename. An existing one of that step with the same
@@ -57,7 +57,7 @@ def publish(directory: Path, snapshot: Snapshot) -> Path:
     with _failing_as_storage_error(step, directory, temporary):
         _make_directory(directory)
         temporary.mkdir()
-        _write_files(temporary, snapshot)
+        _write_files(temporary, snapshot, run)
         sync_directory(temporary)
         if os.path.lexists(final) and verify(final):
             set_aside(final, DAMAGED)
@@ -141,13 +141,13 @@ def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> It
         raise
 
 
-def _write_files(directory: Path, snapshot: Snapshot) -> None:
+def _write_files(directory: Path, snapshot: Snapshot, run: Run) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
     state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
     files = {
-        WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata),
-        OPTIMIZER: write_tensors(directory / OPTIMIZER, engine.optimizer | _by_rank(snapshot), metadata),
+        WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, run),
+        OPTIMIZER: write_tensors(directory / OPTIMIZER, engine.optimizer | _by_rank(snapshot), metadata, run),
         STATE: write_bytes(directory / STATE, state.encode()),
     }
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))

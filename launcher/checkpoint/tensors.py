@@ -10,10 +10,11 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,14 +46,27 @@ class Written:
     sha256: str
 
 
+Run = Callable[[Callable[[], object]], object]  # calls its argument, in whatever thread, and waits for it
+_PIECE_BYTES = 8 * 2**20  # about 10 ms of writing and hashing
+
+
+def directly(work: Callable[[], object]) -> object:
+    """A `Run` in this thread."""
+    return work()
+
+
 def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
     """Create `path` from `parts`; it is on disk before this returns. Raises OSError, also if it exists."""
     with open(path, "xb") as file:
-        return _write_through(file, parts)
+        return _write_through(file, parts, directly)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Run = directly
+) -> Written:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
+
+    `run` makes each piece of the work: a few MB written and hashed.
 
     Raises OSError, and StorageError for a dtype that the format does not have.
     """
@@ -75,7 +89,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         _bytes_of(tensors[name]) for name in names
     )  # a generator, because non-contiguous tensors are copied
     with open(path, "xb") as file:
-        return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts))
+        return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts), run)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -98,15 +112,24 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
 
 
-def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> Written:
+def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Run) -> Written:
     digest, size_bytes = hashlib.sha256(), 0
     for part in parts:
-        file.write(part)
-        digest.update(part)
+        for start in range(0, len(part), _PIECE_BYTES):
+            run(partial(_write_piece, file, digest, part[start : start + _PIECE_BYTES]))
         size_bytes += len(part)
+    run(partial(_to_disk, file))
+    return Written(size_bytes, digest.hexdigest())
+
+
+def _write_piece(file: BinaryIO, digest: Any, piece: bytes | memoryview) -> None:
+    file.write(piece)
+    digest.update(piece)
+
+
+def _to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-    return Written(size_bytes, digest.hexdigest())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

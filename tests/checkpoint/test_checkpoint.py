@@ -40,7 +40,7 @@ from launcher.checkpoint import (
     verify,
 )
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
-from launcher.checkpoint.tensors import write_tensors
+from launcher.checkpoint.tensors import Run, write_tensors
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
@@ -428,13 +428,35 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 # Writing behind the training
 
 
+def test_pieces_of_a_write_run_at_low_priority_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
+    found, first, awaited = [], threading.Event(), threading.Event()
+
+    def note() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def in_two(directory: Path, taken: Snapshot, run: Run) -> Path:
+        run(note)
+        first.set()
+        assert awaited.wait(10)
+        run(note)
+        return publish(directory, taken, run)
+
+    monkeypatch.setattr("launcher.checkpoint.async_writer.publish", in_two)
+    with Writer(tmp_path, keep=2) as writer:
+        writer.publish(lambda: snapshot(1))
+        assert first.wait(10)
+        threading.Timer(0.1, awaited.set).start()
+        assert writer.wait() is not None
+    assert found == [19, os.getpriority(os.PRIO_PROCESS, 0)]
+
+
 def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     started, may_finish = threading.Event(), threading.Event()
 
-    def slow(directory: Path, taken: Snapshot) -> Path:
+    def slow(directory: Path, taken: Snapshot, run: Run) -> Path:
         started.set()
         assert may_finish.wait(10)
-        return publish(directory, taken)
+        return publish(directory, taken, run)
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
     with Writer(tmp_path, keep=2) as writer:
