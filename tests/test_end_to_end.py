@@ -144,6 +144,7 @@ def test_other_policies_optimizers_and_worlds_train(ranks, words, tmp_path) -> N
     assert result["applied_steps"] == 2
 
 
+@pytest.mark.slow
 def test_equal_runs_end_with_equal_bits(finished, tmp_path) -> None:
     """Whoever starts them: torchrun or a parent of their own."""
     _, run_dir = finished

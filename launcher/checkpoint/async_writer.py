@@ -57,6 +57,9 @@ class Due:
         self._last_s = time.monotonic()
 
 
+PATIENCE_S = 5.0  # after which a write is no longer of low priority
+
+
 class Writer:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
@@ -71,6 +74,7 @@ class Writer:
         self._pending: Future[Report] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._low = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-low", initializer=lower_priority)
+        self._patient_until = 0.0
         self._awaited = threading.Event()  # by a caller that does nothing else meanwhile
 
     def __enter__(self) -> Writer:
@@ -109,6 +113,7 @@ class Writer:
     def _write(self, taken: Staged | Snapshot) -> Report:
         snapshot = taken.finished() if isinstance(taken, Staged) else taken
         began, step, path = time.perf_counter(), snapshot.progress.step, None
+        self._patient_until = began + PATIENCE_S
         error, size_bytes = None, 0
         try:
             path = publish(self.directory, snapshot, self._run)
@@ -120,12 +125,15 @@ class Writer:
         return Report(step, path, time.perf_counter() - began, size_bytes, error)
 
     def _run(self, work: Callable[[], object]) -> object:
-        """A piece of the writing, at low priority unless it is awaited.
+        """A piece of the writing, at low priority for a while unless it is awaited.
+
+        Others may want all processors for long, and what is not written yet is lost with a crash.
 
         A thread may lower its priority and not raise it again, so there are two. Each piece takes Python's
         lock for microseconds: a thread of low priority that held it for longer could stop the training.
         """
-        return work() if self._awaited.is_set() else self._low.submit(work).result()
+        hurries = self._awaited.is_set() or time.perf_counter() > self._patient_until
+        return work() if hurries else self._low.submit(work).result()
 
     def _tidy(self) -> None:
         whole = [path for path in candidates(self.directory) if looks_whole(path)]

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from base64 import b64encode
 from dataclasses import fields, replace
 from pathlib import Path
@@ -448,6 +449,24 @@ def test_pieces_of_a_write_run_at_low_priority_until_it_is_awaited(tmp_path: Pat
         threading.Timer(0.1, awaited.set).start()
         assert writer.wait() is not None
     assert found == [19, os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+def test_a_write_that_takes_long_beside_other_work_gives_up_its_low_priority(
+    tmp_path: Path, monkeypatch
+) -> None:
+    found: list[int] = []
+
+    def noted(directory: Path, taken: Snapshot, run: Run) -> Path:
+        run(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        return publish(directory, taken, run)
+
+    monkeypatch.setattr("launcher.checkpoint.async_writer.publish", noted)
+    monkeypatch.setattr("launcher.checkpoint.async_writer.PATIENCE_S", -1.0)
+    with Writer(tmp_path, keep=2) as writer:
+        writer.publish(lambda: snapshot(1))
+        while writer.poll() is None:  # nobody waits for it
+            time.sleep(0.01)
+    assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
 def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, monkeypatch) -> None:

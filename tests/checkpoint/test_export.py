@@ -55,7 +55,9 @@ def load_into_bare_model(pipe: Connection, name: str, file: Path) -> None:
     pipe.send({key: comparable(value) for key, value in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["odd", *(pytest.param(each, marks=pytest.mark.slow) for each in ("conv", "hidden"))]
+)
 def test_the_bare_model_takes_the_file_in_a_fresh_process(tmp_path: Path, name) -> None:
     made = trained(name)
     publish(tmp_path / "checkpoints", made)

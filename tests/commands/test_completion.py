@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from tests.config.test_composition import OWN_RECIPE, own_tree
 from tests.telemetry.tracker.test_wandb_session import ROOT
 from tests.test_cli import WATCHED, ask
@@ -62,6 +64,7 @@ def completed(lines: Iterable[str], directory: Path) -> list[list[str]]:
     return [line.split() for line in done.stdout.split("\n")[:-1]]
 
 
+@pytest.mark.slow
 def test_bash_offers_what_may_follow(tmp_path: Path) -> None:
     own_tree(tmp_path / "own", OWN_RECIPE)
     for (line, offered), found in zip(OFFERED.items(), completed(OFFERED, tmp_path), strict=True):

@@ -210,7 +210,8 @@ def test_a_loader_process_that_ends_while_its_batch_is_fetched_is_named_with_its
             for earlier in range(step - 1):
                 loaded.step(0, earlier)
             assert closed.wait(10)
-            loaded.step(0, step - 1)
+            for rest in (step - 1, step):  # the one before it may have come whole
+                loaded.step(0, rest)
 
     with pytest.raises(DataError, match=r"ended while it read sample 20 of the training set: .*exit code 9"):
         read()

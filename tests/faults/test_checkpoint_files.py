@@ -31,7 +31,11 @@ def assert_all_intact(directory: Path) -> None:
 # G5: SIGKILL at any instant of a save loses nothing
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["before the call", "in the middle of a write"])
+@pytest.mark.parametrize(
+    "torn",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["before the call", "in the middle of a write"],
+)
 def test_a_kill_at_any_call_of_a_save_loses_nothing(tmp_path: Path, torn) -> None:
     (old,) = publish_steps(tmp_path / "old", 1)
     code, said = saving.outcome_of(saving.die_at_every_call, tmp_path / "killed", old, torn)

@@ -40,7 +40,8 @@ def assert_diverged(ended: Ended, text: str) -> None:
     assert "done" not in ended.outputs[0].replace("so the run is not done", "")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_last_loss_that_is_not_finite_is_no_good_end(tmp_path: Path, undisturbed, ranks) -> None:
     """What was saved before stays, and the same command ends as if nothing had happened."""
     code = partial(poison, first_pass=LAST - 1, rank=ranks - 1)
@@ -117,6 +118,7 @@ def test_with_room_again_the_same_command_makes_up_for_a_full_disk(
     assert list(again.checkpoints) == [5, 10, LAST]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_missing_in_the_middle_is_only_a_warning(tmp_path: Path, undisturbed) -> None:
     words = (*WORDS, "train.log_every_steps=1000")
     ended = run(tmp_path / "run", *words, user_code=partial(slowly_fill, begins=9, ends=LAST - 1))

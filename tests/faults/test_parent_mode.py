@@ -357,6 +357,7 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
         assert "in compute of step 1 for" in error_of(parent)
 
 
+@pytest.mark.slow
 def test_a_stopped_parent_takes_no_rank_for_hung(tmp_path: Path) -> None:
     """Ctrl-Z and fg stop and continue the parent and its workers together."""
     write_recipe(tmp_path, ENDLESS)

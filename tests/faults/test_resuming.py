@@ -335,6 +335,7 @@ def test_other_numbers_of_ranks_go_through_the_same_batches(tmp_path: Path) -> N
 # G25: the tracker knows it as one run
 
 
+@pytest.mark.slow
 def test_the_tracker_sees_one_run(tmp_path: Path) -> None:
     for user_code in (stop_after(8), nothing):
         ended = run(tmp_path / "run", "tracker=wandb", "tracker.mode=offline", user_code=user_code)

@@ -47,6 +47,7 @@ def go_on(ended: Ended, whole: Ended, ranks: int) -> None:
     assert last.warnings == []
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_of_three_stops_all_after_the_same_step(tmp_path: Path, undisturbed) -> None:
     with Started(tmp_path / "run", ranks=3, user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 6))
@@ -257,6 +258,7 @@ def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undist
     go_on(Ended(run_dir, [1], [], 0.0), undisturbed(ranks=2), 2)
 
 
+@pytest.mark.slow
 def test_without_a_parent_a_rank_that_hangs_is_named_by_those_that_wait(tmp_path: Path) -> None:
     words = ("launch.stall_s=2", "train.epochs=1000")
     with Started(tmp_path / "run", words, ranks=3, user_code=slowly) as started:

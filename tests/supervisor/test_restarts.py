@@ -37,7 +37,8 @@ def workers_of(agent: int) -> list[int]:
     return sorted(int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_restart_goes_on_in_the_same_directory(tmp_path, ranks) -> None:
     parent.write_recipe(tmp_path, IN_STEP, IN_BUILD)
     with torchrun(tmp_path, ranks) as agent:

@@ -62,6 +62,15 @@ class Inspector:
         return "seen again"
 
 
+class NeverRescued:
+    """Of a run without precision.rescue."""
+
+    active = False
+
+    def after(self, position: Position, report: StepReport) -> bool:
+        return False
+
+
 def monitor_of(
     recorder: Recorder,
     reports: list[StepReport],
@@ -73,7 +82,7 @@ def monitor_of(
     run = run_alone(Telemetry([recorder]), LIMITS, every)
     gradients = GradientStats(lambda: GRADIENTS, run.telemetry, gradients_every, torch.device("cpu"))
     check = DivergenceCheck(LIMITS, Inspector())
-    monitor = Monitor(run, votes or Votes(), check, gradients, Totals(), first_step_done)
+    monitor = Monitor(run, votes or Votes(), check, NeverRescued(), gradients, Totals(), first_step_done)
     for step, report in enumerate(reports, 1):
         monitor.record(Position(0, step - 1, step), Ready(report))
     return monitor

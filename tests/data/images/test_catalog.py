@@ -92,6 +92,7 @@ def test_digits_are_the_ones_of_scikit_learn():
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_digits_are_read_without_importing_scikit_learn():
     code = (
         "import sys; from tests.data.images.test_catalog import data_config; before = set(sys.modules);"
@@ -372,6 +373,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.slow
 def test_without_a_network_the_hub_is_given_up_quickly(tmp_path):
     # port 9 of this machine answers no one: the same as no network, on any machine
     environ = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
