@@ -122,6 +122,7 @@ def full_disk(
         if then is not None:
             then()
     elif is_here(network, ends):
+        wait_for_writers()
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
