@@ -273,6 +273,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
     )
     if steps_left and not start.owes_evaluation:
         evaluator.rehearse()
+        run.heartbeat.beat("data")
     network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)

@@ -20,6 +20,7 @@ PHASES = (
     "building the model",
     "comparing the models",
     "restoring",
+    "trying the evaluation",
     "recording the step",
     *STEP_PARTS,
     "report",

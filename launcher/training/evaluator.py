@@ -93,12 +93,12 @@ class Evaluator:
             tried = rehearse(
                 self.recipe,
                 self.model,
-                self._context,
+                self._context_of_trial,
                 self.data[name],
                 self.run.env,
                 self._batch_size,
                 partial(self._guard, name),
-                self._beat,
+                self._beat_of_trial,
             )
             for text in tried.failed:
                 self.run.telemetry.warn(
@@ -166,6 +166,14 @@ class Evaluator:
 
     def _beat(self) -> None:
         self.run.heartbeat.beat("evaluation")  # per batch: a large set may exceed the limit of a phase
+
+    def _context_of_trial(self) -> AbstractContextManager[object]:
+        self._beat_of_trial()
+        return self.run.stepper.forward()
+
+    def _beat_of_trial(self) -> None:
+        """A phase of its own: after an evaluation the limits are those of a run that has made a step."""
+        self.run.heartbeat.beat("trying the evaluation")
 
     def _guard(self, name: str, what: str, batch: Batch | None) -> AbstractContextManager[None]:
         log = log_path(Path(self.run.config.run.dir), self.run.env.rank)
