@@ -182,7 +182,7 @@ def _rest(steps: RecordedSteps) -> str:
     rest = steps.batches.plan.num_samples % steps.samples
     if steps.batches.plan.drop_last or not rest:
         return ""
-    return f"; the last of an epoch, of {rest}, is launched as ever (data.drop_last=true leaves it out)"
+    return f"; the last of an epoch, of {rest}, runs as an ordinary step (data.drop_last=true leaves it out)"
 
 
 def _at(error: BaseException) -> str:

@@ -177,8 +177,8 @@ def test_recording_changes_nothing(tape) -> None:
     assert parts.telemetry.decisions == [
         (
             "cuda graph",
-            "each step of 16 samples; the last of an epoch, of 8, is launched as ever (data.drop_last=true "
-            "leaves it out)",
+            "each step of 16 samples; the last of an epoch, of 8, runs as an ordinary step (data.drop_last="
+            "true leaves it out)",
         )
     ]
 

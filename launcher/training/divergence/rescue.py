@@ -73,8 +73,8 @@ class Rescue:
     def _report(self, position: Position, found: Overflow, patterns: Sequence[str]) -> None:
         self._run.telemetry.decision(
             "rescue",
-            f"{', '.join(patterns)} computes in fp32 from step {position.step + 1} on; {found.text} in step "
-            f"{position.step}. To start with it: precision.fp32_modules={self._modules()}",
+            f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {found.text} in "
+            f"step {position.step}. To start with it: precision.fp32_modules={self._modules()}",
             module=found.module,
             patterns=list(patterns),
         )
