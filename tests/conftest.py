@@ -24,8 +24,9 @@ settings.load_profile("without deadline")
 # threads than cores, as always beside xdist, those that spin take the cores of the ones they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A shell starts a background job with these ignored, and every process that a test starts would inherit that.
-for name in (signal.SIGINT, signal.SIGQUIT):
+# A shell starts a background job with the first two ignored, nohup any program with the third, and every
+# process that a test starts would inherit that.
+for name in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(name) is signal.SIG_IGN:
         signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
 
