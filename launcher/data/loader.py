@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.data.random_state import generators_kept
-from launcher.data.reader import Fetched
+from launcher.data.reader import TOGETHER, Fetched
 from launcher.errors import DataError, LauncherError, StalledError
 
 PREFETCHED = 2  # micro-batches per loader process
@@ -49,7 +49,10 @@ class Loading:
 
 
 class Noting(Protocol):
-    """What makes `Fetched`, and calls `reading` before each sample, with -1 after the last of a batch."""
+    """What makes `Fetched`, and calls `reading` before each sample, with -1 after the last of a batch.
+
+    With TOGETHER before several samples at once.
+    """
 
     reading: Callable[[int], None]
 
@@ -71,7 +74,7 @@ class Pool:
         self._shared = numpy.frombuffer(mmap.mmap(-1, 24 * max(how.workers, 1)), numpy.int64).reshape(-1, 3)
         self._shared[:, READING] = -1
         self._number = -1  # of this loader process; -1 in any other
-        self._iterator: Any = None  # torch's, where it has processes
+        self._iterator: Any = None  # torch's; None without processes
         _pools.append(self)
 
     @functools.cached_property
@@ -83,30 +86,35 @@ class Pool:
             sampler=self._requests,
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # of one item
             num_workers=how.workers,
-            prefetch_factor=PREFETCHED if how.workers else None,
-            persistent_workers=how.workers > 0,
+            prefetch_factor=PREFETCHED,
+            persistent_workers=True,
             pin_memory=how.device.type == "cuda",
-            timeout=how.timeout_s if how.workers else 0,
+            timeout=how.timeout_s,
             worker_init_fn=self._begin,
-            multiprocessing_context="fork" if how.workers else None,
+            multiprocessing_context="fork",
             generator=torch.Generator(),  # or it would draw from that of the dropout
         )
 
     def __iter__(self) -> Iterator[Fetched]:
         self._reader.begin()
-        with _starting():
-            iterator = iter(self._loader)
-        if self._how.workers:
-            self._iterator = iterator
-            with self._failures_explained():
-                yield from iterator
+        if not self._how.workers:
+            yield from self._read_here()
             return
+        with _starting():
+            self._iterator = iter(self._loader)
+        with self._failures_explained():
+            yield from self._iterator
+
+    def _read_here(self) -> Iterator[Fetched]:
+        """Without a process, and without torch's loader, which would only add its own time."""
+        reader: Any = self._reader  # a stream's, or one that is given requests
+        answers = iter(reader) if self._requests is None else map(reader.__getitem__, self._requests)
         while True:
             with generators_kept():
-                fetched = next(iterator, None)
+                fetched = next(answers, None)
             if fetched is None:
                 return
-            yield fetched
+            yield fetched.pin_memory() if self._how.device.type == "cuda" else fetched
 
     def explain(self, error: RuntimeError) -> LauncherError | None:
         """The error for a lost process or a long wait, naming the sample that was being read."""
@@ -118,7 +126,7 @@ class Pool:
             return self._lost(mine, _first_line(error))
         if "DataLoader timed out" not in str(error):
             return None
-        busy = [row for row in self._shared if row[READING] >= 0]
+        busy = [row for row in self._shared if row[READING] != -1]
         return StalledError(
             f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
             f"{self._at(busy, 'reading')}. Check what these read from, or raise launch.stall_s."
@@ -178,6 +186,8 @@ class Pool:
         indices = [int(row[READING]) for row in rows if row[READING] >= 0]
         if indices:
             return f"{reading} sample {', '.join(map(str, indices))} of the {self.kind} set"
+        if any(row[READING] == TOGETHER for row in rows):
+            return f"{reading} samples of the {self.kind} set together, by its __getitems__"
         return f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full?)"
 
     def _begin(self, number: int) -> None:

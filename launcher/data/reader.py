@@ -19,9 +19,19 @@ from torch.utils.data import default_collate
 from launcher.config.user_code import place_of
 from launcher.data.epochs import enter_epoch, with_epochs
 from launcher.data.ragged import refuse_unlike
-from launcher.data.random_state import Untouched, as_seeded, sample_seeds, seed_all, seed_torch
+from launcher.data.random_state import (
+    Drawn,
+    Untouched,
+    drawn_since_seeded,
+    sample_seeds,
+    seed_all,
+    seed_torch,
+    spread_seed,
+)
 from launcher.data.tensors import Batch
 from launcher.errors import DataError
+
+TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 
@@ -84,7 +94,9 @@ class Fetched:
 class Reader:
     """Answers requests from a data set. What torch's DataLoader holds as its data set.
 
-    `reading(index)` is called before each sample, and with -1 after the last of a request.
+    `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
+    last of a request. A data set with `__getitems__(indices)` is asked for all samples of a request at once,
+    as torch's DataLoader does, unless they draw random numbers: these depend on the sample.
     """
 
     def __init__(self, dataset: Indexed, collate: Collate | None, seed: int) -> None:
@@ -95,8 +107,9 @@ class Reader:
         self._takes_generator = takes_generator(dataset)
         self._with_epochs = with_epochs(dataset)
         self._untouched = Untouched()
-        # Whether a sample has drawn from Python's or NumPy's generator; None before the first.
-        self._draws: bool | None = None
+        self._together = getattr(dataset, "__getitems__", None)
+        # What samples have drawn from; None before the first, which are watched one by one.
+        self._draws: Drawn | None = None if self._together is None else Drawn(torch=False, others=False)
 
     def begin(self) -> None:
         """Nothing is to be done before an iteration."""
@@ -111,45 +124,62 @@ class Reader:
         if not samples:
             return Fetched(None, (), tuple(bad))
         try:
-            return Fetched(collated([*samples.values()], self._collate), tuple(samples), tuple(bad))
+            return Fetched(self._collated(request, [*samples.values()]), tuple(samples), tuple(bad))
         except Exception as error:
             return self._without_odd(request, samples, bad, error)
 
     def _samples(self, request: Request) -> tuple[dict[int, Any], list[BadSample]]:
         """The samples by offset, and those that cannot be read.
 
-        Python's and NumPy's generators are seeded before each sample of the first request, and of all if one
-        of these draws from them. A later request whose samples are the first to draw is read twice.
+        The generators are seeded before each sample of the first request, and of all later ones those that
+        these have drawn from. A later request whose samples are the first to draw from another is read twice.
         """
-        seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
         if self._takes_generator:
-            return self._read(request.indices, seeds, self._from_generator)
+            return self._read(request, self._from_generator)
         if self._draws is None:
-            self._draws = False
-            return self._read(request.indices, seeds, self._watched)
-        if not self._draws:
-            self._untouched.begin()
-            found = self._read(request.indices, seeds, self._with_torch_seeded)
-            if self._untouched.holds():
-                seed_all(seeds[-1])  # as after a seeded sample: the collate may draw, too
-                return found
-            self._draws = True
-        return self._read(request.indices, seeds, self._with_all_seeded)
+            self._draws = Drawn(torch=False, others=False)
+            return self._read(request, self._watched)
+        if self._draws.others:
+            return self._read(request, self._with_all_seeded)
+        self._untouched.begin()
+        if self._draws.torch:
+            found = self._read(request, self._with_torch_seeded)
+        else:
+            found = self._read_together(request) or self._read(request, None)
+        drawn = self._untouched.drawn()
+        if drawn.others or drawn.torch > self._draws.torch:
+            self._draws = Drawn(torch=True, others=drawn.others)
+            return self._samples(request)
+        return found
 
     def _read(
-        self, indices: Sequence[int], seeds: Sequence[int], sample: Callable[[int, int], Any]
+        self, request: Request, sample: Callable[[int, int], Any] | None
     ) -> tuple[dict[int, Any], list[BadSample]]:
-        """As `_samples`, each from `sample(index, seed)`."""
+        """As `_samples`, each from `sample(index, seed)`; None: as the data set gives it."""
         samples: dict[int, Any] = {}
         bad: list[BadSample] = []
-        reading = self.reading
+        indices, reading, dataset = request.indices, self.reading, self._dataset
+        seeds = sample_seeds(self._seed, request.epoch, request.position, len(indices)) if sample else []
         for offset, index in enumerate(indices):
             reading(index)
             try:
-                samples[offset] = sample(index, seeds[offset])
+                samples[offset] = sample(index, seeds[offset]) if sample else dataset[index]
             except Exception as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
         return samples, bad
+
+    def _read_together(self, request: Request) -> tuple[dict[int, Any], list[BadSample]] | None:
+        """As `_samples`, all at once; None where they must be read alone, or one of them fails."""
+        if self._together is None:
+            return None
+        self.reading(TOGETHER)
+        try:
+            samples = self._together(list(request.indices))
+        except Exception:  # a user's data set may fail in any way
+            return None
+        if not isinstance(samples, list | tuple) or len(samples) != len(request.indices):
+            return None
+        return dict(enumerate(samples)), []
 
     def _from_generator(self, index: int, seed: int) -> Any:
         return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
@@ -166,7 +196,15 @@ class Reader:
         try:
             return self._with_all_seeded(index, seed)
         finally:
-            self._draws = self._draws or not as_seeded(seed)
+            before, now = self._draws, drawn_since_seeded(seed)
+            assert before is not None
+            self._draws = Drawn(before.torch or now.torch, before.others or now.others)
+
+    def _collated(self, request: Request, samples: Sequence[Any]) -> Batch:
+        """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""
+        if self._collate is not None:
+            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
+        return collated(samples, self._collate)
 
     def _without_odd(
         self, request: Request, samples: Mapping[int, Any], bad: Sequence[BadSample], error: Exception
@@ -180,7 +218,7 @@ class Reader:
             if not good:
                 return Fetched(None, (), (*bad, *odd))
             try:
-                batch = collated([samples[offset] for offset in good], self._collate)
+                batch = self._collated(request, [samples[offset] for offset in good])
                 return Fetched(batch, tuple(good), (*bad, *odd))
             except Exception as again:
                 error = again

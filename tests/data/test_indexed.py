@@ -194,6 +194,27 @@ def test_a_loader_process_that_is_killed_is_named_with_its_sample():
         epoch(batches(Noisy(50, {7: die}), workers=2))
 
 
+class Quiet(Noisy):
+    """Samples without random numbers."""
+
+    def __getitem__(self, index):
+        if index in self.at:
+            self.at[index]()
+        return {"index": index}
+
+
+@pytest.mark.parametrize("end", ["killed", "hangs"])
+def test_no_sample_is_blamed_where_several_are_read_together(end):
+    def act():
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    dataset = Subset(Quiet(50, {7: act}), range(50))  # which asks for several at once
+    with pytest.raises(LauncherError, match=r"samples of the training set together, by its __getitems__"):
+        epoch(batches(dataset, workers=1, timeout_s=1.0))
+
+
 def test_a_loader_process_that_ends_while_its_batch_is_fetched_is_named_with_its_sample():
     closed = multiprocessing.Event()
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from launcher.data.epochs import EVALUATION
 from launcher.data.random_state import generators_kept
-from launcher.data.reader import Reader, Request, collated, columns
+from launcher.data.reader import TOGETHER, Reader, Request, collated, columns
 from launcher.errors import DataError
 
 
@@ -57,11 +57,19 @@ def test_random_numbers_depend_on_seed_epoch_and_position_alone(dataset):
         assert not torch.isclose(moved, whole[:1]).any(), other
 
 
+DRAWS = {
+    "Python": lambda: random.random(),
+    "NumPy": lambda: numpy.random.rand(),
+    "torch": lambda: torch.rand(()).item(),
+}
+
+
 class RarelyDrawn(Dataset):
     """Draws for one sample only. `read` has the indices in the order in which they were asked for."""
 
-    def __init__(self, drawing):
+    def __init__(self, drawing, draw=DRAWS["Python"]):
         self.drawing = drawing
+        self.draw = draw
         self.read = []
 
     def __len__(self):
@@ -69,41 +77,136 @@ class RarelyDrawn(Dataset):
 
     def __getitem__(self, index):
         self.read.append(index)
-        drawn = [random.random(), numpy.random.rand()] if index == self.drawing else [0.0, 0.0]
-        return {"drawn": torch.tensor([*drawn, float(torch.initial_seed())], dtype=torch.float64)}
+        drawn = self.draw() if index == self.drawing else 0.0
+        return {"drawn": torch.tensor([drawn], dtype=torch.float64)}
 
 
-def test_a_sample_that_is_the_first_to_draw_gets_the_same_numbers_as_in_another_reader():
-    dataset = RarelyDrawn(drawing=6)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_sample_that_is_the_first_to_draw_gets_the_same_numbers_as_in_another_reader(draw):
+    dataset = RarelyDrawn(6, draw)
     reader = Reader(dataset, None, 0)
     reader[Request(0, 0, (1, 2, 3))]
     late = reader[Request(0, 3, (5, 6, 7))].batch["drawn"]
     assert dataset.read == [1, 2, 3, 5, 6, 7, 5, 6, 7]
     reader[Request(0, 6, (8, 9))]
     assert dataset.read[9:] == [8, 9], "once known, no sample is read twice"
-    alone = read(RarelyDrawn(drawing=6), 6, position=4).batch["drawn"]
+    alone = read(RarelyDrawn(6, draw), 6, position=4).batch["drawn"]
     assert torch.equal(late[1:2], alone)
-    assert alone[0, :2].all()
+    assert alone.all()
 
 
-def test_a_set_that_does_not_draw_is_read_once_with_a_seed_of_torch_for_each_sample():
+@pytest.mark.parametrize("first", DRAWS)
+@pytest.mark.parametrize("second", DRAWS)
+def test_a_sample_may_be_the_first_to_draw_from_another_generator(first, second):
+    class Both(RarelyDrawn):
+        def __getitem__(self, index):
+            self.read.append(index)
+            drawn = [DRAWS[first](), DRAWS[second]() if index == 6 else 0.0]
+            return {"drawn": torch.tensor(drawn, dtype=torch.float64)}
+
+    reader = Reader(Both(6), None, 0)
+    reader[Request(0, 0, (1, 2, 3))]
+    late = reader[Request(0, 3, (5, 6, 7))].batch["drawn"]
+    assert torch.equal(late, read(Both(6), 5, 6, 7, position=3).batch["drawn"])
+    assert late[1].all()
+
+
+def test_a_set_that_does_not_draw_is_read_once():
     dataset = RarelyDrawn(drawing=None)
     reader = Reader(dataset, None, 0)
-    found = [reader[Request(0, position, (position, position + 1))].batch for position in (0, 2, 4)]
+    for position in (0, 2, 4):
+        reader[Request(0, position, (position, position + 1))]
     assert dataset.read == [0, 1, 2, 3, 4, 5]
-    assert torch.cat([each["drawn"][:, 2] for each in found]).unique().numel() == 6
 
 
-def test_a_collate_that_draws_gets_numbers_of_its_request():
+class Together(RarelyDrawn):
+    """`fails_at` is an index that cannot be read."""
+
+    def __init__(self, drawing=None, draw=DRAWS["Python"], fails_at=None):
+        super().__init__(drawing, draw)
+        self.fails_at = fails_at
+        self.asked = []
+
+    def __getitem__(self, index):
+        if index == self.fails_at:
+            raise ValueError("broken")
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [self[index] for index in indices]
+
+
+def test_a_set_that_gives_several_samples_at_once_is_asked_for_them():
+    dataset = Together()
+    reader = Reader(dataset, None, 0)
+    noted = []
+    reader.reading = noted.append
+    for position in (0, 3):
+        batch = reader[Request(0, position, (7, 8, 9))].batch["drawn"]
+        assert batch.shape == (3, 1)
+    assert dataset.asked == [[7, 8, 9], [7, 8, 9]]
+    assert len(dataset.read) == 6, "from the first request on, each sample once"
+    assert noted == [TOGETHER, -1, TOGETHER, -1]
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_samples_that_draw_are_not_read_together(draw):
+    dataset = Together(6, draw)
+    reader = Reader(dataset, None, 0)
+    reader[Request(0, 0, (1, 2, 3))]
+    late = reader[Request(0, 3, (5, 6, 7))].batch["drawn"]
+    reader[Request(0, 6, (8, 9))]
+    assert len(dataset.asked) == 2
+    assert torch.equal(late[1:2], read(RarelyDrawn(6, draw), 6, position=4).batch["drawn"])
+
+
+def test_a_sample_that_fails_among_several_is_named():
+    fetched = read(Together(fails_at=4), 3, 4, 5)
+    assert fetched.kept == (0, 2)
+    assert [str(bad).partition(": ")[2] for bad in fetched.bad] == ["ValueError: broken"]
+    assert fetched.bad[0].index == 4
+
+
+@pytest.mark.parametrize("given", [{"drawn": torch.zeros(2, 1)}, [], None], ids=["a batch", "none", "None"])
+def test_other_than_a_list_of_the_samples_is_not_taken_for_them(given):
+    class Odd(RarelyDrawn):
+        def __getitems__(self, indices):
+            return given
+
+    assert read(Odd(None), 1, 2).batch["drawn"].shape == (2, 1)
+
+
+def test_hugging_face_samples_padded_within_a_batch_are_read_together():
+    def padded(rows):
+        longest = max(map(len, rows["words"]))
+        return {"words": [torch.tensor(each + [0] * (longest - len(each))) for each in rows["words"]]}
+
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"words": [[1], [1, 2], [1, 2, 3]]}).with_transform(padded)
+    assert read(dataset, 0, 2, 1).batch["words"].tolist() == [[1, 0, 0], [1, 2, 3], [1, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [RarelyDrawn(None), Drawn(), FromGenerator(), RarelyDrawn(2, DRAWS["torch"])],
+    ids=["none draws", "each draws", "a generator", "one draws"],
+)
+def test_a_collate_that_draws_gets_numbers_of_its_request(dataset):
     def collate(samples):
-        return {"mixed": torch.tensor([random.random(), numpy.random.rand()]).expand(len(samples), 2)}
+        drawn = torch.tensor([draw() for draw in DRAWS.values()])
+        return {
+            "mixed": drawn.expand(len(samples), 3),
+            "drawn": samples[-1]["drawn"].expand(len(samples), -1),
+        }
 
-    reader = Reader(RarelyDrawn(drawing=None), collate, 0)
+    reader = Reader(dataset, collate, 0)
     one, two, three = (reader[Request(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
-    again = read(RarelyDrawn(drawing=None), 1, 2, position=4, collate=collate).batch["mixed"]
+    again = read(dataset, 1, 2, position=4, collate=collate).batch
     assert not torch.isclose(one, two).any()
     assert not torch.isclose(two, three).any()
-    assert torch.equal(three, again)
+    assert torch.equal(three, again["mixed"]), "also as the first request of a reader"
+    assert not torch.isclose(again["mixed"][0], again["drawn"][0].float()).any(), "nor those of a sample"
 
 
 def test_neighbouring_positions_draw_unrelated_numbers():
