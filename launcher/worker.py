@@ -58,6 +58,7 @@ from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.divergence.rescue import Rescue
 from launcher.training.evaluator import Evaluator
 from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
+from launcher.training.initial_weights import Loaded, load_weights, settle
 from launcher.training.loop import Task, train
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Start
@@ -150,6 +151,7 @@ class _Job:
     course: Course
     model: nn.Module
     continuity: Continuity
+    weights: Loaded | None  # of the file that the config names
 
     def beat_after(self, part: str) -> None:
         """Enter the phase that follows a part of the step."""
@@ -181,6 +183,7 @@ def _join_and_run(
         assembled = _assemble(config, env, telemetry, heartbeat, requests)
         heartbeat.beat("restoring")
         start = assembled.continuity.resume(launch.restart_count)
+        settle(assembled.weights, assembled.run, assembled.continuity.standing, assembled.continuity.resumed)
         heartbeat.beat("data", start.step)
         _announce(assembled, devices, start)
         _train(assembled, start, watchdog)
@@ -209,13 +212,14 @@ def _assemble(
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
     model = build.build_model(config, recipe, env, plan)
+    weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     run = Run(config, env, stepper, telemetry, heartbeat, requests)
     size = 0 if isinstance(data.train, StreamData) else plan.num_samples
     continuity = Continuity(run, course, size, fingerprint, Answers.of(recipe, env))
-    return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity)
+    return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity, weights)
 
 
 def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
@@ -339,6 +343,8 @@ def _finish(job: _Job, monitor: Monitor, evaluations: Mapping[str, Evaluation], 
             f"only {result['applied_steps']} of {steps} steps were applied, the others skipped: lower "
             "precision.scale.init, or start with precision.scale.mode=auto."
         )
+    if (source := job.continuity.standing.started_from) is not None:
+        result["started_from"] = {"file": source[0], "sha256": source[1]}
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if run.env.is_leader:
         results.write_files(run_dir, result, results.confusion_of(evaluations), run.telemetry)

@@ -55,7 +55,8 @@ PATH_KEYS = (
     ("recipes", "path"),
     ("checkpoint", "resume"),
 )
-MADE_PATH_KEYS = (("data", "cache"),)  # made where they do not exist
+# The first is made where it does not exist, and a run that resumes does not need the second.
+UNCHECKED_PATH_KEYS = (("data", "cache"), ("model", "weights"))
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SWEEP = "sweep"  # section of an experiment's file, already expanded when a job is composed
@@ -193,7 +194,7 @@ def checked_tree(composed: DictConfig) -> Resolved:
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """Make the user's paths absolute: a run's records must not depend on its working directory."""
     resolved = dict(tree)
-    for section, key in (*PATH_KEYS, *MADE_PATH_KEYS):
+    for section, key in (*PATH_KEYS, *UNCHECKED_PATH_KEYS):
         path = tree[section].get(key)
         if key not in tree[section] or path in NOT_PATHS or not isinstance(path, str | None):
             continue

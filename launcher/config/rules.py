@@ -103,6 +103,10 @@ text = Rule(
     "a string without NUL characters",
     lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
 )
+sha256 = Rule(
+    "a SHA-256 of 64 hexadecimal digits",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None,
+)
 texts = Rule(
     "a list of strings", lambda value: isinstance(value, list | tuple) and all(map(text.holds, value))
 )
@@ -146,6 +150,9 @@ RULES: Mapping[str, Rule] = {
     "run.dir": optional(text),
     "model.name": name,
     "model.sync_bn": flag,
+    "model.weights": optional(text),
+    "model.weights_strict": flag,
+    "model.weights_sha256": optional(sha256),
     "model.options": options,
     "data.name": name,
     "data.path": optional(text),

@@ -27,6 +27,9 @@ class RunConfig:
 class ModelConfig:
     name: str
     sync_bn: bool  # BatchNorm statistics over the samples of all ranks in training
+    weights: str | None  # a safetensors file that a new run starts from
+    weights_strict: bool  # refuse a file that lacks tensors of the model, or has others
+    weights_sha256: str | None  # of that file; null: any
     options: dict[str, Any]  # the model's own keys, as its YAML lists them
 
 

@@ -111,6 +111,12 @@ def relations(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             {"data.batch_size", "data.micro_batch"},
             f"data.micro_batch={micro}: must be at most data.batch_size={batch}.",
         )
+    if leaves["model.weights_sha256"] is not None and leaves["model.weights"] is None:
+        yield (
+            {"model.weights_sha256", "model.weights"},
+            "model.weights_sha256: is that of a file, but model.weights=null names none. Give it: "
+            "model.weights=FILE.",
+        )
     yield from _exclusions(leaves)
 
 

@@ -111,6 +111,7 @@ class Standing:
     seconds: float = 0.0  # of training
     since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
     rescued: list[list[str]] = field(default_factory=list)  # by rescue: patterns of modules now in fp32
+    started_from: tuple[str, str] | None = None  # model.weights, and the SHA-256 that the file had
 
     def measure(self, metric: Metric, loss: float) -> Measured:
         """Record an evaluation. A value that is not a number is never the best."""
@@ -124,7 +125,13 @@ class Standing:
     def as_values(self) -> dict[str, Any]:
         best = None if self.best is None else [self.best.name, self.best.value, self.best.lower_is_better]
         since = asdict(self.since_evaluation)
-        return {"best": best, "seconds": self.seconds, "since_evaluation": since, "rescued": self.rescued}
+        return {
+            "best": best,
+            "seconds": self.seconds,
+            "since_evaluation": since,
+            "rescued": self.rescued,
+            "started_from": self.started_from,
+        }
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Standing:
@@ -136,4 +143,5 @@ class Standing:
             float(values.get("seconds", 0.0)),
             since,
             [list(patterns) for patterns in values.get("rescued", ())],
+            None if (started_from := values.get("started_from")) is None else tuple(started_from),
         )

@@ -99,6 +99,11 @@ class Continuity:
             telemetry.decision("loss scale", self.scale.reason)
 
     @property
+    def resumed(self) -> bool:
+        """Whether the run has started from a checkpoint."""
+        return self.scale is not None
+
+    @property
     def has_scale(self) -> bool:
         """Whether the loss scale is that of the checkpoint from which the run resumed."""
         return self.scale is not None and self.scale.restored

@@ -1,7 +1,8 @@
 """A model that starts from the weights of another one and trains its last layer only.
 
 The network of recipe=cnn with a new last layer that tells even from odd digits. Its trunk comes from a
-safetensors file, is frozen, and needs no gradient, no bytes on the wire and no optimizer state.
+safetensors file, is frozen, and needs no gradient, no bytes on the wire and no optimizer state. The file's
+last layer has another shape, so model.weights_strict is false in the recipe's YAML.
 
     python -m launcher recipe=cnn data=digits run.dir=outputs/trunk
     python -m launcher export outputs/trunk trunk.safetensors
@@ -11,11 +12,6 @@ safetensors file, is frozen, and needs no gradient, no bytes on the wire and no 
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from safetensors.torch import load_file
-from torch import nn
-
 from launcher.data import load_images
 from launcher.recipe import (
     Config,
@@ -24,17 +20,18 @@ from launcher.recipe import (
     Recipe,
     TensorData,
     cross_entropy,
-    model,
     model_builder,
     recipe,
-    registry_of,
 )
-
-NEW = "fc."  # what does not come from the file
 
 
 @recipe("frozen_trunk")
 def frozen_trunk(config: Config) -> Recipe:
+    if config.model.weights is None:
+        raise ConfigError(
+            "recipe=frozen_trunk trains the last layer only: give the others with model.weights=FILE, of "
+            "python -m launcher export RUN FILE"
+        )
     images = load_images(config.data)
     sizes = {"in_channels": images.channels, "height": images.height, "width": images.width}
     return Recipe(
@@ -51,20 +48,3 @@ def frozen_trunk(config: Config) -> Recipe:
 
 def even_or_odd(data: TensorData) -> TensorData:
     return TensorData(data.columns | {"label": data.columns["label"] % 2}, data.name)
-
-
-@model("pretrained_cnn")
-def pretrained_cnn(
-    num_classes: int, in_channels: int, height: int, width: int, weights: str | None = None
-) -> nn.Module:
-    network = registry_of(None).models["cnn"](num_classes, in_channels, height, width)
-    if weights is None or not Path(weights).is_file():
-        raise ConfigError(
-            f"model.weights={weights}: there is no such file. Write one: python -m launcher export RUN FILE"
-        )
-    trunk = {name: value for name, value in load_file(weights).items() if not name.startswith(NEW)}
-    wanted = {name: value.shape for name, value in network.state_dict().items() if not name.startswith(NEW)}
-    if {name: value.shape for name, value in trunk.items()} != wanted:
-        raise ConfigError(f"model.weights={weights}: its tensors are not those of the trunk: {wanted}.")
-    network.load_state_dict(trunk, strict=False)
-    return network

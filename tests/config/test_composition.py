@@ -403,7 +403,7 @@ def test_a_recipe_of_ones_own_comes_with_its_own_keys(tmp_path) -> None:
     config = composed("recipe=mine", "model.width=64", config_dir=tree)
     assert (config.recipe.name, config.model.name, config.model.options) == ("mine", "tiny", {"width": 64})
     assert config.data.name == "cifar10"
-    assert "model.widht=1: there is no such key. Nearest: model.width." in problems(
+    assert "model.widht=1: there is no such key. Nearest: model.width" in problems(
         "recipe=mine", "model.widht=1", config_dir=tree
     )
 

@@ -70,6 +70,10 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
         ({"optim__lr": float("nan")}, "optim.lr=nan: must be a number above 0 and at most 1e30."),
         ({"optim__lr": float("inf")}, "optim.lr=inf: must be a number above 0 and at most 1e30."),
         ({"optim__lr": "fast"}, "optim.lr=fast: must be a number above 0 and at most 1e30."),
+        (
+            {"model__weights_sha256": "0" * 64},
+            "model.weights_sha256: is that of a file, but model.weights=null",
+        ),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn=true: excludes train.compile=true"),
         ({"optim__momentum": 0}, "optim.nesterov=true: needs optim.momentum above 0."),
         (

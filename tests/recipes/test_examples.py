@@ -75,12 +75,16 @@ def test_a_frozen_trunk_stays_as_it_was_loaded(tmp_path: Path) -> None:
     assert found["fc.weight"].shape == (2, 512)
 
 
-@pytest.mark.parametrize("weights", ["null", "nowhere.safetensors"])
-def test_a_trunk_without_weights_is_refused(weights, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [("null", "give the others with model.weights=FILE"), ("nowhere.safetensors", "there is no such file")],
+)
+def test_a_trunk_without_weights_is_refused(weights, text, tmp_path: Path) -> None:
     words = [word for word in command_of("frozen_trunk") if not word.startswith("model.weights")]
     done = launch_forked(tmp_path, [*words, *SHORT, f"model.weights={weights}"])
     assert done.returncode == 2
-    assert "there is no such file. Write one: python -m launcher export RUN FILE" in done.stderr
+    assert text in done.stderr
+    assert "python -m launcher export RUN FILE" in done.stderr
 
 
 @pytest.mark.slow

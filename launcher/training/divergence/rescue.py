@@ -7,16 +7,14 @@ before the next step; the skipped step has changed no weight.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from launcher.engine import StepReport
 from launcher.engine.fp32_modules import kind_of
-from launcher.run_dir.records import write_config
 from launcher.training.divergence.evidence import Overflow
 from launcher.training.progress import Position, Standing
+from launcher.training.recorded_config import fp32_modules, record_config
 from launcher.training.run import Run
 
 
@@ -44,7 +42,7 @@ class Rescue:
         for patterns in standing.rescued:
             run.stepper.compute_in_fp32(patterns)
         if standing.rescued:
-            self._write_config()
+            record_config(run, standing)
 
     def after(self, position: Position, report: StepReport) -> bool:
         """Whether further modules compute in fp32 from the next step on, because of this one.
@@ -67,30 +65,15 @@ class Rescue:
         stepper.compute_in_fp32(patterns)
         self._standing.rescued.append(patterns)
         self._report(position, found, patterns)
-        self._write_config()
+        record_config(self._run, self._standing)
         return True
 
     def _report(self, position: Position, found: Overflow, patterns: Sequence[str]) -> None:
+        modules = list(fp32_modules(self._run.config, self._standing))
         self._run.telemetry.decision(
             "rescue",
             f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {found.text} in "
-            f"step {position.step}. To start with it: precision.fp32_modules={self._modules()}",
+            f"step {position.step}. To start with it: precision.fp32_modules={modules}",
             module=found.module,
             patterns=list(patterns),
         )
-
-    def _modules(self) -> list[str]:
-        """What precision.fp32_modules would be for a run that starts as this one continues."""
-        rescued = [pattern for patterns in self._standing.rescued for pattern in patterns]
-        return list(dict.fromkeys((*self._run.config.precision.fp32_modules, *rescued)))
-
-    def _write_config(self) -> None:
-        """For the next run: a resume has them from its checkpoint."""
-        if not self._run.env.is_leader:
-            return
-        config = self._run.config
-        precision = dataclasses.replace(config.precision, fp32_modules=tuple(self._modules()))
-        try:
-            write_config(Path(config.run.dir), dataclasses.replace(config, precision=precision))
-        except OSError as error:
-            self._run.telemetry.warn(f"config.yaml lacks the rescued modules: {error}")

@@ -1,0 +1,31 @@
+"""The run's config.yaml with what the run has found out, so that a new run can start with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from launcher.config.schema import Config
+from launcher.run_dir.records import write_config
+from launcher.training.progress import Standing
+from launcher.training.run import Run
+
+
+def fp32_modules(config: Config, standing: Standing) -> tuple[str, ...]:
+    """precision.fp32_modules of a run that starts as this one continues."""
+    rescued = [pattern for patterns in standing.rescued for pattern in patterns]
+    return tuple(dict.fromkeys((*config.precision.fp32_modules, *rescued)))
+
+
+def record_config(run: Run, standing: Standing) -> None:
+    """Write config.yaml again, on rank 0; a failure is a warning. A resume reads `standing` instead."""
+    if not run.env.is_leader:
+        return
+    config, model = run.config, run.config.model
+    if standing.started_from is not None and standing.started_from[0] == model.weights:
+        model = dataclasses.replace(model, weights_sha256=standing.started_from[1])
+    precision = dataclasses.replace(config.precision, fp32_modules=fp32_modules(config, standing))
+    try:
+        write_config(Path(config.run.dir), dataclasses.replace(config, model=model, precision=precision))
+    except OSError as error:
+        run.telemetry.warn(f"config.yaml lacks what the run has found out: {error}")
