@@ -48,6 +48,7 @@ from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
+from launcher.telemetry.gpu import GpuSampler, measure_gpus
 from launcher.training import build, results
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
@@ -179,14 +180,15 @@ def _join_and_run(
         build.apply_switches(config)
         if env.device.type == "cpu":
             keep_freed_memory()
-        devices = meet(config, env, store, job)
+        peers = meet(config, env, store, job)
+        gpus = measure_gpus(config, env, peers, telemetry)
         assembled = _assemble(config, env, telemetry, heartbeat, requests)
         heartbeat.beat("restoring")
         start = assembled.continuity.resume(launch.restart_count)
         settle(assembled.weights, assembled.run, assembled.continuity.standing, assembled.continuity.resumed)
         heartbeat.beat("data", start.step)
-        _announce(assembled, devices, start)
-        _train(assembled, start, watchdog)
+        _announce(assembled, [peer.device for peer in peers], start)
+        _train(assembled, start, watchdog, gpus)
 
 
 def _leeway_s(heartbeat: Heartbeat) -> float:
@@ -246,7 +248,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     )
 
 
-def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
+def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None) -> None:
     """All steps from `start` on, and the result."""
     run, config, continuity, stepper = job.run, job.run.config, job.continuity, job.run.stepper
     batches, steps_left = _batches(job), start.step < job.course.total_steps
@@ -297,7 +299,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog) -> None:
             evaluator,
         )
     run.heartbeat.beat("finishing")
-    _finish(job, monitor, evaluator.latest, time.perf_counter() - began)
+    _finish(job, monitor, evaluator.latest, time.perf_counter() - began, gpus)
     run.heartbeat.beat("done")
 
 
@@ -331,7 +333,13 @@ def _first_step_done(run: Run, watchdog: Watchdog) -> None:
     run.heartbeat.first_step_done()
 
 
-def _finish(job: _Job, monitor: Monitor, evaluations: Mapping[str, Evaluation], seconds: float) -> None:
+def _finish(
+    job: _Job,
+    monitor: Monitor,
+    evaluations: Mapping[str, Evaluation],
+    seconds: float,
+    gpus: GpuSampler | None,
+) -> None:
     """Report the result. All ranks hold the same weights and numbers; rank 0 writes them to files."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
@@ -345,6 +353,8 @@ def _finish(job: _Job, monitor: Monitor, evaluations: Mapping[str, Evaluation], 
         )
     if (source := job.continuity.standing.started_from) is not None:
         result["started_from"] = {"file": source[0], "sha256": source[1]}
+    if gpus is not None and (joules := gpus.finish()) is not None:
+        result["energy_kwh"] = joules / 3.6e6  # of the GPUs of this node
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     if run.env.is_leader:
         results.write_files(run_dir, result, results.confusion_of(evaluations), run.telemetry)

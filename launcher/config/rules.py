@@ -224,6 +224,7 @@ RULES: Mapping[str, Rule] = {
     "tracker.entity": optional(wandb_name),
     "tracker.run_name": optional(text),
     "tracker.run_id": optional(wandb_name),
+    "telemetry.nvml": auto_or(flag),
     "telemetry.gradients_every_steps": optional(whole(0)),
     "launch.nproc": auto_or(whole(1)),
     "launch.max_restarts": whole(0),

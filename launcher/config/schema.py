@@ -220,6 +220,7 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
+    nvml: str | bool  # auto: where the run uses GPUs and there is a driver; true: a missing one is a warning
     gradients_every_steps: int | None  # their exponents over the range of fp16; null or 0: never
 
 

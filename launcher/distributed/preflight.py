@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +23,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[str]:
-    """The device of each rank, in rank order. All ranks call it; the store waits for late ones.
+@dataclass(frozen=True)
+class Peer:
+    """What a rank runs on."""
+
+    device: str  # in words
+    gpu: str | None  # UUID of its CUDA device
+    pid: int
+
+
+def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[Peer]:
+    """What each rank runs on, in rank order. All ranks call it; the store waits for late ones.
 
     Raises PreflightError, on all ranks, unless all were started the same way.
     """
@@ -31,12 +42,14 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
         if env.device.type == "cuda"
         else f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
     )
+    gpu = str(torch.cuda.get_device_properties(env.device).uuid) if env.device.type == "cuda" else None
+    own = Peer(device, gpu, os.getpid())
     if store is None:
-        return [device]
-    store.set(f"{job}/meeting/{env.rank}", json.dumps({"device": device, "facts": facts(config)}))
+        return [own]
+    store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))
     said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
-    return [words["device"] for words in said]
+    return [Peer(**words["peer"]) for words in said]
 
 
 def facts(config: Config) -> dict[str, str]:

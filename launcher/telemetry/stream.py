@@ -76,7 +76,7 @@ class Telemetry:
 
     def emit(self, event: str, step: int, /, **fields: Any) -> None:
         """Fields are plain floats, ints, bools, strings, None, and lists or dicts of these."""
-        self._step = step
+        self._step = max(self._step, step)  # a sampler's event may be of an earlier step
         if not self._sinks:
             return
         with self._lock:

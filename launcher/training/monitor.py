@@ -179,6 +179,7 @@ class Monitor:
             grad_norm=latest.grad_norm,
             scale=latest.scale,
             skipped=latest.skipped_steps,
+            samples=samples,
             samples_per_s=samples / window.seconds,
             step_ms=1e3 * window.seconds / steps,
             **{f"{part}_ms": sum(r.spans_ms.get(part, 0.0) for r in reports) / steps for part in PARTS},

@@ -220,8 +220,18 @@ def _named(record: Record) -> Iterator[tuple[str, Any]]:
             yield from ((f"{event}/{name}", as_media(item)) for name, item in value.items())
         elif event == "eval":
             yield f"eval/{record['set']}/{key}" if "set" in record else f"eval/{key}", value
+        elif event == "gpu" and key == "gpus":
+            yield from (row for gpu in value for row in _of_gpu(gpu))
         elif event == "gpu" or (event == "gradients" and isinstance(value, float)):
             yield f"{event}/{key}", value  # layers and histogram stay in metrics.jsonl
+
+
+def _of_gpu(gpu: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in gpu.items():
+        if isinstance(value, Mapping):
+            yield from ((f"gpu/{gpu['index']}/{key}/{part}", number) for part, number in value.items())
+        elif key not in ("index", "uuid"):
+            yield f"gpu/{gpu['index']}/{key}", value
 
 
 def _in_one_line(error: Exception) -> str:

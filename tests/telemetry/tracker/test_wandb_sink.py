@@ -35,6 +35,11 @@ from launcher.telemetry.tracker.wandb_sink import history_row, new_run_id
             },
         ),
         ({"event": "gpu", "time": 1.0, "step": 2, "power_w": 300.0}, {"step": 2, "gpu/power_w": 300.0}),
+        (
+            {"event": "gpu", "time": 1.0, "step": 2, "power_w": 300.0}
+            | {"gpus": [{"index": 1, "uuid": "GPU-b", "power_w": 300.0, "throttled_s": {"hw_thermal": 0.5}}]},
+            {"step": 2, "gpu/power_w": 300.0, "gpu/1/power_w": 300.0, "gpu/1/throttled_s/hw_thermal": 0.5},
+        ),
         ({"event": "warning", "time": 1.0, "step": 2, "text": "x"}, {}),
         ({"event": "end", "time": 1.0, "step": 2, "state": "done"}, {}),
     ],

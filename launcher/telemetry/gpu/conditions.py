@@ -1,0 +1,104 @@
+"""What is wrong with a GPU: throttled, a slower link than it could have, shared, gone.
+
+Owns the conditions, their texts and how often they are reported: at the first window, and at the end with the
+number of windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.telemetry.gpu.devices import Gpu
+from launcher.telemetry.gpu.readings import Values
+
+# A GPU under full load is at its power cap (sw_power_cap) by design: recorded, no warning.
+FAULTS = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
+LEAST_SHARE = 0.05  # of a window for which clocks are lowered
+BUSY_PERCENT = 50  # an idle GPU lowers its link to save power
+
+
+@dataclass
+class _Seen:
+    text: str
+    windows: int = 0
+    seconds: float = 0.0
+
+
+class Conditions:
+    """Counts conditions of all GPUs, and calls `warn` for each once. `finish` warns with the counts."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._windows = 0
+
+    def after(self, windows: Sequence[tuple[Gpu, Mapping[str, Any], Values]], seconds: float) -> None:
+        """Each GPU with the numbers of its window and the limits of its link."""
+        self._windows += 1
+        for gpu, numbers, limits in windows:
+            for kind, short, advice in _conditions(gpu, numbers, limits, seconds):
+                text = f"{name(gpu)} {short}"
+                seen = self._seen.setdefault((gpu.uuid, kind), _Seen(text))
+                seen.windows += 1
+                if seen.windows == 1:
+                    self._warn(f"{text}. {advice} Further intervals are counted.")
+
+    def lost(self, gpu: Gpu, error: Exception) -> None:
+        self._warn(
+            f"{name(gpu)} no longer answers NVML ({error}): it is not measured any more. "
+            "The kernel's log (dmesg, Xid) has the cause; if training stops too, reset or replace it."
+        )
+
+    def finish(self) -> None:
+        for seen in self._seen.values():
+            if seen.windows > 1:
+                self._warn(f"{seen.text}: in {seen.windows} of {self._windows} intervals.")
+
+
+def name(gpu: Gpu) -> str:
+    ranks = f", rank {', '.join(str(rank.number) for rank in gpu.ranks)}" if gpu.ranks else ""
+    return f"GPU {gpu.index} ({gpu.uuid}{ranks})"
+
+
+def other_processes(gpu: Gpu, pids: list[int]) -> int:
+    """Processes on the GPU besides the run's ranks.
+
+    In a container NVML gives ids of the host, which are not those of the ranks: then processes are counted.
+    """
+    own = {rank.pid for rank in gpu.ranks}
+    if own & set(pids):
+        return len(set(pids) - own)
+    return max(0, len(set(pids)) - len(own))
+
+
+def _conditions(
+    gpu: Gpu, numbers: Mapping[str, Any], limits: Values, seconds: float
+) -> Iterator[tuple[str, str, str]]:
+    """Kind, text and advice of each condition."""
+    slowed = {reason: numbers.get("throttled_s", {}).get(reason, 0.0) for reason in FAULTS}
+    worst = max(slowed, key=lambda reason: slowed[reason])
+    if slowed[worst] > LEAST_SHARE * seconds:
+        yield (
+            "throttled",
+            f"lowers its clocks ({worst}, {slowed[worst]:.1f} of {seconds:.1f} s)",
+            "Check its cooling and power supply: it slows down all ranks.",
+        )
+    link = [
+        f"{word}{numbers[key]:.0f} instead of {word}{limits[key]:.0f}"
+        for key, word in (("pcie_gen", "PCIe generation "), ("pcie_width", "x"))
+        if key in numbers and numbers[key] < limits.get(key, 0)
+    ]
+    if link and numbers.get("utilisation_percent", 0) >= BUSY_PERCENT:
+        yield (
+            "link",
+            f"has a slower link than it could ({', '.join(link)})",
+            "Reseat it, or check the slot, the riser and the BIOS.",
+        )
+    if others := numbers.get("other_processes"):
+        yield (
+            "shared",
+            f"is shared with {others} process(es) that are not of this run",
+            "nvidia-smi lists them; they take time and memory of this run.",
+        )

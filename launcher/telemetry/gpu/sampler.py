@@ -1,0 +1,241 @@
+"""Measures the GPUs of this node in a thread of its own, and emits one `gpu` event per logging interval.
+
+Owns the thread, the alignment of windows to logged steps, and the energy of the run. The training thread only
+appends a step number. Quiet where there is no driver; never raises into the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from launcher.run_dir.atomic import read_regular
+from launcher.run_dir.records import LOGS
+from launcher.telemetry.events import EventLog
+from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
+from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
+from launcher.telemetry.gpu.readings import GpuLostError, Reader
+from launcher.telemetry.gpu.window import Window
+from launcher.telemetry.stream import Record, Telemetry
+
+SAMPLE_S = 0.5
+WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
+NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "NoGpuFoundError")  # quiet, if auto
+PATIENCE_S = 2.0  # for the thread's end: a driver may hang, and the run must not
+
+
+class NoGpuFoundError(Exception):
+    """NVML does not show what CUDA shows, as in some containers."""
+
+
+@dataclass
+class _Lane:
+    """One GPU, while it answers."""
+
+    gpu: Gpu
+    reader: Reader
+    window: Window
+
+
+class GpuSampler:
+    """A sink: `step` events end windows. `ranks` are all of the job; those of other nodes are ignored."""
+
+    name = "NVML"
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        ranks: Sequence[Rank],
+        *,
+        required: bool = False,
+        energy_before_j: float = 0.0,
+        sample_s: float = SAMPLE_S,
+        window_s: float = WINDOW_S,
+    ) -> None:
+        self._telemetry = telemetry
+        self._ranks = ranks
+        self._required = required
+        self._before_j = energy_before_j
+        self._sample_s = sample_s
+        self._window_s = window_s
+        self._marks: deque[tuple[int, int]] = deque()  # step, samples trained since the mark before
+        self._due_s = time.monotonic() + window_s
+        self._wake = threading.Event()
+        self._ending = False
+        self._energy_j: float | None = None  # of this process
+        self._conditions = Conditions(telemetry.warn)
+        self._thread = threading.Thread(target=self._work, name="gpu-sampler", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Costs an append. The thread is only woken if a window is due."""
+        if record["event"] != "step":
+            return
+        self._marks.append((record["step"], record.get("samples", 0)))
+        if time.monotonic() >= self._due_s:
+            self._wake.set()
+
+    def finish(self) -> float | None:
+        """Emit the last window and stop. Returns the joules of the run so far; None if nothing was measured.
+
+        Of this node's GPUs, over all attempts of the run. Waits for at most `PATIENCE_S`.
+        """
+        self._ending = True
+        self._wake.set()
+        self._thread.join(PATIENCE_S)
+        return None if self._energy_j is None else self._before_j + self._energy_j
+
+    def close(self) -> None:
+        self.finish()
+
+    def _work(self) -> None:
+        try:
+            with _library() as nvml:
+                self._sample(nvml)
+        except Exception as error:  # a measurement never ends the training
+            if self._required or type(error).__name__ not in NO_DRIVER:
+                self._telemetry.warn(
+                    f"NVML cannot be used, so the GPUs are not measured: {type(error).__name__}: {error}. "
+                    "telemetry.nvml=false leaves it out."
+                )
+
+    def _sample(self, nvml: ModuleType) -> None:
+        gpus = gpus_of(nvml, self._ranks, os.environ)
+        if not gpus:
+            raise NoGpuFoundError("it shows none of the GPUs of this run")
+        lanes = [lane for gpu in gpus if (lane := self._lane(nvml, gpu))]
+        self._telemetry.decision(
+            "gpu", f"measured through NVML: {', '.join(name(each.gpu) for each in lanes)}"
+        )
+        began_s = time.monotonic()
+        while lanes and not self._ending:
+            self._wake.wait(self._sample_s)
+            self._wake.clear()
+            lanes = [lane for lane in lanes if self._answers(lane)]
+            if self._marks and time.monotonic() - began_s >= self._window_s:
+                began_s, lanes = self._close(lanes, began_s)
+        if self._marks:
+            self._close(lanes, began_s)
+        self._conditions.finish()
+
+    def _lane(self, nvml: ModuleType, gpu: Gpu) -> _Lane | None:
+        try:
+            reader = Reader(nvml, gpu.handle)
+            return _Lane(gpu, reader, Window(reader.counters(), time.monotonic()))
+        except GpuLostError as error:
+            self._conditions.lost(gpu, error)
+            return None
+
+    def _answers(self, lane: _Lane) -> bool:
+        try:
+            lane.window.add(lane.reader.momentary(), time.monotonic())
+        except GpuLostError as error:
+            self._conditions.lost(lane.gpu, error)
+            return False
+        return True
+
+    def _close(self, lanes: list[_Lane], began_s: float) -> tuple[float, list[_Lane]]:
+        """End the window at the latest mark: emit it and begin the next one."""
+        step, samples = self._take_marks()
+        now_s = time.monotonic()
+        self._due_s = now_s + self._window_s
+        seconds = now_s - began_s
+        found, alive = [], []
+        for lane in lanes:
+            try:
+                found.append((lane.gpu, self._numbers(lane), lane.reader.limits))
+                alive.append(lane)
+            except GpuLostError as error:
+                self._conditions.lost(lane.gpu, error)
+        if found:
+            self._emit(step, samples, seconds, [(gpu, numbers) for gpu, numbers, _ in found])
+            self._conditions.after(found, seconds)
+        return now_s, alive
+
+    def _take_marks(self) -> tuple[int, int]:
+        step = samples = 0
+        for _ in range(len(self._marks)):  # more may be appended meanwhile
+            step, more = self._marks.popleft()
+            samples += more
+        return step, samples
+
+    def _numbers(self, lane: _Lane) -> dict[str, Any]:
+        reader, counters = lane.reader, lane.reader.counters()
+        rates = {} if "pcie_tx_bytes" in counters else reader.rates()
+        now_s = time.monotonic()
+        lane.window.add(reader.momentary(), now_s)
+        numbers = lane.window.closed(counters, rates, now_s)
+        lane.window = Window(counters, now_s)
+        if not lane.gpu.is_sliced and (pids := reader.processes()) is not None:
+            numbers["other_processes"] = other_processes(lane.gpu, pids)
+        return numbers
+
+    def _emit(self, step: int, samples: int, seconds: float, found: list[tuple[Gpu, dict[str, Any]]]) -> None:
+        each = [numbers for _, numbers in found]
+        total: dict[str, Any] = {"seconds": seconds}
+        total |= {key: sum(_all(each, key)) for key in ("power_w", "energy_j") if _all(each, key)}
+        total |= {key: max(_all(each, key)) for key in ("memory_bytes", "temperature_c") if _all(each, key)}
+        if busy := _all(each, "utilisation_percent"):
+            total["utilisation_percent"] = sum(busy) / len(busy)
+        if "energy_j" in total:
+            self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
+            total["run_energy_j"] = self._before_j + self._energy_j
+            if own_samples := samples * self._share([gpu for gpu, _ in found]):
+                total["joules_per_sample"] = total["energy_j"] / own_samples
+        gpus = [{"index": gpu.index, "uuid": gpu.uuid, **numbers} for gpu, numbers in found]
+        self._telemetry.emit("gpu", step, **total, gpus=gpus)
+
+    def _share(self, gpus: list[Gpu]) -> float:
+        """The share of the ranks that these GPUs serve; all, if the ranks use no GPU."""
+        return sum(len(gpu.ranks) for gpu in gpus) / len(self._ranks) or 1.0
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[ModuleType]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _all(each: list[dict[str, Any]], key: str) -> list[float]:
+    return [numbers[key] for numbers in each if key in numbers]
+
+
+def energy_before_j(metrics: Path) -> float:
+    """The energy that earlier processes of a run have recorded, steps that are repeated included.
+
+    Raises OSError.
+    """
+    if not metrics.exists():
+        return 0.0
+    lines = [line for line in read_regular(metrics).split(b"\n") if b'"run_energy_j"' in line]
+    values = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(line).get("run_energy_j"))
+    return max((value for value in values if isinstance(value, int | float)), default=0.0)
+
+
+class NodeLog(EventLog):
+    """logs/gpu-rank<k>.jsonl: `gpu` events and warnings of a node without rank 0, which has metrics.jsonl."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        super().__init__(run_dir / LOGS / f"gpu-rank{rank}.jsonl")
+
+    def write(self, record: Record) -> None:
+        if record["event"] in ("gpu", "warning"):
+            super().write(record)

@@ -1,0 +1,42 @@
+"""On a GPU: the sampler on the real driver, with the device that torch names by its UUID."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from launcher.telemetry.gpu import GpuSampler, Rank
+from launcher.telemetry.stream import Telemetry
+from tests.telemetry.test_stream import Kept
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
+
+
+def test_the_gpu_of_a_rank_is_measured_while_it_works(gpu: torch.device) -> None:
+    kept = Kept("kept")
+    telemetry = Telemetry([kept])
+    rank = Rank(0, str(torch.cuda.get_device_properties(gpu).uuid), os.getpid())
+    sampler = GpuSampler(telemetry, [rank], required=True, window_s=0.5, sample_s=0.1)
+    telemetry.add(sampler)
+    a = torch.randn(4096, 4096, device=gpu, dtype=torch.float16)
+    began = time.monotonic()
+    for step in range(1, 10_000):
+        a = (a @ a).clamp(-1, 1)
+        torch.cuda.synchronize()
+        telemetry.emit("step", step, samples=1)
+        if time.monotonic() - began > 3:
+            break
+    joules = sampler.finish()
+    telemetry.close()
+    records = [record for record in kept.records if record["event"] == "gpu"]
+    assert len(records) >= 3
+    assert joules is not None
+    assert joules > 1
+    for record in records:
+        assert record["memory_bytes"] >= a.numel() * 2
+        assert 0 < record["power_w"] < 2000
+        assert 0 < record["temperature_c"] < 120
+    assert max(record["utilisation_percent"] for record in records) > 0

@@ -1,0 +1,182 @@
+"""The sampler on the real nvidia-ml-py with a stand-in for the driver's library, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FIRST = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+SECOND = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
+SLICE = "MIG-cccccccc-0000-0000-0000-000000000000"
+SAMPLE = """
+import json, os, pathlib, sys, time
+from launcher.telemetry.gpu import GpuSampler, Rank
+from launcher.telemetry.stream import Telemetry
+
+class Kept:
+    name = "kept"
+    def __init__(self): self.records = []
+    def write(self, record): self.records.append(dict(record))
+    def close(self): pass
+
+plan = json.loads(sys.argv[1])
+kept = Kept()
+telemetry = Telemetry([kept])
+pid = os.getpid() if plan.get("own pids", True) else 999999
+ranks = [Rank(number, uuid, pid) for number, uuid in enumerate(plan["uuids"])]
+sampler = GpuSampler(telemetry, ranks, required=plan.get("required", False), energy_before_j=1000.0,
+                     sample_s=0.01, window_s=0.06)
+telemetry.add(sampler)
+for step in range(1, plan.get("steps", 30) + 1):
+    time.sleep(0.01)
+    if step == plan.get("at"):
+        pathlib.Path(os.environ["NVML_STANDIN"]).write_text(plan["then"])
+    telemetry.emit("step", step, samples=4)
+joules = sampler.finish()
+telemetry.close()
+print(json.dumps({"records": kept.records, "joules": joules}))
+"""
+
+
+class Sampled:
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.joules = said["joules"]
+        self.gpu = [record for record in said["records"] if record["event"] == "gpu"]
+        self.warnings = [record["text"] for record in said["records"] if record["event"] == "warning"]
+        self.decisions = [record["text"] for record in said["records"] if record["event"] == "decision"]
+
+
+@pytest.fixture
+def sample(library: Path, tmp_path: Path):
+    def run(words: str = "", uuids=(FIRST, SECOND), visible: str | None = None, **plan: Any) -> Sampled:
+        (tmp_path / "words").write_text(words)
+        environ = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+        if visible is not None:
+            environ["CUDA_VISIBLE_DEVICES"] = visible
+        done = subprocess.run(
+            [sys.executable, "-c", SAMPLE, json.dumps({"uuids": uuids, **plan})],
+            env=environ
+            | {"PYTHONPATH": str(ROOT), "NVML_STANDIN": str(tmp_path / "words")}
+            | ({} if plan.get("no library") else {"LD_LIBRARY_PATH": str(library)}),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return Sampled(json.loads(done.stdout.splitlines()[-1]))
+
+    return run
+
+
+def test_two_gpus_are_measured_between_logged_steps(sample) -> None:
+    found = sample()
+    assert found.warnings == []
+    assert len(found.gpu) >= 3
+    assert all(0 < record["step"] <= 30 for record in found.gpu)
+    assert found.gpu[-1]["step"] == 30, "the last interval is in it"
+    whole = found.gpu[1]
+    assert whole["power_w"] == pytest.approx(300)
+    assert whole["energy_j"] == pytest.approx(300 * whole["seconds"], rel=0.3)
+    assert (whole["memory_bytes"], whole["temperature_c"]) == (2000, 61)
+    assert whole["utilisation_percent"] == 80.5
+    first, second = whole["gpus"]
+    assert (first["index"], first["uuid"], first["sm_clock_mhz"]) == (0, FIRST, 1500)
+    assert (first["ecc_errors"], first["remapped_rows"]) == (3, 3)
+    assert first["nvlink_tx_bytes_per_s"] == pytest.approx(1024e3, rel=0.4)
+    assert (first["pcie_tx_bytes_per_s"], first["pcie_rx_bytes_per_s"]) == (1e6, 1.001e6)
+    assert (first["pcie_gen"], first["pcie_width"], first["other_processes"]) == (4, 16, 0)
+    assert second["uuid"] == SECOND
+    assert "ecc_errors" not in second, "unsupported there"
+
+
+def test_energy_is_that_of_the_run_and_of_each_sample(sample) -> None:
+    found = sample()
+    assert found.joules == pytest.approx(1000 + sum(record["energy_j"] for record in found.gpu))
+    assert found.gpu[-1]["run_energy_j"] == pytest.approx(found.joules)
+    samples = sum(record["energy_j"] / record["joules_per_sample"] for record in found.gpu)
+    assert samples == pytest.approx(30 * 4)
+
+
+def test_ranks_on_other_nodes_share_the_samples_and_not_the_gpus(sample) -> None:
+    found = sample(uuids=(SECOND, "GPU-ffffffff-0000-0000-0000-000000000000"))
+    assert [gpu["index"] for gpu in found.gpu[0]["gpus"]] == [1]
+    samples = sum(record["energy_j"] / record["joules_per_sample"] for record in found.gpu)
+    assert samples == pytest.approx(30 * 4 / 2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids", "indices"),
+    [
+        ("1,0", (None,), [1, 0]),
+        ("1", (None, None), [1]),
+        ("GPU-bbbb,0", (None,), [1, 0]),
+        ("0,7,1", (None,), [0]),
+        (None, (None,), [0, 1]),
+        ("1,0", (SECOND.removeprefix("GPU-"), FIRST.removeprefix("GPU-")), [1, 0]),
+    ],
+)
+def test_gpus_are_those_that_cuda_shows_in_its_order(sample, visible, uuids, indices) -> None:
+    found = sample(visible=visible, uuids=uuids, steps=8)
+    assert [gpu["index"] for gpu in found.gpu[-1]["gpus"]] == indices
+    assert [gpu["uuid"] for gpu in found.gpu[-1]["gpus"]] == [(FIRST, SECOND)[index] for index in indices]
+
+
+@pytest.mark.parametrize(("visible", "uuids"), [(SLICE, (None,)), (None, (SLICE.removeprefix("MIG-"),))])
+def test_a_slice_is_measured_as_its_gpu(sample, visible, uuids) -> None:
+    found = sample("mig", visible=visible, uuids=uuids, steps=8)
+    assert [gpu["uuid"] for gpu in found.gpu[-1]["gpus"]] == [SECOND]
+    assert "other_processes" not in found.gpu[-1]["gpus"][0]
+
+
+def test_an_old_driver_leaves_fields_out_and_energy_is_integrated(sample) -> None:
+    found = sample("old hot0", steps=20)
+    first, second = found.gpu[-1]["gpus"]
+    assert "nvlink_tx_bytes_per_s" not in first
+    assert found.gpu[1]["energy_j"] == pytest.approx(300 * found.gpu[1]["seconds"], rel=0.05)
+    assert first["throttled_s"]["hw_thermal"] == pytest.approx(found.gpu[-1]["seconds"], rel=0.05)
+    assert second["throttled_s"]["hw_thermal"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("hot0", "lowers its clocks (hw_thermal"),
+        ("narrow0", "has a slower link than it could (x8 instead of x16)"),
+        ("shared0", "is shared with 1 process(es) that are not of this run"),
+    ],
+)
+def test_what_is_wrong_is_a_warning_once_and_counted_at_the_end(sample, words, says) -> None:
+    found = sample(words)
+    assert len(found.warnings) == 2
+    assert all(f"GPU 0 ({FIRST}, rank 0) {says}" in text for text in found.warnings)
+    assert f"in {len(found.gpu)} of {len(found.gpu)} intervals" in found.warnings[-1]
+
+
+def test_in_a_container_processes_are_counted_instead_of_named(sample) -> None:
+    assert sample("", **{"own pids": False}).warnings == []
+    assert "is shared with 1 process(es)" in sample("shared0", **{"own pids": False}).warnings[0]
+
+
+def test_a_gpu_that_vanishes_is_left_out_from_then_on(sample) -> None:
+    found = sample(at=15, then="lost1")
+    assert len(found.warnings) == 1
+    assert f"GPU 1 ({SECOND}, rank 1) no longer answers NVML (GPU is lost)" in found.warnings[0]
+    assert len(found.gpu[0]["gpus"]) == 2
+    assert [gpu["index"] for gpu in found.gpu[-1]["gpus"]] == [0]
+    assert found.gpu[-1]["step"] == 30
+
+
+@pytest.mark.parametrize("plan", [{"words": "nodriver"}, {"no library": True}, {"uuids": ("GPU-ffff",)}])
+def test_without_a_driver_nothing_is_said_unless_it_was_asked_for(sample, plan) -> None:
+    found = sample(**plan, steps=3)
+    assert (found.gpu, found.warnings, found.decisions, found.joules) == ([], [], [], None)
+    (warning,) = sample(**plan, steps=3, required=True).warnings
+    assert "NVML cannot be used, so the GPUs are not measured" in warning
