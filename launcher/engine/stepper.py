@@ -126,7 +126,7 @@ class Stepper:
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
         self._reference = Reference(reference_count, micro_batches, self.device, self.group)
-        self._micro_batches, self._clip_norm = micro_batches, clip_norm
+        self._clip_norm = clip_norm
         self._rates = torch.tensor(rates, dtype=torch.float64, device=self.device)
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self._start_of_step()
@@ -180,6 +180,17 @@ class Stepper:
         """Names of the modules that compute in fp32 whatever the policy."""
         return tuple(self._parts.fp32.names)
 
+    def set_micro_batches(self, micro_batches: int) -> None:
+        """Allow up to `micro_batches` backward() calls before each step(), from the next step on.
+
+        Several are summed in fp32, which takes 4 bytes per parameter; changes nothing else. Call it on all
+        ranks alike, between steps. Record a StepGraph after it, not before.
+        """
+        self._refuse_within_step("set_micro_batches()")
+        limits.at_least_one.require("micro_batches", micro_batches)
+        self.reducer.accumulate(micro_batches > 1)
+        self._reference.micro_batches = micro_batches
+
     def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
         """Choose the initial loss scale from one dry backward pass, before the first step.
 
@@ -191,7 +202,7 @@ class Stepper:
         self._refuse_within_step("calibrate()")
         if self.scale.scaling.mode == "none":
             return None
-        growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._micro_batches
+        growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._reference.micro_batches
         with self.reducer.grad_put_aside():
             dry = dry_pass(self.model, loss, self.reducer.gradients_aside, growth, self.group)
         self.buffers.restore()
@@ -232,12 +243,12 @@ class Stepper:
         refuse_no_values(loss_sum, self.device)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
-        refuse_backward(self._done, self._failed, self._micro_batches)
+        refuse_backward(self._done, self._failed, self._reference.micro_batches)
         self._reference.agree(count)
         self._parts.tally.add(loss_sum, count)
         self._failed = True  # until the pass has finished
         objective = self._objective(loss_sum)
-        with self._during_backward(), self.reducer.receiving(self._done + 1 == self._micro_batches):
+        with self._during_backward(), self.reducer.receiving(self._done + 1 == self._reference.micro_batches):
             objective.backward()  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
                 self._failed = False

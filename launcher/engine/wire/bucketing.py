@@ -7,7 +7,7 @@ and sends them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,10 +57,7 @@ class Bucketing:
         return cls(
             buckets,
             {slot.index: bucket for bucket in buckets for slot in bucket.slots},
-            [
-                Inbox(b.segment, b.run, transports[b.segment.name].before, totals.get(b.segment.name))
-                for b in buckets
-            ],
+            _inboxes(buckets, transports, totals),
             list(totals.values()),
             [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
             [
@@ -71,6 +68,26 @@ class Bucketing:
             ],
             _replicated(layout, buckets, transports),
         )
+
+    def accumulating(
+        self, layout: Layout, transports: Mapping[str, Transport], accumulates: bool
+    ) -> Bucketing:
+        """The same buckets, for a step of several micro-batches or of one. Between steps only."""
+        if accumulates == bool(self.accumulated):
+            return self
+        totals = _accumulators(layout) if accumulates else {}
+        inboxes = _inboxes(self.buckets, transports, totals)
+        return replace(self, inboxes=inboxes, accumulated=list(totals.values()))
+
+
+def _inboxes(
+    buckets: Sequence[Bucket], transports: Mapping[str, Transport], totals: Mapping[str, Tensor]
+) -> list[Inbox]:
+    """One per bucket; `totals` are the accumulators by segment, none for one micro-batch per step."""
+    return [
+        Inbox(b.segment, b.run, transports[b.segment.name].before, totals.get(b.segment.name))
+        for b in buckets
+    ]
 
 
 def _buckets(layout: Layout, transports: Mapping[str, Transport]) -> list[Bucket]:

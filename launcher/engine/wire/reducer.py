@@ -91,6 +91,10 @@ class Reducer:
         self._hooks = _take_over(self, layout)
         self.closed = False
 
+    def accumulate(self, accumulates: bool) -> None:
+        """Make room for several micro-batches per step from the next step on, or free it. Between steps."""
+        self._parts = self._parts.accumulating(self._layout, self._transports, accumulates)
+
     @contextlib.contextmanager
     def receiving(self, last: bool) -> Iterator[None]:
         """Receive the gradients of one micro-batch; `last` if it is this rank's last in a step.

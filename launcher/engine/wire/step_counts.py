@@ -103,7 +103,7 @@ class Reference:
         self, count: int | None, micro_batches: int, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         self.count = count
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches  # the largest number of backward() calls of a step
         self._device = device
         self._group = group
         self._is_new = False  # whether the ranks agreed on it in this step
@@ -120,7 +120,7 @@ class Reference:
         `count` is that of this rank's first micro-batch; the others are assumed to be as large.
         """
         if self.count is None:
-            counted = count * self._micro_batches
+            counted = count * self.micro_batches
             self.count, self._is_new = agree_on_reference(counted, self._device, self._group), True
 
     def restart(self, abandoned: Tensor | None = None) -> None:
