@@ -61,6 +61,7 @@ from launcher.training.evaluator import Evaluator
 from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
 from launcher.training.initial_weights import Loaded, load_weights, settle
 from launcher.training.loop import Task, train
+from launcher.training.micro_batch import settled
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Start
 from launcher.training.recipe_errors import guarded, guarding
@@ -154,6 +155,13 @@ class _Job:
     continuity: Continuity
     weights: Loaded | None  # of the file that the config names
 
+    def settle_micro_batch(self, start: Start) -> None:
+        """Divide the batches as data.micro_batch says, or as in the run so far. A collective."""
+        trying = start.step < self.course.total_steps
+        self.plan = settled(
+            self.run, self.continuity.standing, self.recipe, self.model, self.data.train, self.plan, trying
+        )
+
     def beat_after(self, part: str) -> None:
         """Enter the phase that follows a part of the step."""
         if part in PHASE_AFTER:
@@ -186,6 +194,7 @@ def _join_and_run(
         heartbeat.beat("restoring")
         start = assembled.continuity.resume(launch.restart_count)
         settle(assembled.weights, assembled.run, assembled.continuity.standing, assembled.continuity.resumed)
+        assembled.settle_micro_batch(start)
         heartbeat.beat("data", start.step)
         _announce(assembled, [peer.device for peer in peers], start)
         _train(assembled, start, watchdog, gpus)
@@ -276,6 +285,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
         votes,
         continuity.standing,
         continuity.answers,
+        batches,
     )
     if steps_left and not start.owes_evaluation:
         evaluator.rehearse()
@@ -299,7 +309,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
             evaluator,
         )
     run.heartbeat.beat("finishing")
-    _finish(job, monitor, evaluator.latest, time.perf_counter() - began, gpus)
+    _finish(job, batches.plan, monitor, evaluator.latest, time.perf_counter() - began, gpus)
     run.heartbeat.beat("done")
 
 
@@ -335,6 +345,7 @@ def _first_step_done(run: Run, watchdog: Watchdog) -> None:
 
 def _finish(
     job: _Job,
+    plan: BatchPlan,
     monitor: Monitor,
     evaluations: Mapping[str, Evaluation],
     seconds: float,
@@ -356,6 +367,7 @@ def _finish(
     if gpus is not None and (joules := gpus.finish()) is not None:
         result["energy_kwh"] = joules / 3.6e6  # of the GPUs of this node
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
+    result["micro_batch"] = plan.largest_micro_batch
     if run.env.is_leader:
         results.write_files(run_dir, result, results.confusion_of(evaluations), run.telemetry)
     run.telemetry.emit(

@@ -44,7 +44,9 @@ class DataConfig:
     name: str
     path: str | None
     batch_size: int  # GLOBAL: samples per update over all ranks and micro-batches
-    micro_batch: int | None  # per rank and forward; null: batch_size / world
+    micro_batch: (
+        str | int | None
+    )  # per rank and forward; null: batch_size / world; auto: the largest that fits
     val_fraction: float  # share held out where the data set has no split of its own
     workers: str | int  # auto or processes per rank that read samples; sets in memory need none
     max_bad: int  # samples that may be left out because they cannot be read, over all ranks

@@ -138,6 +138,12 @@ def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             {"model.sync_bn", "train.compile"},
             "model.sync_bn=true: excludes train.compile=true, because its collectives cannot be compiled.",
         )
+    if leaves["model.sync_bn"] is True and leaves["data.micro_batch"] == "auto":
+        yield (
+            {"model.sync_bn", "data.micro_batch"},
+            "model.sync_bn=true: excludes data.micro_batch=auto, because a rank that runs out of memory in a "
+            "trial would leave the others waiting in the batch norms. Give data.micro_batch a number.",
+        )
     for key, off in (("precision.fp32_modules", []), ("precision.rescue", False)):
         if leaves[key] != off and leaves["train.compile"] is True:
             yield (

@@ -93,11 +93,29 @@ class BatchPlan:
         return max(1, full_batches) if self.drop_last or rest == 0 else full_batches + 1
 
     @property
+    def largest_share(self) -> int:
+        """The largest number of samples that any rank has in any step: the same on all ranks."""
+        return -(-min(self.batch_size, self.num_samples) // self.world_size)
+
+    @property
     def micro_batches(self) -> int:
         """The largest number of micro-batches that any rank has in any step: the same on all ranks."""
-        largest_batch = min(self.batch_size, self.num_samples)
-        largest_share = -(-largest_batch // self.world_size)
-        return -(-largest_share // self.micro_batch) if self.micro_batch else 1
+        return -(-self.largest_share // self.micro_batch) if self.micro_batch else 1
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The largest number of samples in a micro-batch of any rank: the same on all ranks.
+
+        At most `micro_batch`: a share of 10 is cut into 5 and 5 where 8 would be allowed.
+        """
+        return -(-self.largest_share // self.micro_batches)
+
+    def longest_step(self, epoch: int) -> int:
+        """The step of `epoch` with the longest sample; the first where lengths are not known."""
+        if self.lengths is None:
+            return 0
+        longest = int(self.lengths[self.order(epoch)].argmax())
+        return min(longest // self.batch_size, self.steps_per_epoch - 1)
 
     def order(self, epoch: int) -> Tensor:
         """The indices of the samples in the order in which `epoch` visits them: int64 [num_samples]."""

@@ -141,6 +141,16 @@ class LoadedBatches:
         self._next = max(self._next, number + 1)
         return found
 
+    def read_here(self, number: int, most: int) -> list[Batch]:
+        """At most `most` micro-batches of step `number`, read in this process. Nothing is read ahead."""
+        requests = _Requests(self.plan, number, number + 1).of(number)[:most]
+        answers = [(request, self._data.fetch(request)) for request in requests]
+        return [
+            self._finished(batch, request, answer.kept)
+            for request, answer in answers
+            if (batch := self._data.usable(answer)) is not None
+        ]
+
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
         return self._latest

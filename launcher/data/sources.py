@@ -120,6 +120,22 @@ def training_batches(
     return LoadedBatches(data, plan, transform, total_steps)
 
 
+def trial_batches(
+    data: Readable, plan: BatchPlan, transform: Callable[[Batch, Tensor], Batch] | None, most: int
+) -> list[Batch]:
+    """Micro-batches of this rank in the step with the longest samples, to try whether they fit in memory.
+
+    All of them for a set on the device, otherwise the first `most`, read in this process; of a stream only
+    the first. The order of the run is not touched.
+    """
+    step = plan.longest_step(0)
+    if isinstance(data, TensorData):
+        return DeviceBatches(data, plan, transform).step(0, step)
+    if isinstance(data, IndexedData):
+        return LoadedBatches(data, plan, transform, total_steps=0).read_here(step, most)
+    return StreamBatches(data, plan, transform).first()
+
+
 def evaluation_batches(
     data: Readable, rank: int, world_size: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Batch | None]]:

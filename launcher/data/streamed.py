@@ -278,6 +278,14 @@ class StreamBatches:
             self._latest = step, self._take()
         return [self._finished(self._data.usable(fetched), noise) for fetched, noise in self._latest[1]]
 
+    def first(self) -> list[Batch]:
+        """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
+        fetched = self._data.first(self.plan.largest_micro_batch)
+        if fetched is None:
+            return []
+        noise = self._noise(Standpoint(0, 0))[: len(fetched.kept)]
+        return [self._finished(self._data.usable(fetched), noise)]
+
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
         return [list(fetched.kept) for fetched, _ in self._latest[1]]

@@ -27,7 +27,7 @@ def shortage_of(
     if isinstance(error, LauncherError):
         return None
     if kind := _memory(error):
-        said = " ".join(str(error).split("\n", 1)[0].split()[:40])
+        said = _said(error)
         return OutOfMemoryError(f"{who} ran out of {kind}{place}{f': {said}' if said else ''}. {advice}")
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         place = f" {error.filename}" if error.filename else " a file"
@@ -36,6 +36,18 @@ def shortage_of(
             "df -i), or choose another place with run.dir=DIR."
         )
     return None
+
+
+def ran_out(error: BaseException) -> str:
+    """Which memory ran out and what the allocator said, in one line; "" for any other error."""
+    origin = error.__cause__ if isinstance(error, OutOfMemoryError) and error.__cause__ else error
+    kind = "memory" if isinstance(origin, OutOfMemoryError) else _memory(origin)
+    said = _said(origin)
+    return f"{kind}{f': {said}' if said else ''}".rstrip(".") if kind else ""
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split("\n", 1)[0].split()[:40])
 
 
 def _memory(error: BaseException) -> str:

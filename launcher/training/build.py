@@ -146,13 +146,19 @@ def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) 
     return BatchPlan(
         num_samples=num_samples,
         batch_size=config.data.batch_size,
-        micro_batch=config.data.micro_batch,
+        micro_batch=given_micro_batch(config),
         world_size=env.world_size,
         rank=env.rank,
         seed=config.seed,
         drop_last=config.data.drop_last,
         lengths=None if recipe.lengths is None else sample_lengths(recipe.lengths, num_samples),
     )
+
+
+def given_micro_batch(config: Config) -> int | None:
+    """data.micro_batch as a number; None: the share of a rank is one micro-batch, or it is to be found."""
+    wish = config.data.micro_batch
+    return None if wish is None or wish == "auto" else int(wish)
 
 
 def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:

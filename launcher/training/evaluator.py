@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from launcher.data.sources import Readable
+from launcher.data.sources import Batches, Readable
 from launcher.data.tensors import Batch
 from launcher.errors import DataError
 from launcher.evaluation.comparison import comparison
@@ -44,6 +44,7 @@ class Evaluator:
     votes: Votes
     standing: Standing
     answers: Answers
+    batches: Batches  # of training: an evaluation's are as large
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
 
     def after(self, position: Position) -> Measured | None:
@@ -112,8 +113,8 @@ class Evaluator:
 
     @property
     def _batch_size(self) -> int:
-        data = self.run.config.data
-        return data.micro_batch or max(1, data.batch_size // self.run.env.world_size)
+        plan = self.batches.plan
+        return plan.micro_batch or max(1, plan.batch_size // plan.world_size)
 
     def _evaluate(self, name: str, position: Position, since: SinceEvaluation) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises Interrupted on all ranks alike."""

@@ -103,6 +103,14 @@ class Measured:
     loss: float  # mean over the held-out set
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """The micro-batch per rank that a run uses in place of `wish`, the value of data.micro_batch."""
+
+    wish: str | int | None
+    size: int
+
+
 @dataclass
 class Standing:
     """History of a run besides the training state."""
@@ -112,6 +120,7 @@ class Standing:
     since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
     rescued: list[list[str]] = field(default_factory=list)  # by rescue: patterns of modules now in fp32
     started_from: tuple[str, str] | None = None  # model.weights, and the SHA-256 that the file had
+    micro_batch: MicroBatch | None = None  # None: that of the config
 
     def measure(self, metric: Metric, loss: float) -> Measured:
         """Record an evaluation. A value that is not a number is never the best."""
@@ -131,6 +140,7 @@ class Standing:
             "since_evaluation": since,
             "rescued": self.rescued,
             "started_from": self.started_from,
+            "micro_batch": None if self.micro_batch is None else asdict(self.micro_batch),
         }
 
     @classmethod
@@ -138,10 +148,12 @@ class Standing:
         """The inverse of `as_values`; values missing in an older checkpoint are as at the start."""
         best = values.get("best")
         since = SinceEvaluation(**values.get("since_evaluation", {}))
+        micro_batch = values.get("micro_batch")
         return cls(
             None if best is None else Metric(*best),
             float(values.get("seconds", 0.0)),
             since,
             [list(patterns) for patterns in values.get("rescued", ())],
             None if (started_from := values.get("started_from")) is None else tuple(started_from),
+            None if micro_batch is None else MicroBatch(**micro_batch),
         )

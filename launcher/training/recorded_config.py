@@ -21,11 +21,14 @@ def record_config(run: Run, standing: Standing) -> None:
     """Write config.yaml again, on rank 0; a failure is a warning. A resume reads `standing` instead."""
     if not run.env.is_leader:
         return
-    config, model = run.config, run.config.model
+    config, model, data = run.config, run.config.model, run.config.data
     if standing.started_from is not None and standing.started_from[0] == model.weights:
         model = dataclasses.replace(model, weights_sha256=standing.started_from[1])
+    if standing.micro_batch is not None:
+        data = dataclasses.replace(data, micro_batch=standing.micro_batch.size)
     precision = dataclasses.replace(config.precision, fp32_modules=fp32_modules(config, standing))
     try:
-        write_config(Path(config.run.dir), dataclasses.replace(config, model=model, precision=precision))
+        recorded = dataclasses.replace(config, model=model, data=data, precision=precision)
+        write_config(Path(config.run.dir), recorded)
     except OSError as error:
         run.telemetry.warn(f"config.yaml lacks what the run has found out: {error}")

@@ -64,6 +64,14 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
         ({"train__epochs": True}, "train.epochs=true: must be a whole number of at least 1."),
         ({"train__epochs": 1.0}, "train.epochs=1.0: must be a whole number of at least 1."),
         ({"data__batch_size": 0}, "data.batch_size=0: must be a whole number of at least 1."),
+        (
+            {"data__micro_batch": "max"},
+            "data.micro_batch=max: must be null or auto or a whole number of at least 1.",
+        ),
+        (
+            {"data__micro_batch": "auto", "model__sync_bn": True},
+            "model.sync_bn=true: excludes data.micro_batch=auto",
+        ),
         ({"data__micro_batch": 256}, "data.micro_batch=256: must be at most data.batch_size=128"),
         ({"data__val_fraction": 1}, "data.val_fraction=1: must be a number above 0 and below 1."),
         ({"data__augment": None}, "data.augment=null: must be a section"),

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.faults.launching import UserCode
 
 
@@ -57,3 +59,26 @@ def record(network: Any, batch: Any, directory: Path, then: UserCode) -> None:
         with open(directory / f"rank{own_rank()}", "a") as file:
             file.write(f"{int(network.passes)}: {numbers}\n")
     then(network, batch)
+
+
+def lack_memory(
+    network: Any, batch: Any, above: int, ranks: tuple[int, ...], training: bool, passes: range | None
+) -> None:
+    if network is None or own_rank() not in ranks or network.training != training or len(batch["x"]) <= above:
+        return
+    if passes is None or int(network.passes) in passes:
+        raise torch.OutOfMemoryError(f"no room for {len(batch['x'])} samples")
+
+
+def lacking_memory(above: int, *ranks: int, training: bool = True, passes: range | None = None) -> UserCode:
+    """These ranks run out of memory in a pass over more than `above` samples."""
+    return partial(lack_memory, above=above, ranks=ranks, training=training, passes=passes)
+
+
+def in_turn(network: Any, batch: Any, codes: tuple[UserCode, ...]) -> None:
+    for code in codes:
+        code(network, batch)
+
+
+def both(*codes: UserCode) -> UserCode:
+    return partial(in_turn, codes=codes)

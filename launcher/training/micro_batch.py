@@ -1,0 +1,170 @@
+"""The largest micro-batch that fits in memory, found by trying before the first step: data.micro_batch=auto.
+
+Owns the trials, which change nothing of a run, and the choice by their results. A trial is a forward and
+backward pass on real samples, with the buffers that a step of such micro-batches needs, in a step that is
+dropped on all ranks: weights, BatchNorm statistics, loss scale and counters are kept, generators are
+restored, and the batches are made apart from those of the run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from launcher.checkpoint.generators import restore_states, states
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import Readable, trial_batches
+from launcher.distributed.collectives import exchange_texts
+from launcher.errors import OutOfMemoryError, in_words
+from launcher.process import frames
+from launcher.process.shortage import ran_out
+from launcher.recipe.contract import Recipe, loss_of
+from launcher.training.progress import MicroBatch, Standing
+from launcher.training.recorded_config import record_config
+from launcher.training.run import Run
+
+MOST_TRIALS = 8
+PASSES = 2  # per trial: the second adds to the sums of the first
+
+
+def settled(
+    run: Run,
+    standing: Standing,
+    recipe: Recipe,
+    model: nn.Module,
+    data: Readable,
+    plan: BatchPlan,
+    trying: bool,
+) -> BatchPlan:
+    """The plan with the micro-batch of this run: as given, as in the run so far, or as found by `trying`.
+
+    A collective. Raises OutOfMemoryError, on all ranks, where not even one sample fits.
+    """
+    wish, before = run.config.data.micro_batch, standing.micro_batch
+    standing.micro_batch = None
+    if before is not None and before.wish == wish:
+        run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
+        size = before.size
+    elif wish == "auto" and trying:
+        size = Trials(run, recipe, model, data, plan).search()
+    else:
+        return plan
+    standing.micro_batch = MicroBatch(wish, size)
+    chosen = replace(plan, micro_batch=size)
+    run.stepper.set_micro_batches(chosen.micro_batches)
+    record_config(run, standing)
+    return chosen
+
+
+def sizes_to_try(largest_share: int) -> list[int]:
+    """The sizes that differ in the number of micro-batches per step, largest first; the last is 1.
+
+    They are about twice the square root of the share: 8 trials by halves decide for a share of up to 16,000.
+    """
+    return sorted({-(-largest_share // number) for number in range(1, largest_share + 1)}, reverse=True)
+
+
+def largest_that_fits(
+    sizes: Sequence[int], fits: Callable[[int], bool], trials: int = MOST_TRIALS
+) -> int | None:
+    """The first of `sizes`, which fall to 1, that `fits`, by at most so many calls; None where 1 does not.
+
+    The whole share comes first: it usually fits. The last call is for 1 if nothing has fitted until then.
+    """
+    index, low, high = 0, 0, len(sizes)  # sizes before `low` do not fit, sizes from `high` on do
+    for left in reversed(range(trials)):
+        if fits(sizes[index]):
+            high = index
+        else:
+            low = index + 1
+        if low >= high:
+            break
+        index = (low + high) // 2
+        if high == len(sizes) and left == 1:
+            index = high - 1
+    return sizes[high] if high < len(sizes) else None
+
+
+@dataclass
+class Trials:
+    """Tries micro-batches of a run that has not begun. All ranks make the same trials."""
+
+    run: Run
+    recipe: Recipe
+    model: nn.Module
+    data: Readable
+    plan: BatchPlan
+
+    def search(self) -> int:
+        """The largest size that fits on all ranks. A collective; raises OutOfMemoryError on all ranks."""
+        tried: dict[int, str] = {}
+        size = largest_that_fits(sizes_to_try(self.plan.largest_share), lambda size: self._fits(size, tried))
+        last = next(reversed(tried.values()))
+        if size is None:
+            raise OutOfMemoryError(
+                f"data.micro_batch=auto: not even one sample per rank and forward pass fits in memory: {last}"
+                ". Choose a smaller model or smaller samples, divide the optimizer's states among the ranks "
+                "with wire.shard=true, or use devices with more memory."
+            )
+        too_large = min((each for each, failure in tried.items() if failure), default=None)
+        parts = replace(self.plan, micro_batch=size).micro_batches
+        self.run.telemetry.decision(
+            "micro-batch",
+            f"data.micro_batch=auto: {size} per rank and forward pass"
+            + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
+            + f" ({len(tried)} trial(s)). The update stays that of {self.plan.batch_size} samples, in up to "
+            f"{parts} micro-batch(es) per rank",
+            micro_batch=size,
+            tried=[[each, not failure] for each, failure in tried.items()],
+        )
+        return size
+
+    def _fits(self, size: int, tried: dict[int, str]) -> bool:
+        """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
+        self.run.heartbeat.beat("trying micro-batches")
+        failure = self._failure(replace(self.plan, micro_batch=size), smaller=bool(tried))
+        texts = exchange_texts(self.run.env, failure)
+        tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        return not tried[size]
+
+    def _failure(self, plan: BatchPlan, smaller: bool) -> str:
+        """What this rank ran out of in a step of `plan`; empty if nothing.
+
+        Raises other errors, unless it is a `smaller` one than has run out: it may be too small for a batch
+        norm, which needs two samples.
+        """
+        run, failure = self.run, ""
+        generators = states(run.env.device)
+        try:
+            self._pass(plan)
+        except Exception as error:
+            failure = ran_out(error) or (in_words(error) if smaller else "")
+            if not failure:
+                raise
+            frames.release(error)
+        run.stepper.abandon()
+        restore_states(generators, run.env.device)
+        free_memory(run.env.device)
+        return failure
+
+    def _pass(self, plan: BatchPlan) -> None:
+        """Forward and backward passes as in a step. The model is not compiled, whatever the run does."""
+        stepper = self.run.stepper
+        stepper.set_micro_batches(plan.micro_batches)
+        self.model.train()
+        batches = trial_batches(self.data, plan, self.recipe.train_transform, PASSES)
+        for batch in batches[:PASSES]:
+            with stepper.forward():
+                of_batch = loss_of(self.recipe.loss, self.model, batch)
+            stepper.backward(of_batch.sum, of_batch.count)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what a failed pass held, so that smaller pieces find room."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
