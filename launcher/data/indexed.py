@@ -26,6 +26,7 @@ from launcher.data.reader import (
     Request,
     refuse_other_labels,
 )
+from launcher.data.references import ByReference, References
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import DataError
 
@@ -39,7 +40,9 @@ class IndexedData:
         self.dataset = dataset
         self.how = how
         self.kind = kind
-        self._collate = collate
+        self._by_reference = dataset if collate is None and isinstance(dataset, ByReference) else None
+        self._collate = collate if self._by_reference is None else self._by_reference.collate
+        self._read = dataset if self._by_reference is None else References(self._by_reference)
         self._evaluation: tuple[tuple[int, int, int], list[Request], Pool] | None = None
 
     def __len__(self) -> int:
@@ -52,12 +55,12 @@ class IndexedData:
 
     def pool(self, requests: Sequence[Request] | _Requests) -> Pool:
         """Processes that answer these requests in order."""
-        return Pool(Reader(self.dataset, self._collate, self.how.seed), requests, self.how, self.kind)
+        return Pool(Reader(self._read, self._collate, self.how.seed), requests, self.how, self.kind)
 
     def fetch(self, request: Request) -> Fetched:
         """The answer to one request, read in this process."""
         with generators_kept():
-            return Reader(self.dataset, self._collate, self.how.seed)[request]
+            return Reader(self._read, self._collate, self.how.seed)[request]
 
     def usable(self, fetched: Fetched) -> Batch | None:
         """The batch, on the device. Raises DataError for what may not be left out."""
@@ -70,7 +73,10 @@ class IndexedData:
         if fetched.batch is None:
             return None
         refuse_other_labels(fetched, self.how.label, self.kind)
-        return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
+        batch = fetched.batch
+        if self._by_reference is not None:
+            batch = self._by_reference.complete(batch, pinned=self.how.device.type == "cuda")
+        return {name: to_device(column, self.how.device) for name, column in batch.items()}
 
     def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
         """At most `most` samples of the first of `evaluation_batches`, read in this process."""

@@ -14,12 +14,15 @@ import logging
 import mmap
 import os
 import shutil
+import sys
 import warnings
 import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from launcher.data.pruning import prune, use
 from launcher.errors import DataWarning
@@ -79,6 +82,21 @@ class ImageCache:
     def get(self, index: int) -> UInt8Array | None:
         """The image, in memory that is shared until it is written to; None where it has to be decoded."""
         return self._pixels[index] if self._states[index] == STORED else None
+
+    def expect(self, index: int) -> bool:
+        """Whether `gather` can give the image; then its pixels are read from the disk ahead of that."""
+        if self._states[index] != STORED:
+            return False
+        if sys.platform == "linux":
+            offset = self._first_pixel + index * self._image_bytes
+            os.posix_fadvise(self._descriptor, offset, self._image_bytes, os.POSIX_FADV_WILLNEED)
+        return True
+
+    def gather(self, indices: Tensor, pinned: bool = False) -> Tensor:
+        """Stored images: uint8 [n, 3, h, w] of indices int64 [n]. In pinned memory for a GPU."""
+        images = torch.from_numpy(self._pixels)
+        out = torch.empty(len(indices), *images.shape[1:], dtype=torch.uint8, pin_memory=pinned)
+        return torch.index_select(images, 0, indices, out=out)
 
     def put(self, index: int, image: UInt8Array) -> None:
         """Store an image, if there is space. Any process may store any image: all decode the same pixels."""

@@ -29,6 +29,8 @@ from launcher.data.images.photograph import (
     random_region,
     read_photograph,
 )
+from launcher.data.reader import stacked
+from launcher.data.references import ByReference
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
@@ -123,7 +125,7 @@ def _problem(name: str, value: Any) -> str:
     return "" if value is None or (isinstance(value, str) and value) else "null or a text"
 
 
-class PhotographSet:
+class PhotographSet(ByReference):
     """The photographs at `indices`, as the samples of a training or of an evaluation.
 
     A sample is {"image": uint8 [3, h, w], "label": int}; one for training that comes from the cache has
@@ -159,24 +161,51 @@ class PhotographSet:
 
     def sample(self, index: int, generator: torch.Generator) -> Sample:
         """The sample, with its region and mirroring drawn from `generator`."""
+        return self._with_pixels(self.reference(index, generator))
+
+    def reference(self, index: int, generator: torch.Generator) -> Sample:
+        """As `sample`, with "stored", the number of the image in the cache, in place of one that is there."""
         number = self.indices[index]
         label = self.listing.labels[number]
         draws = torch.rand(DRAWS + 1, generator=generator).tolist() if self._training else []
         if self.options.cache == "none":
             return {"image": torch.from_numpy(self._cut(number, draws)), "label": label}
-        base = self._base(number)
-        if not self._training:
-            margin = (self.options.base_size - self.options.image_size) // 2
-            end = margin + self.options.image_size
-            return {"image": torch.from_numpy(base[:, margin:end, margin:end]), "label": label}
-        size = self.options.base_size
-        region = random_region(size, size, draws, self.options.crop_scale)
-        mirrored = float(self.options.flip and draws[DRAWS] < 0.5)
-        return {
-            "image": torch.from_numpy(base),
-            "label": label,
-            "region": torch.tensor([*region, mirrored]),
-        }
+        sample = {**self._stored_or_decoded(number), "label": label}
+        if self._training:
+            size = self.options.base_size
+            region = random_region(size, size, draws, self.options.crop_scale)
+            mirrored = float(self.options.flip and draws[DRAWS] < 0.5)
+            sample["region"] = torch.tensor([*region, mirrored])
+        return sample
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """The batch, by reference if all are: with "stored", int64 [n], in place of "image"."""
+        whole = all("stored" in sample for sample in samples)
+        batch: Batch = stacked(samples if whole else [self._with_pixels(sample) for sample in samples])
+        return batch
+
+    def complete(self, batch: Batch, pinned: bool) -> Batch:
+        """The batch with "image", uint8 [n, 3, h, w], in place of "stored"."""
+        if "stored" not in batch:
+            return batch
+        assert self._cache is not None
+        rest = {name: column for name, column in batch.items() if name != "stored"}
+        return {"image": self._seen(self._cache.gather(batch["stored"], pinned)).contiguous(), **rest}
+
+    def _with_pixels(self, sample: Sample) -> Sample:
+        if "stored" not in sample:
+            return sample
+        assert self._cache is not None
+        rest = {name: value for name, value in sample.items() if name != "stored"}
+        return {"image": self._seen(torch.from_numpy(self._cache.get(sample["stored"]))), **rest}
+
+    def _seen(self, images: Tensor) -> Tensor:
+        """What a sample has of cached images [..., 3, base_size, base_size]: the middle in an evaluation."""
+        if self._training:
+            return images
+        margin = (self.options.base_size - self.options.image_size) // 2
+        end = margin + self.options.image_size
+        return images[..., margin:end, margin:end]
 
     def fingerprint(self) -> str:
         """Digest of what ranks must have in common; their paths and times may differ."""
@@ -197,20 +226,23 @@ class PhotographSet:
         mirrored = self.options.flip and draws[DRAWS] < 0.5
         return np.ascontiguousarray(image[:, :, ::-1]) if mirrored else image
 
-    def _base(self, number: int) -> UInt8Array:
-        """The square in the middle: uint8 [3, base_size, base_size], the same from the cache and without."""
-        if self._cache is not None and (stored := self._cache.get(number)) is not None:
-            return stored
+    def _stored_or_decoded(self, number: int) -> Sample:
+        """The square in the middle: uint8 [3, base_size, base_size], or "stored" where the cache has it."""
+        cache = self._cache
+        if cache is not None and cache.expect(number):
+            return {"stored": number}
         source, name = self.listing.source(number)
         try:
             base = read_photograph(source, name, centre(1.0), self.options.base_size)
         except DataError:
-            if self._cache is not None:
-                self._cache.give_up(number)
+            if cache is not None:
+                cache.give_up(number)
             raise
-        if self._cache is not None:
-            self._cache.put(number, base)
-        return base
+        if cache is not None:
+            cache.put(number, base)
+            if cache.expect(number):
+                return {"stored": number}
+        return {"image": self._seen(torch.from_numpy(base))}
 
 
 def cut_regions(images: Tensor, regions: Tensor, size: int) -> Tensor:

@@ -8,10 +8,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from launcher.data.batch_plan import generator_for
+from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.images.cache import open_cache
 from launcher.data.images.catalog import load_images
+from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.loader import Loading, loader_processes
+from launcher.data.reader import Request
 from launcher.errors import DataWarning
 from tests.data.images.photographs import corners, data_config, encoded, write_classes
 
@@ -164,6 +168,17 @@ def samples(images):
     ]
 
 
+def batches(images, workers):
+    """Two epochs of training batches, and an evaluation, as the training process gets them."""
+    how = Loading(workers, torch.device("cpu"), seed=0)
+    train, validation = (IndexedData(part, None, how, "any") for part in (images.train, images.validation))
+    plan = BatchPlan(len(images.train), 2, None, world_size=1, rank=0, seed=0, drop_last=False)
+    with loader_processes():
+        loaded = LoadedBatches(train, plan, None, 2 * plan.steps_per_epoch)
+        found = [loaded.step(epoch, step)[0] for epoch in range(2) for step in range(plan.steps_per_epoch)]
+        return found + [batch for _, batch in validation.evaluation_batches(0, 1, 2)]
+
+
 def equal(one, other):
     return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
@@ -189,6 +204,47 @@ def test_without_space_the_same_pixels_come_out(tmp_path):
     with_cache = load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "cache")))
     assert equal(samples(without), samples(with_cache))
     assert equal(samples(without), samples(with_cache))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_same_with_pixels_from_the_cache_and_decoded(tmp_path, workers):
+    write_classes(tmp_path / "set")
+    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    with pytest.warns(DataWarning, match="no cache"):
+        decoded = batches(load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "file"))), 0)
+    half = load_images(config)
+    for index in range(0, len(half.train), 2):
+        half.train[index]
+    assert equal(batches(half, workers), decoded), "the other half is stored on the way"
+    assert half.train._cache.num_stored == len(half.train) + len(half.validation)
+    assert equal(batches(load_images(config), workers), decoded)
+
+
+def test_batches_of_images_of_which_some_could_not_be_stored(tmp_path):
+    write_classes(tmp_path / "set")
+    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
+    decoded = batches(load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "other"))), 0)
+    partly = load_images(config)
+    partly.train[0]
+    partly.train._cache._writable = False  # as after an error
+    found = batches(partly, 0)
+    assert equal(found, decoded)
+    assert partly.train._cache.num_stored == 1
+
+
+def test_loader_processes_hand_over_numbers_and_no_pixels(tmp_path):
+    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
+    data = IndexedData(images.train, None, Loading(0, torch.device("cpu"), seed=0), "training")
+    fetched = data.fetch(Request(0, 0, (0, 1)))
+    assert set(fetched.batch) == {"stored", "label", "region"}
+    assert set(data.usable(fetched)) == {"image", "label", "region"}
+
+
+def test_a_collate_of_ones_own_gets_pixels(tmp_path):
+    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
+    data = IndexedData(images.train, default_collate, Loading(0, torch.device("cpu"), seed=0), "training")
+    assert set(data.fetch(Request(0, 0, (0, 1))).batch) == {"image", "label", "region"}
 
 
 @pytest.mark.parametrize("change", ["content", "time", "name"])
