@@ -214,7 +214,12 @@ def test_names_of_the_hub_stay_names_and_what_is_here_becomes_absolute(tmp_path,
     (tmp_path / "here").mkdir()
 
     def resolved(name, **data):
-        tree = {"data": {"name": name, **data}, "recipes": {"path": None}, "checkpoint": {"resume": "auto"}}
+        tree = {
+            "data": {"name": name, **data},
+            "recipes": {"path": None},
+            "checkpoint": {"resume": "auto"},
+            "model": {},
+        }
         return with_absolute_paths(tree)["data"]
 
     assert resolved("hf", path="uoft-cs/cifar10")["path"] == "uoft-cs/cifar10"
