@@ -24,7 +24,6 @@ from launcher.data.reader import (
     Indexed,
     Reader,
     Request,
-    refuse_other_labels,
 )
 from launcher.data.references import ByReference, References
 from launcher.data.tensors import Batch, transformed
@@ -62,8 +61,8 @@ class IndexedData:
         with generators_kept():
             return Reader(self._read, self._collate, self.how.seed)[request]
 
-    def usable(self, fetched: Fetched) -> Batch | None:
-        """The batch, on the device. Raises DataError for what may not be left out."""
+    def usable(self, fetched: Fetched, request: Request) -> Batch | None:
+        """The answer to the request, on the device. Raises DataError for what may not be left out."""
         if fetched.failure:
             raise DataError(f"the {self.kind} set: {fetched.failure}")
         for bad in fetched.bad:
@@ -72,7 +71,8 @@ class IndexedData:
             log.warning("the %s set: left out %s\n%s", self.kind, bad, bad.details)
         if fetched.batch is None:
             return None
-        refuse_other_labels(fetched, self.how.label, self.kind)
+        if self.how.labels is not None:
+            self.how.labels.refuse_others(fetched, f"{self.kind} set", request.indices)
         batch = fetched.batch
         if self._by_reference is not None:
             batch = self._by_reference.complete(batch, pinned=self.how.device.type == "cuda")
@@ -83,7 +83,8 @@ class IndexedData:
         requests = self._evaluation_requests(rank, world_size, batch_size)
         if not requests:
             return None
-        return self.usable(self.fetch(replace(requests[0], indices=requests[0].indices[:most])))
+        request = replace(requests[0], indices=requests[0].indices[:most])
+        return self.usable(self.fetch(request), request)
 
     def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[Request]:
         pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
@@ -98,7 +99,7 @@ class IndexedData:
             requests = self._evaluation_requests(*key)
             self._evaluation = key, requests, self.pool(requests)
         for request, fetched in zip(*self._evaluation[1:], strict=True):
-            batch = self.usable(fetched)
+            batch = self.usable(fetched, request)
             indices = torch.tensor(request.indices, device=self.how.device)
             good = torch.zeros(len(indices), dtype=torch.bool, device=self.how.device)
             good[list(fetched.kept)] = True
@@ -139,7 +140,7 @@ class LoadedBatches:
         self._latest = []
         for request in requests.of(number):
             answer = next(fetched) if number == self._next else self._data.fetch(request)
-            batch = self._data.usable(answer)
+            batch = self._data.usable(answer, request)
             self._bad += len(answer.bad)
             if batch is not None:
                 self._latest.append([request.indices[offset] for offset in answer.kept])
@@ -154,7 +155,7 @@ class LoadedBatches:
         return [
             self._finished(batch, request, answer.kept)
             for request, answer in answers
-            if (batch := self._data.usable(answer)) is not None
+            if (batch := self._data.usable(answer, request)) is not None
         ]
 
     def latest_indices(self) -> list[list[int]]:

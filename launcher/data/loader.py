@@ -23,6 +23,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader
 
+from launcher.data.labels import Labels
 from launcher.data.random_state import generators_kept
 from launcher.data.reader import TOGETHER, Fetched
 from launcher.errors import DataError, LauncherError, StalledError
@@ -45,7 +46,7 @@ class Loading:
     seed: int
     max_bad: int = 0
     timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
-    label: str | None = None  # the column with a class per sample; None: there are no classes
+    labels: Labels | None = None  # None: there are no classes
 
 
 class Noting(Protocol):

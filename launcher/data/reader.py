@@ -295,18 +295,6 @@ def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
     )
 
 
-def refuse_other_labels(fetched: Fetched, label: str | None, kind: str) -> None:
-    """Raise DataError where the batch has another number of labels than of samples."""
-    labels = (fetched.batch or {}).get(label or "")
-    if labels is None or labels.shape[:1] == (len(fetched.kept),):
-        return
-    raise DataError(
-        f"the {kind} set: the recipe names classes, and a batch of {len(fetched.kept)} samples has the "
-        f"column {label} of shape {list(labels.shape)}. It must have one row per sample: correct the "
-        "recipe's collate, or set Recipe.label to the right column."
-    )
-
-
 def _none_in(sample: Any) -> str:
     """Which part of a sample is None; empty if none is."""
     if sample is None:

@@ -28,7 +28,7 @@ from launcher.data.device import to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
-from launcher.data.reader import BadSample, Collate, Fetched, collated, refuse_other_labels
+from launcher.data.reader import BadSample, Collate, Fetched, collated
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import ConfigError, DataError
 
@@ -227,7 +227,8 @@ class StreamData:
             raise error
         if fetched.batch is None:
             raise DataError(f"the {self.kind} stream: {fetched.failure}")
-        refuse_other_labels(fetched, self.how.label, self.kind)
+        if self.how.labels is not None:
+            self.how.labels.refuse_others(fetched, f"{self.kind} stream")
         return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
 
     def evaluation_batches(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import AdamWConfig, Config, OptimConfig, SgdConfig
 from launcher.data.batch_plan import BatchPlan
+from launcher.data.labels import Labels
 from launcher.data.loader import Loading
 from launcher.data.sources import Readable, readable
 from launcher.data.streamed import StreamData
@@ -113,7 +114,7 @@ def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
         seed=config.seed,
         max_bad=config.data.max_bad,
         timeout_s=PATIENCE * config.launch.stall_s,
-        label=None if recipe.classes is None else recipe.label,
+        labels=None if recipe.classes is None else Labels(recipe.label, len(recipe.classes)),
     )
     return DataSets(
         readable(recipe.train, recipe.collate, how, "training"),

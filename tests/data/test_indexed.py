@@ -15,9 +15,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 from launcher.data.batch_plan import BatchPlan, by_length
 from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.labels import Labels
 from launcher.data.loader import Loading, loader_processes
 from launcher.data.reader import Request
 from launcher.data.sources import evaluation_batches, readable, training_batches
+from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, LauncherError, StalledError
 
@@ -326,18 +328,32 @@ def test_samples_of_similar_length_share_batches():
     assert abs(firsts[:, :4].mean() - firsts[:, 4:].mean()) < 10, "no rank gets the long ones"
 
 
-@pytest.mark.parametrize("label", ["label", None])
-def test_a_batch_with_another_number_of_labels_than_samples_is_refused(label):
+@pytest.mark.parametrize("named", [True, False])
+def test_a_batch_with_another_number_of_labels_than_samples_is_refused(named):
     def collate(samples):
         return {"x": torch.ones(len(samples), 2), "label": torch.zeros(len(samples) - 1)}
 
-    data = IndexedData([{"x": 1}] * 4, collate, loading(label=label), "training")
-    fetched = data.fetch(Request(0, 0, (0, 1, 2)))
-    if label is None:
-        assert len(data.usable(fetched)["label"]) == 2
+    how = loading(labels=Labels("label", 2) if named else None)
+    data, request = IndexedData([{"x": 1}] * 4, collate, how, "training"), Request(0, 0, (0, 1, 2))
+    fetched = data.fetch(request)
+    if not named:
+        assert len(data.usable(fetched, request)["label"]) == 2
     else:
         with pytest.raises(DataError, match=r"of 3 samples has the column label of shape \[2\]"):
-            data.usable(fetched)
+            data.usable(fetched, request)
+
+
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_a_label_of_a_class_that_is_not_there_is_named_with_its_sample(kind):
+    samples = [{"label": torch.tensor([0, 1, 0, 2, -100, 0][index])} for index in range(6)]
+    data = IndexedData(samples, None, loading(labels=Labels("label", 2)), kind)
+    with pytest.raises(
+        DataError, match=f"the {kind} set: the label of sample 3 is 2, but .* names 2 classes"
+    ):
+        list(data.evaluation_batches(0, 1, 3))
+    stream = StreamData(samples, None, loading(labels=Labels("label", 2)), kind)
+    with pytest.raises(DataError, match=f"the {kind} stream: the label is 2"):
+        list(stream.evaluation_batches(0, 1, 3))
 
 
 class Curriculum(Dataset):

@@ -236,9 +236,10 @@ def test_batches_of_images_of_which_some_could_not_be_stored(tmp_path):
 def test_loader_processes_hand_over_numbers_and_no_pixels(tmp_path):
     images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
     data = IndexedData(images.train, None, Loading(0, torch.device("cpu"), seed=0), "training")
-    fetched = data.fetch(Request(0, 0, (0, 1)))
+    request = Request(0, 0, (0, 1))
+    fetched = data.fetch(request)
     assert set(fetched.batch) == {"stored", "label", "region"}
-    assert set(data.usable(fetched)) == {"image", "label", "region"}
+    assert set(data.usable(fetched, request)) == {"image", "label", "region"}
 
 
 def test_a_collate_of_ones_own_gets_pixels(tmp_path):

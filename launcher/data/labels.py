@@ -1,0 +1,43 @@
+"""The check of a batch's labels against the classes that the recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.data.reader import Fetched
+from launcher.errors import DataError
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The column with a class per sample."""
+
+    column: str
+    num_classes: int
+
+    def refuse_others(self, fetched: Fetched, name: str, indices: Sequence[int] = ()) -> None:
+        """Raise DataError for another number of labels than of samples, and for a class that is not there.
+
+        On a GPU such a class would end the process with an assertion of the device. `indices` of the request
+        name the sample.
+        """
+        labels = (fetched.batch or {}).get(self.column)
+        if labels is None:
+            return
+        if labels.shape[:1] != (len(fetched.kept),):
+            raise DataError(
+                f"the {name}: the recipe names classes, and a batch of {len(fetched.kept)} samples has the "
+                f"column {self.column} of shape {list(labels.shape)}. It must have one row per sample: "
+                "correct the recipe's collate, or set Recipe.label to the right column."
+            )
+        if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+            return
+        highest, where = labels.max(dim=0)
+        if highest >= self.num_classes:
+            sample = f" of sample {indices[fetched.kept[where]]}" if indices else ""
+            raise DataError(
+                f"the {name}: the {self.column}{sample} is {highest}, but the recipe names "
+                f"{self.num_classes} classes: a label must lie between 0 and {self.num_classes - 1}. Correct "
+                "the labels, or name all classes in Recipe.classes."
+            )
