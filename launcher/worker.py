@@ -309,7 +309,8 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
             evaluator,
         )
     run.heartbeat.beat("finishing")
-    _finish(job, batches.plan, monitor, evaluator.latest, time.perf_counter() - began, gpus)
+    seconds = time.perf_counter() - began
+    _finish(job, batches.plan, monitor, evaluator.latest, seconds, start.step, gpus)
     run.heartbeat.beat("done")
 
 
@@ -349,9 +350,13 @@ def _finish(
     monitor: Monitor,
     evaluations: Mapping[str, Evaluation],
     seconds: float,
+    since_step: int,
     gpus: GpuSampler | None,
 ) -> None:
-    """Report the result. All ranks hold the same weights and numbers; rank 0 writes them to files."""
+    """Report the result. `seconds` are of this process, from `since_step` on.
+
+    All ranks hold the same weights and numbers; rank 0 writes them to files.
+    """
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
         run.config, run.env, run.stepper, job.used, job.recipe.compare_by, evaluations, monitor.totals
@@ -376,6 +381,7 @@ def _finish(
         state="done",
         exit=0,
         seconds=seconds,
+        since_step=since_step,
         samples_per_s=result["samples_per_s"],
         metrics=result["metrics"],
         weights_sha256=result["weights_sha256"],

@@ -84,7 +84,10 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise DataError("the training set is empty. Check data.path.")
+            raise DataError(
+                "the training set is empty: it must have at least one sample. Check what the recipe makes it "
+                "of: the files that data.path names, or its own code."
+            )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -113,7 +113,20 @@ def split_files(path: Path) -> tuple[Path, Path | None]:
 def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> DataError:
     """The error for columns that a file does not have."""
     which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
-    return DataError(f"{file} has not {which}. It has: {shown(there)}.")
+    return DataError(f"{file} has not {which}. It has: {shown(there)}.{_other_separator(file, there)}")
+
+
+def _other_separator(file: Path, there: Sequence[str]) -> str:
+    """What to do about a first line that has been taken for one name; empty where it looks like one."""
+    expected = {".csv": ",", ".tsv": "\t"}.get(file.suffix.lower())
+    found = [each for each in ";,\t|" if expected and each != expected and each in there[0]]
+    if len(there) != 1 or not found:
+        return ""
+    named = {"\t": "tabs", ",": "commas"}
+    return (
+        f" Its names seem to be separated by {named.get(found[0], repr(found[0]))}, but those of a "
+        f"{file.suffix} are by {named[str(expected)]}: write it with these."
+    )
 
 
 def shown(names: Sequence[str]) -> str:

@@ -147,10 +147,21 @@ def feature_names(table: Table, options: Options) -> list[str]:
         raise ConfigError(
             f"data.target names the column to predict. {table.file} has: {shown(list(table.columns))}."
         )
+    if options.target in options.leave_out:
+        raise ConfigError(
+            f"data.leave_out has {options.target}, which is data.target. Leave other columns out, or predict "
+            "another one."
+        )
     named = [options.target, *options.categorical, *options.leave_out]
     if missing := [name for name in dict.fromkeys(named) if name not in table.columns]:
         raise missing_columns(table.file, missing, list(table.columns))
-    return [name for name in table.columns if name != options.target and name not in options.leave_out]
+    names = [name for name in table.columns if name != options.target and name not in options.leave_out]
+    if not names:
+        raise ConfigError(
+            f"no column is left to learn from: {table.file} has {shown(list(table.columns))}, of which "
+            f"data.target={options.target} and data.leave_out take all."
+        )
+    return names
 
 
 def refuse_absent_target(table: Table, target: str, count: int) -> None:

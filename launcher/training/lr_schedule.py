@@ -43,8 +43,8 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
 def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
     """`steps` learning rates: `peak` times `schedule(step, steps)` for each step from 0.
 
-    ConfigError, with `name`, for a function of other arguments, and for a factor that is no finite number of
-    at least 0.
+    ConfigError, with `name`, for a function of other arguments, for a factor that is no finite number of at
+    least 0, and for factors that are all 0.
     """
     _refuse_other_arguments(schedule, name)
     rates: list[float] = []
@@ -56,6 +56,12 @@ def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, ste
                 f"the rate {peak:g}, a finite number (no tensor) of at least 0."
             )
         rates.append(peak * float(factor))
+    if rates and peak and not any(rates):
+        raise ConfigError(
+            f"{name} gave 0 for each of {steps} steps, so nothing would be trained: it must return the "
+            f"factor on the rate {peak:g}, above 0 for at least one step. An integer division (//) rounds a "
+            "factor below 1 to 0."
+        )
     return rates
 
 

@@ -1,5 +1,6 @@
 """Tables in files: what is read, and what is said of those that cannot be read."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,21 @@ def test_a_missing_column_lists_those_that_are_there(tmp_path, name, data):
         read_table(file, ["a", "c", "d"])
     with pytest.raises(DataError, match=r"has not the column c\. It has: a, b\."):
         read_table(file).column("c")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "hint"),
+    [
+        ("x.csv", "a;b\n1;2", "separated by ';', but those of a .csv are by commas: write it with these."),
+        ("x.csv", "a\tb\n1\t2", "separated by tabs, but those of a .csv are by commas"),
+        ("x.tsv", "a,b\n1,2", "separated by commas, but those of a .tsv are by tabs"),
+        ("x.csv", "word\n1", "It has: word."),
+    ],
+)
+def test_a_file_with_another_separator_says_so(tmp_path, name, data, hint):
+    with pytest.raises(DataError, match=f"{re.escape(hint)}") as caught:
+        read_table(written(tmp_path, name, data), ["a"])
+    assert ("seem" in str(caught.value)) == ("word" not in data)
 
 
 def test_a_folder_has_a_file_to_train_and_one_to_validate_on(tmp_path):

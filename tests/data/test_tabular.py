@@ -154,6 +154,18 @@ BAD = {
         ConfigError,
         "data.categorical='size': must be a list of columns",
     ),
+    "target_left_out": (
+        ROWS,
+        {"leave_out": ["price"]},
+        ConfigError,
+        "data.leave_out has price, which is data.target",
+    ),
+    "all_left_out": (
+        ROWS,
+        {"leave_out": ["size", "colour", "sold"]},
+        ConfigError,
+        "no column is left to learn from",
+    ),
     "odd_column": (ROWS, {"leave_out": ["id"]}, DataError, "has not the column id"),
 }
 

@@ -80,6 +80,13 @@ def test_what_is_no_factor_is_refused_with_its_step(factor) -> None:
         own_rates(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)
 
 
+def test_a_schedule_that_is_always_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^mine gave 0 for each of 5 steps, so nothing would be trained"):
+        own_rates(lambda step, total: (step + 1) // (total + 1), "mine", 10.0, 5)
+    assert own_rates(lambda step, total: 0, "mine", 10.0, 0) == [], "a run of no steps"
+    assert own_rates(lambda step, total: 0, "mine", 0.0, 2) == [0.0, 0.0], "as optim.lr=0 says"
+
+
 @pytest.mark.parametrize("schedule", [lambda step: 1.0, lambda: 1.0, lambda a, b, c: 1.0])
 def test_a_schedule_of_other_arguments_is_refused(schedule) -> None:
     with pytest.raises(ConfigError, match=r"^mine takes \(.*\): it must take \(step, total\)"):

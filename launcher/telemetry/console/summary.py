@@ -29,7 +29,8 @@ def end_lines(
 def _headline(end: Record) -> str:
     parts = [f"{end.get('state', 'done')} after {end['step']:,} steps"]
     if end.get("seconds") is not None:
-        parts.append(f"in {duration(end['seconds'])}")
+        since = f" since step {end['since_step']:,}" if end.get("since_step") else ""
+        parts.append(f"in {duration(end['seconds'])}{since}")
     if end.get("samples_per_s") is not None:
         parts.append(f"at {end['samples_per_s']:,.0f} samples/s")
     metrics = end.get("metrics") or {}

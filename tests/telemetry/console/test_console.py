@@ -9,9 +9,11 @@ import subprocess
 import sys
 import termios
 import threading
+from pathlib import Path
 
 import pytest
 
+from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import duration, metric, number
 from launcher.telemetry.step_time import time_shares
 
@@ -38,7 +40,7 @@ for epoch in range(2):
     telemetry.emit("eval", step, epoch=epoch, **metrics, samples=360)
 telemetry.warn("something is odd")
 telemetry.emit("report", step, text="precision    recall\\n   class 0      1.00\\n")
-telemetry.emit("end", step, state="done", exit=0, seconds=83.0, samples_per_s=1200.0,
+telemetry.emit("end", step, state="done", exit=0, seconds=83.0, since_step=0, samples_per_s=1200.0,
                metrics={"loss": 0.25, "accuracy": 0.975})
 telemetry.close()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
@@ -55,6 +57,7 @@ END = [
     "files: /runs/one",
     "upload the offline tracker run: wandb sync /runs/one/wandb/offline-run-*",
 ]
+
 DECISIONS = [
     "precision fp16, emulated: this CPU has no fp16 arithmetic",
     "tracker offline: no API key",
@@ -208,3 +211,16 @@ def test_durations_read_well(seconds, text):
 )
 def test_metrics_read_well(name, value, text):
     assert metric(name, value) == text
+
+
+def test_the_time_of_a_resumed_run_is_said_to_be_of_its_last_part():
+    end = {
+        "event": "end",
+        "step": 49,
+        "state": "done",
+        "seconds": 122.0,
+        "since_step": 20,
+        "samples_per_s": 58.0,
+    }
+    lines = end_lines(end, "", None, Path("/runs/one"))
+    assert "done after 49 steps in 2:02 since step 20 at 58 samples/s" in lines
