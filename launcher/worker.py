@@ -63,6 +63,7 @@ from launcher.training.initial_weights import Loaded, load_weights, settle
 from launcher.training.loop import Task, train
 from launcher.training.micro_batch import settled
 from launcher.training.monitor import Monitor
+from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Course, Start
 from launcher.training.recipe_errors import guarded, guarding
 from launcher.training.recorded_steps import recorded
@@ -293,7 +294,8 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
     network = build.compiled(job.model, stepper) if config.train.compile else job.model
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)
-    task = Task(stepper, network, job.recipe.loss, batches, continuity.answers)
+    relief = Relief(run, continuity.standing, batches, continuity.answers)
+    task = Task(stepper, network, job.recipe.loss, batches, continuity.answers, relief)
     with (
         recorded(task, run) if steps_left else nullcontext(task) as learner,
         Writer(continuity.directory, config.checkpoint.keep) as writer,
@@ -307,6 +309,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
             monitor,
             Replicas(stepper, job.course),
             evaluator,
+            relief,
         )
     run.heartbeat.beat("finishing")
     seconds = time.perf_counter() - began

@@ -170,6 +170,7 @@ RULES: Mapping[str, Rule] = {
     "train.eval_every_epochs": whole(1),
     "train.eval_every_steps": optional(whole(1)),
     "train.log_every_steps": whole(1),
+    "train.on_oom": one_of("halve", "stop"),
     "train.compile": flag,
     "train.cuda_graph": auto_or(flag),
     "train.channels_last": auto_or(flag),

@@ -62,6 +62,7 @@ class TrainConfig:
     eval_every_epochs: int
     eval_every_steps: int | None  # also after every so many steps; null: after epochs only
     log_every_steps: int
+    on_oom: str  # halve the micro-batch of all ranks once, or stop the run
     compile: bool
     cuda_graph: str | bool  # auto: where the run can be captured
     channels_last: str | bool  # auto: on CUDA

@@ -97,6 +97,8 @@ class IndexedData:
         key = (rank, world_size, batch_size)
         if self._evaluation is None or self._evaluation[0] != key:
             requests = self._evaluation_requests(*key)
+            if self._evaluation is not None:
+                self._evaluation[2].end()
             self._evaluation = key, requests, self.pool(requests)
         for request, fetched in zip(*self._evaluation[1:], strict=True):
             batch = self.usable(fetched, request)
@@ -123,6 +125,7 @@ class LoadedBatches:
         self._data = data
         self._transform = transform
         self._total_steps = total_steps
+        self._pool: Pool | None = None
         self._ahead: tuple[_Requests, Iterator[Fetched]] | None = None
         self._next = 0  # the step, of all epochs, that is read ahead next
         self._bad = 0
@@ -134,7 +137,8 @@ class LoadedBatches:
         number = epoch * self.plan.steps_per_epoch + step
         if self._ahead is None or number > self._next:
             requests = _Requests(self.plan, number, self._total_steps)
-            self._ahead, self._next = (requests, iter(self._data.pool(requests))), number
+            self._pool = self._data.pool(requests)
+            self._ahead, self._next = (requests, iter(self._pool)), number
         requests, fetched = self._ahead
         found: list[Batch] = []
         self._latest = []
@@ -173,6 +177,14 @@ class LoadedBatches:
 
     def begin_again(self) -> None:
         """Not called."""
+
+    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
+        """By another plan: what was read ahead is dropped, and other loader processes begin at this step."""
+        self.plan = plan
+        if self._pool is not None:
+            self._pool.end()
+        self._ahead = self._pool = None
+        self._bad = 0
 
     def position(self) -> str:
         """None: the step says it."""

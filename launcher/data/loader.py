@@ -182,6 +182,12 @@ class Pool:
                 child.kill()
                 child.join()
 
+    def end(self) -> None:
+        """End the processes of a pool that nothing will be read from again."""
+        self.close()
+        self._iterator = None
+        _pools.remove(self)
+
     def _at(self, rows: Sequence[Any], reading: str) -> str:
         """Which samples processes were `reading`; if none, that they were collating or sending a batch."""
         indices = [int(row[READING]) for row in rows if row[READING] >= 0]

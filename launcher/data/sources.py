@@ -44,6 +44,9 @@ class Batches(Protocol):
     def begin_again(self) -> None:
         """Start the data again, on all ranks after the same step."""
 
+    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
+        """Divide the batches by another plan from this step on, which may be one of the latest two."""
+
     def position(self) -> str:
         """Where this rank stands in a stream, for a resume; empty for data that needs no position."""
 

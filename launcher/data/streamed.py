@@ -244,6 +244,8 @@ class StreamData:
                     yield range(number * batch_size, (number + 1) * batch_size)
 
             start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
+            if self._evaluation is not None:
+                self._evaluation[1].end()
             self._evaluation = key, self.pool(share, parts, start)
         for fetched in self._evaluation[1]:
             batch = self.usable(fetched)
@@ -268,6 +270,7 @@ class StreamBatches:
         self._report = report
         self._share = Share(plan.rank, plan.world_size, data.divides_itself)
         self._stands = self._resumed(saved)
+        self._before: dict[int, Standpoint] = {}  # the latest two steps
         self._pool: Pool | None = None
         self._fetched: Iterator[Fetched] = iter(())
         self._ahead: Fetched | None = None
@@ -276,6 +279,8 @@ class StreamBatches:
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches: of the next step, or again of the one before."""
         if step != self._latest[0]:
+            self._before[step] = self._stands
+            self._before.pop(step - 2, None)
             self._latest = step, self._take()
         return [self._finished(self._data.usable(fetched), noise) for fetched, noise in self._latest[1]]
 
@@ -307,6 +312,19 @@ class StreamBatches:
         assert self._pool is not None
         self._fetched = iter(self._pool)
         self._ahead = next(self._fetched, None)
+
+    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
+        """By another plan: the stream is read again from this step on, as by a resume before it.
+
+        The samples of the step are the same, unless the stream divides itself among several processes.
+        """
+        self.plan = plan
+        self._stands = self._before.pop(step)
+        self._before.clear()
+        self._latest = (-1, [])
+        if self._pool is not None:
+            self._pool.end()
+        self._pool, self._fetched, self._ahead = None, iter(()), None
 
     def position(self) -> str:
         """Where this rank stands after the latest step, for `saved`."""

@@ -93,6 +93,10 @@ class DeviceBatches:
     def begin_again(self) -> None:
         """Not called."""
 
+    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
+        """By another plan."""
+        self.plan = plan
+
     def position(self) -> str:
         """None: the step says it."""
         return ""

@@ -70,6 +70,14 @@ class Answers:
         self._kept.clear()
         self._num_kept = 0
 
+    def kept(self) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]], int]:
+        """What has been counted since the last `settle`, for `restore`. Copies no tensor."""
+        return self._counts, list(self._kept), self._num_kept
+
+    def restore(self, kept: tuple[Tensor | None, list[tuple[Tensor, Tensor]], int]) -> None:
+        """Forget what has been counted since `kept` was called."""
+        self._counts, self._kept, self._num_kept = kept
+
     def settle(self, since: SinceEvaluation) -> None:
         """Add what all ranks have counted, and begin anew. A collective."""
         if self.label is None:

@@ -34,6 +34,8 @@ class Checkpoints:
     due: Due
     take: Callable[[Position, Metric | None], Staged | None]
     _failure: str = ""  # of the latest checkpoint, on the leader
+    _voted: int = 0  # the latest step in which this rank has voted for saving
+    _again: bool = False  # that vote was lost
 
     def vote(self, position: Position) -> None:
         """Before a step: cast this rank's votes, which are sent with the counts of the step."""
@@ -43,11 +45,16 @@ class Checkpoints:
         if run.requests.stop is not None:
             run.stepper.vote(Question.STOP)
         by_clock = run.env.is_leader and self.due.by_clock()
-        if run.requests.take_save() or by_clock:
+        if run.requests.take_save() or by_clock or self._again:
             self.due.done()  # requested now, saved after the next step
             run.stepper.vote(Question.SAVE)
+            self._voted, self._again = position.step, False
         if self._failure and run.config.checkpoint.on_error == "stop":
             run.stepper.vote(Question.GIVE_UP)
+
+    def vote_again(self, position: Position) -> None:
+        """The step at `position` and those after it were dropped, and with them this rank's votes."""
+        self._again = self._voted >= position.step
 
     def after(self, position: Position, measured: Measured | None) -> None:
         """Save and stop as voted and as due, the same on all ranks.

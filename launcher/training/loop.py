@@ -21,6 +21,7 @@ from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.evaluator import Evaluator
 from launcher.training.monitor import Monitor
+from launcher.training.out_of_memory import DroppedStepError, Relief
 from launcher.training.progress import Course, Position, Start
 from launcher.training.replica_check import Replicas
 from launcher.training.run import Question
@@ -44,18 +45,19 @@ class Task:
     loss: Callable[[nn.Module, Batch], Loss]
     batches: Batches
     answers: Answers
+    relief: Relief
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
-        self.stepper.clock.restart()
-        micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
-        self.stepper.clock.mark(DATA)
-        if bad := self.batches.take_bad():
-            self.stepper.vote(Question.BAD_SAMPLES, bad)
-        if ends := self.batches.at_end():
-            self.stepper.vote(Question.STREAM_END)
-        for batch in micro_batches:
-            self.answers.count(self.learn_from(batch), batch)
+        if self.relief.dropping:
+            return self.stepper.abandon()
+        self.relief.begin(position)
+        try:
+            ends = self._learn(position)
+        except Exception as error:
+            if not self.relief.accepts(error, position):
+                raise
+            return self.stepper.abandon()
         if not ends:
             return self.stepper.step()
         result = self.stepper.step()
@@ -65,6 +67,19 @@ class Task:
                 raise DataError("the training stream is empty: a whole pass over it gave no samples.")
             self.batches.begin_again()
         return result
+
+    def _learn(self, position: Position) -> bool:
+        """All passes of a step. Whether this rank has nothing left of the stream."""
+        self.stepper.clock.restart()
+        micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
+        self.stepper.clock.mark(DATA)
+        if bad := self.batches.take_bad():
+            self.stepper.vote(Question.BAD_SAMPLES, bad)
+        if ends := self.batches.at_end():
+            self.stepper.vote(Question.STREAM_END)
+        for batch in micro_batches:
+            self.answers.count(self.learn_from(batch), batch)
+        return ends
 
     def learn_from(self, batch: Batch) -> Loss:
         """Forward and backward pass of a micro-batch."""
@@ -82,19 +97,30 @@ def train(
     monitor: Monitor,
     replicas: Replicas,
     evaluator: Evaluator,
+    relief: Relief,
 ) -> None:
     """Train from `start` to the last step. A collective: all ranks run the same course.
 
-    Raises PreemptedError, on all ranks after the same step, if any of them was asked to stop.
+    A step that all ranks drop, because one of them ran out of memory, is taken again. Raises PreemptedError,
+    on all ranks after the same step, if any of them was asked to stop.
     """
     task.network.train()
     if start.owes_evaluation:
         position = course.position_of(start.step)
         checkpoints.after(position, evaluator.evaluate(position))
     monitor.restart_timer()
-    for position in course.positions(start):
-        checkpoints.vote(position)
-        monitor.record(position, task.train_on(position))
-        replicas.check(position)
-        measured = evaluator.after(position)
-        checkpoints.after(position, measured)
+    step = start.step
+    while step < course.total_steps:
+        position = course.position_of(step + 1)
+        try:
+            checkpoints.vote(position)
+            monitor.record(position, task.train_on(position))
+            replicas.check(position)
+            measured = evaluator.after(position)
+            checkpoints.after(position, measured)
+            step = position.step
+        except DroppedStepError as dropped:
+            relief.halve(dropped.position)
+            checkpoints.vote_again(dropped.position)
+            monitor.restart_timer()
+            step = dropped.position.step - 1

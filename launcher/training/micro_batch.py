@@ -8,11 +8,9 @@ restored, and the batches are made apart from those of the run.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from launcher.checkpoint.generators import restore_states, states
@@ -23,6 +21,7 @@ from launcher.errors import OutOfMemoryError, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
+from launcher.training.out_of_memory import free_memory
 from launcher.training.progress import MicroBatch, Standing
 from launcher.training.recorded_config import record_config
 from launcher.training.run import Run
@@ -161,10 +160,3 @@ class Trials:
             with stepper.forward():
                 of_batch = loss_of(self.recipe.loss, self.model, batch)
             stepper.backward(of_batch.sum, of_batch.count)
-
-
-def free_memory(device: torch.device) -> None:
-    """Return what a failed pass held, so that smaller pieces find room."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

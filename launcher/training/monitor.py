@@ -20,6 +20,7 @@ from launcher.errors import DataError
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rescue import Rescue
 from launcher.training.gradient_stats import GradientStats
+from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Votes
 
@@ -98,11 +99,13 @@ class Monitor:
         self._previous = time.perf_counter()
 
     def flush(self) -> None:
-        """Report the last step; waits for the device."""
+        """Report the last step; waits for the device. Raises DroppedStepError for one to be taken again."""
         if self._waiting is None:
             return
         (position, result, counts, seconds), self._waiting = self._waiting, None
         report = result.read()
+        if report.abandoned_ranks:
+            raise DroppedStepError(position)
         self._last = position
         self._window.reports.append(report)
         self._window.seconds += seconds

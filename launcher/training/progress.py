@@ -6,7 +6,6 @@ Owns the count of steps and epochs, and the best evaluation so far. Saves and re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,10 +44,6 @@ class Course:
     def of(cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None) -> Course:
         total = train.total_steps(steps_per_epoch)
         return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps, train.eval_every_steps)
-
-    def positions(self, start: Start) -> Iterator[Position]:
-        """The steps that are left, in order."""
-        return map(self.position_of, range(start.step + 1, self.total_steps + 1))
 
     def position_of(self, step: int) -> Position:
         """The position of step `step`, at least 1."""

@@ -60,8 +60,10 @@ class RecordedSteps:
 
     def train_on(self, position: Position) -> StepResult:
         """As `Task.train_on`. All ranks replay the same steps: the size of the whole batch decides."""
-        if len(self.batches.plan.global_batch(position.step_of_epoch)) != self.samples:
+        relief = self.task.relief
+        if relief.dropping or not self._is_recorded(position):
             return self.task.train_on(position)
+        relief.begin(position)
         clock = self.task.stepper.clock
         clock.restart()
         fresh = self.batches.inputs(position.epoch, position.step_of_epoch)
@@ -73,6 +75,12 @@ class RecordedSteps:
         for of_batch, batch in self._learned:
             self.task.answers.count(of_batch, batch)
         return result
+
+    def _is_recorded(self, position: Position) -> bool:
+        """Whether the step is like the recorded one. None is, once the micro-batch has been halved."""
+        plan = self.batches.plan
+        alike = len(plan.micro_positions(position.step_of_epoch)) == len(self._inputs)
+        return alike and len(plan.global_batch(position.step_of_epoch)) == self.samples
 
     def _pass(self) -> None:
         """All micro-batches of a step. Keeps no loss as it is: it would keep the graph of autograd."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import yaml
 
 from tests.faults.launching import Ended, run
-from tests.faults.usercode import both, lacking_memory, stop_after
+from tests.faults.usercode import both, lacking_memory, send_signal, stop_after
 
 pytestmark = pytest.mark.timeout(90)
 AUTO = "data.micro_batch=auto"
@@ -31,7 +33,7 @@ RUNS = {
     "from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=0"), (0,), None),
     "sharded, its scale found too": (2, ("wire.shard=true", "precision.scale.mode=auto"), (0, 1), None),
 }
-SLOW = ("from a stream", "sharded, its scale found too")
+SLOW = ("in loader processes", "from a stream", "sharded, its scale found too")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,7 @@ def test_the_run_ends_with_the_bits_of_one_with_the_number_given_by_hand(tmp_pat
     assert "data.micro_batch=auto: 3 per rank" in found.outputs[0]
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_number_of_the_run_and_tries_nothing(tmp_path: Path) -> None:
     """It differs from what would be found now: everything fits in the second process."""
     words = ("train.max_steps=10", AUTO)
@@ -74,3 +77,90 @@ def test_where_not_even_one_sample_fits_all_ranks_leave_with_exit_4(tmp_path: Pa
     )
     assert "rank 1: GPU memory: no room for 1 samples. Choose a smaller model" in ended.outputs[0]
     assert ended.result["exit"] == 4
+
+
+# train.on_oom
+
+
+HALVED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int]] = {
+    # ranks, words, which of them lack memory, and in which pass first
+    "one of two, in mid-run": (2, (), (1,), 6),
+    "both, in the first step": (2, ("wire.shard=true",), (0, 1), 0),
+    "the leader, before an evaluation": (2, ("wire.sum=fp32", "train.eval_every_steps=7"), (0,), 6),
+    "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 6),
+    "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=1"), (0,), 6),
+    "alone, in micro-batches already": (1, ("data.micro_batch=8", "precision=fp32"), (0,), 13),
+}
+IN_THE_DEFAULT_SET = "one of two, in mid-run"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == IN_THE_DEFAULT_SET else [pytest.mark.slow]) for name in HALVED],
+)
+def test_a_halved_run_ends_as_one_that_starts_halved_from_the_step_before(tmp_path: Path, name) -> None:
+    ranks, words, lacking, first = HALVED[name]
+    micro = 8 if "already" in name else 16 // ranks
+    step = first // (16 // ranks // micro) + 1
+    common = ("train.max_steps=12", f"checkpoint.every_steps={step - 1 or 100}", *words)
+    # Once only: the rank that ran out has to abandon the next step, in which it would have room again.
+    small = lacking_memory(micro // 2, *lacking, passes=range(first, 100), once="mid-run" in name)
+    ended = run(tmp_path / "run", *common, ranks=ranks, user_code=small)
+    assert ended.codes == [0] * ranks, ended
+    assert ended.result["micro_batch"] == written(ended) == micro // 2
+    (event,) = ended.events("out_of_memory")
+    assert (event["ranks"], event["dropped"], event["micro_batch"]) == (list(lacking), step, micro // 2)
+    (warning,) = ended.warnings
+    assert f"rank {lacking[0]} ran out of GPU memory: no room for {micro} samples" in warning
+    steps = [each["step"] for each in ended.events("step")]
+    assert steps == sorted(set(steps)) == [*range(1, 13)]
+    assert ended.result["skipped_steps"] == 0
+
+    from_there = () if step == 1 else (f"checkpoint.resume={ended.checkpoints[step - 1]}",)
+    halved = (*common, f"data.micro_batch={micro // 2}", *from_there)
+    assert run(tmp_path / "halved", *halved, ranks=ranks).digest == ended.digest
+
+
+@pytest.mark.slow
+def test_a_resume_after_it_uses_the_halved_micro_batch(tmp_path: Path) -> None:
+    small = lacking_memory(8, 0, passes=range(4, 100))
+    whole = run(tmp_path / "whole", "train.max_steps=12", user_code=small)
+    stopped = run(tmp_path / "run", "train.max_steps=12", user_code=both(small, stop_after(14)))
+    assert stopped.codes == [75], stopped
+    resumed = run(tmp_path / "run", "train.max_steps=12", user_code=lacking_memory(8, 0))
+    assert resumed.digest == whole.digest
+    assert resumed.result["micro_batch"] == 8
+    assert len(resumed.warnings) == 1, "of the first process: the second did not run out"
+    assert decisions(resumed, "micro-batch")[-1]["text"] == "8 per rank, as in the run so far"
+
+
+def test_a_second_shortage_ends_the_run_with_exit_4(tmp_path: Path) -> None:
+    ended = run(tmp_path / "run", "train.max_steps=12", user_code=lacking_memory(4, 0, passes=range(3, 100)))
+    assert ended.codes == [4], ended
+    assert "in step 4, after the micro-batch was halved from 16 to 8 in step 4" in ended.outputs[0]
+    assert "Set data.micro_batch=auto" in ended.outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "above", "first"),
+    [(("train.on_oom=stop",), 4, 3), (("model.sync_bn=true",), 4, 3), (("data.micro_batch=1",), 0, 0)],
+)
+def test_a_run_that_cannot_be_halved_or_may_not_ends_with_exit_4(tmp_path: Path, words, above, first) -> None:
+    ended = run(
+        tmp_path / "run", *words, ranks=2, user_code=lacking_memory(above, 0, 1, passes=range(first, 100))
+    )
+    assert ended.codes == [4, 4], ended
+    assert "Lower data.micro_batch" in ended.outputs[0]
+    assert ended.events("out_of_memory") == []
+
+
+@pytest.mark.slow
+def test_a_request_to_save_in_a_dropped_step_is_kept(tmp_path: Path) -> None:
+    """By the rank that is not short: its vote is in the dropped step."""
+    save = partial(send_signal, number=signal.SIGUSR1, passes=2, rank=0)
+    small = lacking_memory(4, 1, passes=range(3, 100))
+    words = ("train.max_steps=12", "checkpoint.every_steps=null")
+    ended = run(tmp_path / "run", *words, ranks=2, user_code=both(save, small))
+    assert ended.codes == [0, 0], ended
+    assert sorted(ended.checkpoints) == [5, 12]

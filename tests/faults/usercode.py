@@ -61,18 +61,30 @@ def record(network: Any, batch: Any, directory: Path, then: UserCode) -> None:
     then(network, batch)
 
 
+LACKED: list[int] = []  # ranks of this process that have run out of memory
+
+
 def lack_memory(
-    network: Any, batch: Any, above: int, ranks: tuple[int, ...], training: bool, passes: range | None
+    network: Any,
+    batch: Any,
+    above: int,
+    ranks: tuple[int, ...],
+    training: bool,
+    passes: range | None,
+    once: bool,
 ) -> None:
     if network is None or own_rank() not in ranks or network.training != training or len(batch["x"]) <= above:
         return
-    if passes is None or int(network.passes) in passes:
+    if (passes is None or int(network.passes) in passes) and not (once and LACKED):
+        LACKED.append(own_rank())
         raise torch.OutOfMemoryError(f"no room for {len(batch['x'])} samples")
 
 
-def lacking_memory(above: int, *ranks: int, training: bool = True, passes: range | None = None) -> UserCode:
-    """These ranks run out of memory in a pass over more than `above` samples."""
-    return partial(lack_memory, above=above, ranks=ranks, training=training, passes=passes)
+def lacking_memory(
+    above: int, *ranks: int, training: bool = True, passes: range | None = None, once: bool = False
+) -> UserCode:
+    """These ranks run out of memory in a pass over more than `above` samples, each time or once."""
+    return partial(lack_memory, above=above, ranks=ranks, training=training, passes=passes, once=once)
 
 
 def in_turn(network: Any, batch: Any, codes: tuple[UserCode, ...]) -> None:

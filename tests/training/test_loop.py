@@ -13,6 +13,7 @@ TRAIN = TrainConfig(
     eval_every_epochs=1,
     eval_every_steps=None,
     log_every_steps=10,
+    on_oom="halve",
     compile=False,
     cuda_graph=False,
     channels_last=False,

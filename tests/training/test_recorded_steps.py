@@ -24,7 +24,8 @@ from launcher.recipe import Loss, cross_entropy
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
 from launcher.training.loop import Learner, Task
-from launcher.training.progress import Course, Position, SinceEvaluation, Start
+from launcher.training.out_of_memory import Relief
+from launcher.training.progress import Course, Position, SinceEvaluation, Standing
 from launcher.training.recorded_steps import recorded
 from launcher.training.run import Question, Run
 from launcher.training.signals import Requests
@@ -95,7 +96,8 @@ class Parts:
         self.course = Course(self.plan.steps_per_epoch, 12, 1)
         batches = training_batches(set_, self.plan, transform, 12)
         model.eval()  # as a trial of the evaluation may leave it
-        self.task = Task(self.stepper, model, loss, batches, self.answers)
+        relief = Relief(self.run, Standing(), batches, self.answers)
+        self.task = Task(self.stepper, model, loss, batches, self.answers, relief)
 
     def train(self, learner: Learner, positions: list[Position]) -> list[tuple]:
         found = []
@@ -116,7 +118,7 @@ class Parts:
 
     @property
     def positions(self) -> list[Position]:
-        return list(self.course.positions(Start()))
+        return [self.course.position_of(step + 1) for step in range(self.course.total_steps)]
 
 
 @pytest.fixture
@@ -266,3 +268,18 @@ def test_a_cpu_has_no_recorder() -> None:
         recorded(parts.task, parts.run),
     ):
         pass
+
+
+def test_no_step_is_replayed_once_the_micro_batch_has_been_halved(tape, tmp_path, monkeypatch) -> None:
+    """The recording has larger micro-batches: the run continues as one that never recorded."""
+    monkeypatch.chdir(tmp_path)  # where config.yaml is written
+    found = []
+    for cuda_graph in (True, False):
+        parts = Parts(cuda_graph=cuda_graph)
+        with recorded(parts.task, parts.run) as learner:
+            first = parts.train(learner, parts.positions[:2])
+            parts.task.relief.halve(parts.positions[1])  # as if the second had been dropped
+            replays = tape.replays
+            found.append([first, parts.train(learner, parts.positions[2:])])
+            assert tape.replays == replays
+    assert str(found[0]) == str(found[1])

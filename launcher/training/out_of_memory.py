@@ -1,0 +1,168 @@
+"""What a run does where a rank runs out of memory in the pass of a step: train.on_oom.
+
+Owns the smaller micro-batch, on which all ranks agree without a further collective per step, and the state
+that a repeated step needs. A rank that runs out abandons the step, which drops it on all ranks. They read
+that one step late, so the rank abandons the next step as well: all ranks then return to the same weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+
+from launcher.data.sources import Batches
+from launcher.distributed.collectives import exchange_texts
+from launcher.errors import OutOfMemoryError
+from launcher.process import frames
+from launcher.process.shortage import ran_out
+from launcher.training.answers import Answers
+from launcher.training.progress import MicroBatch, Position, Standing
+from launcher.training.recorded_config import record_config
+from launcher.training.run import Run
+
+log = logging.getLogger("launcher")
+
+
+class DroppedStepError(Exception):
+    """Raised on all ranks where they read that a rank has abandoned a step, which is to be taken again."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__(f"step {position.step} was dropped")
+        self.position = position
+
+
+class Relief:
+    """Halves the micro-batch once, on all ranks, where one of them has run out of memory.
+
+    Only with train.on_oom=halve. Not with model.sync_bn on several ranks, whose passes wait for each other.
+    """
+
+    def __init__(self, run: Run, standing: Standing, batches: Batches, answers: Answers) -> None:
+        self._run = run
+        self._standing = standing
+        self._batches = batches
+        self._answers = answers
+        waits_for_others = run.config.model.sync_bn and run.env.group is not None
+        self._active = run.config.train.on_oom == "halve" and not waits_for_others
+        self._generators = Generators(run.env.device)
+        self._before: dict[int, tuple[Any, Any]] = {}  # by step, of the latest two: generators and answers
+        self._halved = ""  # how, once it has been
+        self._shortage = ""  # of this rank, until the micro-batch is halved
+
+    @property
+    def dropping(self) -> bool:
+        """Whether this rank abandons the coming step, because it has abandoned the one before."""
+        return bool(self._shortage)
+
+    def begin(self, position: Position) -> None:
+        """Keep what the passes of a step change besides the state of the Stepper."""
+        if self._active and not self._halved:
+            self._before[position.step] = self._generators.take(), self._answers.kept()
+            self._before.pop(position.step - 2, None)
+
+    def accepts(self, error: Exception, position: Position) -> bool:
+        """Whether this rank abandons the step after `error`, to take it again in smaller pieces.
+
+        False for every other error, and where nothing can be halved. Raises OutOfMemoryError if that has been
+        done already.
+        """
+        shortage = ran_out(error)
+        if not (shortage and self._active) or self._batches.plan.largest_micro_batch == 1:
+            return False
+        if self._halved:
+            raise OutOfMemoryError(
+                f"rank {self._run.env.rank} ran out of {shortage} in step {position.step}, after "
+                f"{self._halved}. That is done once per start. Set data.micro_batch=auto, which finds the "
+                "largest that fits; if the memory in use grows from step to step, correct that first."
+            ) from error
+        log.warning("step %d: this rank ran out of %s", position.step, shortage, exc_info=error)
+        self._shortage = shortage
+        frames.release(error)
+        free_memory(self._run.env.device)
+        return True
+
+    def halve(self, position: Position) -> None:
+        """Divide the batches from `position` on into smaller pieces, and return there. A collective."""
+        texts = exchange_texts(self._run.env, self._shortage)
+        plan = self._batches.plan
+        smaller = replace(plan, micro_batch=-(-plan.largest_micro_batch // 2))
+        free_memory(self._run.env.device)
+        self._batches.divide(smaller, position.epoch, position.step_of_epoch)
+        self._run.stepper.set_micro_batches(smaller.micro_batches)
+        generators, answers = self._before[position.step]
+        self._generators.restore(generators)
+        self._answers.restore(answers)
+        self._before.clear()
+        self._shortage = ""
+        self._report(position, plan.largest_micro_batch, smaller.largest_micro_batch, texts)
+
+    def _report(self, position: Position, before: int, size: int, texts: list[str]) -> None:
+        run, step = self._run, position.step
+        self._halved = f"the micro-batch was halved from {before} to {size} in step {step}"
+        self._standing.micro_batch = MicroBatch(run.config.data.micro_batch, size)
+        record_config(run, self._standing)
+        short = {rank: text for rank, text in enumerate(texts) if text}
+        run.telemetry.emit("out_of_memory", step - 1, ranks=list(short), micro_batch=size, dropped=step)
+        said = "; ".join(f"rank {rank} ran out of {text}" for rank, text in short.items())
+        run.telemetry.warn(
+            f"{said} in step {step}: the micro-batch is {size} per rank from this step on, not {before}, on "
+            "all ranks. The step is repeated with the same samples, and updates stay those of "
+            f"data.batch_size={run.config.data.batch_size}. To start with it: data.micro_batch={size}. To "
+            "end the run instead: train.on_oom=stop."
+        )
+
+
+class Generators:
+    """The generators that a step may draw from: torch's, and Python's and NumPy's if the first step does.
+
+    To copy the latter takes 20 us or more, a tenth of a small step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_python: bool | None = None  # whether they are drawn from; None before it is known
+        self._first: Any = None
+
+    def take(self) -> tuple[Any, ...]:
+        """Their states."""
+        of_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.default_generator.get_state(), of_gpu, self._python() if self._is_needed() else None
+
+    def restore(self, states: tuple[Any, ...]) -> None:
+        """Set them to what `take` returned."""
+        of_host, of_gpu, of_python = states
+        torch.default_generator.set_state(of_host)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, self._device)
+        if of_python is not None:
+            random.setstate(of_python[0])
+            numpy.random.set_state(of_python[1])
+
+    def _is_needed(self) -> bool:
+        if self._of_python is not None:
+            return self._of_python
+        now = self._python()
+        if self._first is None:
+            self._first = now
+            return True
+        pairs = zip(self._first[1], now[1], strict=True)
+        same = self._first[0] == now[0] and all(numpy.array_equal(old, new) for old, new in pairs)
+        self._of_python, self._first = not same, None
+        return self._of_python
+
+    @staticmethod
+    def _python() -> tuple[Any, Any]:
+        return random.getstate(), numpy.random.get_state()
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what a failed pass held, so that smaller pieces find room."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
