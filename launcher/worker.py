@@ -49,6 +49,7 @@ from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import GpuSampler, measure_gpus
+from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
@@ -217,6 +218,7 @@ def _assemble(
     log_file = log_path(Path(config.run.dir), env.rank)
     with guarding(f'the function under @recipe("{config.recipe.uses}")', log_file):
         recipe = guarded(load_recipe(config), log_file)
+    refuse_unknown(config.tracker)
     data = build.data_sets(config, recipe, env)
     heartbeat.beat("comparing the data")
     fingerprint = compare_data(recipe, data.train, data.validation, env)

@@ -20,7 +20,7 @@ from tests.faults.parent import Parent
 from tests.forked import launch_forked
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "launcher/engine", "recipes", "conf", "scripts", "tests")
+FOLDERS = ("", "launcher/engine", "launcher/telemetry", "recipes", "conf", "scripts", "tests")
 PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 TEXT = PAGES[""]
 SHORT = ["train.max_steps=2", "tracker=none"]

@@ -136,6 +136,8 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
         return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
     if reason := NOT_OFFERED.get(f"{group}={choice}"):
         return f"{group}={choice}: is not supported: {reason}. Choose from {', '.join(choices)}."
+    if group == "tracker" and isinstance(choice, list):
+        return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
     if name := read_as(choice, choices):
         return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
     return (

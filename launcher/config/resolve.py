@@ -35,7 +35,7 @@ from launcher.config.composition import (
 )
 from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.overrides import choice_problem, form_problem, size_problem, unknown_keys, value_of
-from launcher.config.rules import RULES, SCHEDULES, one_of, value_problem
+from launcher.config.rules import RULES, SCHEDULES, TRACKERS, one_of, value_problem
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 
@@ -189,6 +189,7 @@ def tree_problems(
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
     yield from validation.find_problems(validation.gather_options(tree), found.recorded)
     yield from schedule_problems(tree, found.recorded)
+    yield from tracker_problems(tree, found.recorded)
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
         if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
@@ -199,6 +200,22 @@ def tree_problems(
             written = found.recorded.get(f"{section}.{key}")
             where = f"{path}: there is no such file or directory ({absolute(path)})."
             yield f"{section}.{key}={where if written is None else f'{written}: there is no such file.'}"
+
+
+def tracker_problems(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+    """A tracker.name that no recipe file can have registered: none of them says @tracker."""
+    tracker, recipes = tree.get("tracker"), tree.get("recipes")
+    value = tracker.get("name") if isinstance(tracker, dict) else None
+    if not RULES["tracker.name"].holds(value):
+        return
+    unknown = [each for each in ([value] if isinstance(value, str) else value or ()) if each not in TRACKERS]
+    own = recipes.get("path") if isinstance(recipes, dict) else None
+    file = Path(own).expanduser() if isinstance(own, str) else None
+    if unknown and not (file and file.is_file() and b"tracker(" in file.read_bytes()):
+        rule = one_of(*TRACKERS)
+        text = f"{rule.text}, or one that a recipe file of your own (recipes.path) registers with @tracker"
+        shown = recorded.get("tracker.name", unknown[0])
+        yield value_problem("tracker.name", shown, replace(rule, text=text))
 
 
 def schedule_problems(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:

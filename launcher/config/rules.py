@@ -15,6 +15,7 @@ from launcher.config.messages import nearest, show, suggestion
 from launcher.config.schema import OPTIMIZERS
 
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
+TRACKERS = ("wandb", "tensorboard", "trackio", "none")
 PRECISIONS = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
 
 
@@ -143,6 +144,24 @@ no_compression = Rule(
     lambda value: value == "none",
 )
 
+trackers = Rule(
+    f"one of {', '.join(TRACKERS)}, or a list of different ones without none",
+    lambda value: (
+        name.holds(value)
+        if isinstance(value, str)
+        else isinstance(value, list | tuple)
+        and len(value) == len({*map(str, value)})
+        and "none" not in value
+        and len(value) > 0
+        and all(map(name.holds, value))
+    ),  # others than these are checked where recipe files are known
+)
+no_watch = Rule(
+    "false (wandb.watch reads every gradient on the training thread, fp16 and still multiplied by the loss "
+    "scale; telemetry.gradients_every_steps records where they lie without waiting for the device)",
+    lambda value: value is False,
+)
+
 RULES: Mapping[str, Rule] = {
     "seed": whole(0, 2**63 - 1),
     "recipe.name": name,
@@ -217,7 +236,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.resume": text,
     "checkpoint.on_error": one_of("warn", "stop"),
     "consistency.every_steps": optional(whole(1)),
-    "tracker.name": one_of("wandb", "none"),
+    "tracker.name": trackers,
     "tracker.project": wandb_name,
     "tracker.mode": one_of("auto", "online", "offline"),
     "tracker.group": optional(text),
@@ -225,6 +244,9 @@ RULES: Mapping[str, Rule] = {
     "tracker.entity": optional(wandb_name),
     "tracker.run_name": optional(text),
     "tracker.run_id": optional(wandb_name),
+    "tracker.notes": optional(text),
+    "tracker.artifacts": one_of("none", "last", "best"),
+    "tracker.watch": no_watch,
     "telemetry.nvml": auto_or(flag),
     "telemetry.gradients_every_steps": optional(whole(0)),
     "launch.nproc": auto_or(whole(1)),

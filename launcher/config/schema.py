@@ -211,7 +211,7 @@ class ConsistencyConfig:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    name: str  # wandb, none
+    name: str | list[str]  # wandb, tensorboard, trackio, none, one of a recipe file, or a list of them
     project: str
     mode: str  # auto, online, offline
     group: str | None
@@ -219,6 +219,15 @@ class TrackerConfig:
     entity: str | None  # null: that of the API key
     run_name: str | None  # null: <recipe>-<name of the run's directory>
     run_id: str | None  # null: a new one, kept when the run resumes
+    notes: str | None
+    artifacts: str  # none, last, best: the checkpoint that is uploaded at the end
+    watch: bool  # refused, with the reason
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The trackers; () without one."""
+        names = (self.name,) if isinstance(self.name, str) else tuple(self.name)
+        return () if names == ("none",) else names
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,12 @@ def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
                 f"{key}={show(leaves[key])}: excludes train.compile=true, because a compiled graph would not "
                 "run the hooks that change the arithmetic.",
             )
+    trackers = leaves["tracker.name"]
+    if leaves["tracker.artifacts"] != "none" and trackers != "wandb" and "wandb" not in (trackers or ()):
+        yield (
+            {"tracker.artifacts", "tracker.name"},
+            f"tracker.artifacts={show(leaves['tracker.artifacts'])}: needs tracker=wandb, which keeps them.",
+        )
     if leaves.get("optim.nesterov") is True and leaves.get("optim.momentum") == 0:
         yield (
             {"optim.nesterov"},

@@ -17,6 +17,20 @@ class Confusion:
         Any, np.dtype[np.int64]
     ]  # [classes, classes]: row the true class, column the predicted
 
+    def table(self) -> list[dict[str, Any]]:
+        """Precision, recall, F1 and support of each class that occurs, as numbers."""
+        hits, true, predicted = np.diag(self.counts), self.counts.sum(1), self.counts.sum(0)
+        return [
+            {
+                "class": self.classes[index],
+                "precision": float(hits[index] / max(1, predicted[index])),
+                "recall": float(hits[index] / max(1, true[index])),
+                "f1": float(2 * hits[index] / (true[index] + predicted[index])),
+                "support": int(true[index]),
+            }
+            for index in np.flatnonzero(true + predicted)
+        ]
+
     def report(self) -> str:
         """Precision, recall, F1 and support of each class that occurs: scikit-learn's report."""
         from sklearn.metrics import classification_report  # takes a second to import

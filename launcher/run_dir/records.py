@@ -50,6 +50,7 @@ FILES = (
     RESERVE,
 )
 LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
+TRACKERS = "trackers"  # files of the other trackers, in a folder each
 PICTURES = "pictures"  # of a recipe's own
 LOG_NAME = re.compile(
     r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
@@ -86,7 +87,7 @@ def refuse_links(directory: Path) -> None:
     """Raise OSError where a file or folder of the run is a link, a pipe, a device or of the other kind."""
     for name in FILES:
         require_plain(directory / name)
-    for name in (LOGS, WANDB, PICTURES):
+    for name in (LOGS, WANDB, TRACKERS, PICTURES):
         require_folder(directory / name)
     for path in (directory / LOGS).glob("*"):
         require_plain(path)
@@ -97,7 +98,15 @@ def foreign_to_a_run(directory: Path) -> list[str]:
 
     Output files made by a shell or a scheduler are accepted.
     """
-    own = {*FILES, LOGS, WANDB, CHECKPOINTS, PICTURES, "lost+found"}  # lost+found: of a new file system
+    own = {
+        *FILES,
+        LOGS,
+        WANDB,
+        TRACKERS,
+        CHECKPOINTS,
+        PICTURES,
+        "lost+found",
+    }  # lost+found: of a new file system
     return sorted(
         entry.name for entry in os.scandir(directory) if not (entry.name in own or _is_output(entry))
     )

@@ -7,21 +7,26 @@ tracker. Other ranks use `Telemetry()`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launcher.config.schema import Config
-from launcher.errors import StorageError
-from launcher.run_dir.atomic import clear_away
-from launcher.run_dir.records import user_shape
+from launcher.errors import ConfigError, StorageError
+from launcher.run_dir.atomic import clear_away, read_json
+from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
 from launcher.telemetry.console.console import Console
 from launcher.telemetry.events import EventLog, last_run_id, recording_of
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Telemetry
-from launcher.telemetry.tracker.mode import Decision, decide
+from launcher.telemetry.tracker.mode import Decision, decide, sync_command
+from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
+from launcher.telemetry.tracker.registry import is_own, make, refuse_missing
+from launcher.telemetry.tracker.sink import Patience, TrackerSink
 from launcher.telemetry.tracker.wandb_environment import taken_from
-from launcher.telemetry.tracker.wandb_session import Patience, WandbRun
-from launcher.telemetry.tracker.wandb_sink import WandbSink, new_run_id, sync_command
+from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, new_run_id
 
 
 def open_telemetry(
@@ -30,10 +35,11 @@ def open_telemetry(
     with_gpu: bool,
     patience: Patience | None = None,
 ) -> Telemetry:
-    """Open all sinks of a run, for rank 0, and report the tracker's mode. Raises StorageError.
+    """Open all sinks of a run, for rank 0, and report the tracker's mode. Raises StorageError, ConfigError.
 
     `with_gpu` enables wandb's sampling of system metrics, which costs processor time.
     """
+    refuse_missing(config.tracker)
     run_dir = Path(config.run.dir)
     clear_away(run_dir)  # rank 0 of this attempt is the only writer
     try:
@@ -47,11 +53,46 @@ def open_telemetry(
     if before.warning:
         telemetry.warn(before.warning)
     run_id = config.tracker.run_id or last_run_id(before.events) or new_run_id()
+    if not config.tracker.names:
+        telemetry.decision("tracker", "none: tracker=none", mode="none")
+    for name in config.tracker.names:
+        run = _tracked_run(config, name, run_id)
+        if name == "wandb":
+            _add_wandb(telemetry, config, run, environ, with_gpu, patience or Patience())
+        else:
+            telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
+            _add(telemetry, config, name, partial(make, name), run, patience, early=not is_own(name))
+    return telemetry
+
+
+def _add(
+    telemetry: Telemetry,
+    config: Config,
+    name: str,
+    make_tracker: Callable[[], Tracker],
+    run: TrackedRun,
+    patience: Patience | None,
+    early: bool = True,
+) -> None:
+    facts = partial(_facts, Path(config.run.dir))
+    telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, patience, early=early, facts=facts))
+
+
+def _add_wandb(
+    telemetry: Telemetry,
+    config: Config,
+    run: TrackedRun,
+    environ: Mapping[str, str],
+    with_gpu: bool,
+    patience: Patience,
+) -> None:
     decision = decide(config.tracker, environ)
+    _refuse_offline_artifacts(config, decision)
     if decision.mode == "none":
         telemetry.decision("tracker", decision.text, mode=decision.mode)
-        return telemetry
-    run = _wandb_run(config, decision, run_id, with_gpu, environ)
+        return
+    directory = Path(environ.get("WANDB_DIR") or config.run.dir).expanduser().absolute()
+    run = replace(run, directory=directory)
     if given := taken_from(config.tracker, environ):
         telemetry.decision("tracker", f"takes {given}")
     telemetry.decision(
@@ -59,22 +100,39 @@ def open_telemetry(
         decision.text,
         mode=decision.mode,
         run_id=run.run_id,
-        sync=sync_command(run.directory) if decision.mode == "offline" else None,
+        sync=sync_command(directory) if decision.mode == "offline" else None,
     )
-    telemetry.add(WandbSink(run, telemetry.warn, patience))
-    return telemetry
+    options = WandbOptions(decision.mode == "online", with_gpu, telemetry.warn, patience)
+    _add(telemetry, config, "wandb", partial(WandbTracker, options), run, patience)
 
 
-def _wandb_run(
-    config: Config, decision: Decision, run_id: str, with_gpu: bool, environ: Mapping[str, str]
-) -> WandbRun:
-    run_dir = Path(config.run.dir)
-    return WandbRun(
-        directory=Path(environ.get("WANDB_DIR") or run_dir).expanduser().absolute(),
-        mode=decision.mode,
-        name=config.tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
-        tracker=config.tracker,
-        config=user_shape(config),
+def _refuse_offline_artifacts(config: Config, decision: Decision) -> None:
+    if config.tracker.artifacts != "none" and decision.mode != "online":
+        raise ConfigError(
+            f"tracker.artifacts={config.tracker.artifacts}: checkpoints are uploaded by an online run only, "
+            f"and wandb is {decision.text}. Log in, or set tracker.artifacts=none; the checkpoints stay in "
+            f"{config.run.dir}/checkpoints."
+        )
+
+
+def _tracked_run(config: Config, name: str, run_id: str) -> TrackedRun:
+    run_dir, tracker = Path(config.run.dir), config.tracker
+    return TrackedRun(
+        directory=run_dir / TRACKERS / name,
+        name=tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
         run_id=run_id,
-        system_metrics=with_gpu,
+        project=tracker.project,
+        config=user_shape(config),
+        group=tracker.group,
+        tags=tracker.tags,
+        notes=tracker.notes,
+        entity=tracker.entity,
     )
+
+
+def _facts(run_dir: Path) -> dict[str, Any]:
+    """The commit, read when the run starts; never the remote, whose URL may contain a token."""
+    try:
+        return {"git": read_json(run_dir / ENVIRONMENT).get("git")}
+    except (OSError, ValueError):
+        return {}

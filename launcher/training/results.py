@@ -34,6 +34,7 @@ from launcher.telemetry import Telemetry
 from launcher.training.progress import Totals
 
 SPLIT = "split.csv"
+MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
 
 
 def weights_sha256(stepper: Stepper) -> str:
@@ -110,13 +111,21 @@ def write_files(
         if confusion is not None:
             text = confusion.report()
             write_text(run_dir / "classification_report.txt", text)
-            telemetry.emit("report", content["steps"], text=text)
+            telemetry.emit("report", content["steps"], text=text, **_tables(confusion))
         write_result(run_dir, content)
     except OSError as error:
         raise StorageError(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
             "make room and run it again."
         ) from error
+
+
+def _tables(confusion: Confusion) -> dict[str, Any]:
+    """For the trackers. Of many classes only the text: result.json has the matrix."""
+    if len(confusion.classes) > MOST_CLASSES:
+        return {}
+    matrix = confusion.counts.tolist()
+    return {"table": confusion.table(), "classes": list(confusion.classes), "confusion_matrix": matrix}
 
 
 def write_split(run_dir: Path, recipe: Recipe) -> None:

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from launcher.errors import RecipeError
-from launcher.telemetry.tracker.wandb_sink import Picture, Text, history_row
+from launcher.telemetry.tracker import Picture, Text
+from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.training.after_evaluation import sorted_by_kind
 from tests.faults.launching import Ended, run
 
@@ -81,10 +82,10 @@ def test_texts_numbers_and_pictures_are_recorded(ended: Ended) -> None:
 
 @pytest.mark.slow
 def test_the_tracker_shows_them(ended: Ended) -> None:
-    row = history_row(ended.events("after_evaluation")[-1])
-    assert row["after_evaluation/a sample"] == Text("<6>")
-    assert row["after_evaluation/width"] == 3
-    assert isinstance(row["after_evaluation/pixels"], Picture)
+    event = ended.events("after_evaluation")[-1]
+    assert media_of(event)["after_evaluation/a sample"] == Text("<6>")
+    assert row_of(event)["after_evaluation/width"] == 3
+    assert isinstance(media_of(event)["after_evaluation/pixels"], Picture)
     media = list((ended.directory / "wandb").glob("offline-run-*/files/media/**/*.*"))
     assert sorted(path.suffix for path in media) == [".html"] * 2 + [".png"] * 6
     texts = [path.read_text() for path in media if path.suffix == ".html"]

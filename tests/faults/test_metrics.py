@@ -11,7 +11,7 @@ import pytest
 from launcher.checkpoint.export import export
 from launcher.report.page import write_report
 from launcher.report.plots import draw_curves
-from launcher.telemetry.tracker.wandb_sink import history_row
+from launcher.telemetry.tracker.rows import row_of
 from tests.faults.launching import Ended, run
 
 pytestmark = pytest.mark.timeout(90)
@@ -93,8 +93,8 @@ def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
     assert [line[2] for line in lines if line[:2] in (["1", "6"], ["2", "6"])] == ["near", "far"]
     assert any(line[:4] == ["epoch", "step", "set", "loss"] for line in lines)
     assert ended.status["last"]["eval"]["set"] == "near"
-    assert history_row(near)["eval/near/margin"] == near["margin"]
-    assert not any(key.endswith("/set") for key in history_row(far))
+    assert row_of(near)["eval/near/margin"] == near["margin"]
+    assert not any(key.endswith("/set") for key in row_of(far))
     page = write_report(ended.directory).read_text()
     assert re.search(r"<td[^>]*>far</td>", page)
     assert draw_curves(ended.directory) is not None

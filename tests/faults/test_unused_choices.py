@@ -12,7 +12,7 @@ from wandb.proto import wandb_internal_pb2
 from launcher.recipe import load_recipe
 from launcher.recipe.contract import Used
 from launcher.report.page import write_report
-from launcher.telemetry.tracker.wandb_sink import used_config
+from launcher.telemetry.tracker.used_config import used_config
 from tests.configs import composed
 from tests.faults.launching import EPOCH, Ended, run
 from tests.faults.usercode import stop_after
@@ -77,4 +77,4 @@ def test_what_a_recipe_has_looked_up_keeps_its_name() -> None:
     assert used == Used("resnet18", "digits")
     assert recipe.train.to(torch.device("cpu")).name == "digits"
     shape = {"model": {"name": "resnet18", "stem": "auto"}, "data": {"name": "digits"}}
-    assert used_config(shape, {"event": "start", "model": used.model, "data": used.data}) == {}
+    assert used_config(shape, {"event": "start", "model": used.model, "data": used.data}) == shape

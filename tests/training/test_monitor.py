@@ -9,7 +9,7 @@ import torch
 from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
-from launcher.telemetry.tracker.wandb_sink import history_row
+from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.monitor import Monitor
@@ -185,8 +185,8 @@ def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
     assert (event["zero_share"], event["near_max_share"]) == (1 / 8, 1 / 8)
     counts = dict(enumerate(event["histogram"], event["first_exponent"]))
     assert {exponent: count for exponent, count in counts.items() if count} == {0: 5, 1: 1, 14: 1}
-    assert list(history_row(event)) == [
-        "step",
+    assert media_of(event)["gradients/exponents"].counts == event["histogram"]
+    assert list(row_of(event)) == [
         "gradients/scale",
         "gradients/zero_share",
         "gradients/zero_share_at_scale_1",

@@ -1,1 +1,25 @@
-"""Experiment trackers: wandb."""
+"""Experiment trackers: wandb, TensorBoard, trackio, and those of one's own."""
+
+from launcher.telemetry.tracker.protocol import (
+    ConfusionMatrix,
+    Histogram,
+    Media,
+    Picture,
+    Table,
+    Text,
+    TrackedRun,
+    Tracker,
+)
+from launcher.telemetry.tracker.registry import tracker
+
+__all__ = [
+    "ConfusionMatrix",
+    "Histogram",
+    "Media",
+    "Picture",
+    "Table",
+    "Text",
+    "TrackedRun",
+    "Tracker",
+    "tracker",
+]

@@ -1,4 +1,4 @@
-"""The tracker's mode (online, offline, none), decided with its reason before the tracker is imported.
+"""wandb's mode (online, offline, none), decided with its reason before wandb is imported.
 
 Owns the search for credentials and the probe of the server, both within a time limit. Imports no tracker, and
 checks only that a key exists.
@@ -41,8 +41,6 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
     An explicit mode in the config takes precedence over WANDB_MODE. In every mode, a server that cannot be
     used means offline: tracking never stops a run.
     """
-    if tracker.name == "none" or tracker.mode == "none":
-        return Decision("none", "tracker=none")
     settled = (
         _mode_of(environ)
         if tracker.mode == "auto"
@@ -59,6 +57,11 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
     if trouble is not None:
         return Decision("offline", f"{server} {trouble} (wandb sync DIR once it does)")
     return Decision("online", f"API key from {source}, {server} answers")
+
+
+def sync_command(directory: Path) -> str:
+    """The command that uploads an offline run."""
+    return f"wandb sync {directory / 'wandb'}/offline-run-*"
 
 
 def probe_server(server: str, timeout_s: float = PROBE_S) -> str | None:

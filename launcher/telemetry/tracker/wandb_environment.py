@@ -1,8 +1,8 @@
 """Applies wandb's own variables to the config of the tracker.
 
 Owns the mapping of variables to keys of `tracker`, and their precedence: the command line, then the
-environment, then the YAML. wandb reads all other WANDB_ variables itself (notes, job type, resume, silence,
-console, servers and caches): see `launcher.telemetry.tracker.wandb_session`.
+environment, then the YAML. wandb reads all other WANDB_ variables itself (job type, resume, silence, console,
+servers and caches): see `launcher.telemetry.tracker.wandb_session`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ VARIABLES = {
     "run_id": "WANDB_RUN_ID",
     "group": "WANDB_RUN_GROUP",
     "tags": "WANDB_TAGS",
+    "notes": "WANDB_NOTES",
 }
 MODES = ("WANDB_MODE", "WANDB_DISABLED")
 MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
@@ -41,7 +42,7 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
         if environ.get(variable)
     }
     if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
-        if config.tracker.name != "none":
+        if "wandb" in config.tracker.names:
             _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
         changes["mode"] = "auto"  # decided by the variables
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))

@@ -10,12 +10,12 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.config.schema import TrackerConfig
+from launcher.telemetry.tracker.protocol import TrackedRun
+from launcher.telemetry.tracker.sink import Patience
 from launcher.telemetry.tracker.wandb_environment import READ_HERE
 
 if TYPE_CHECKING:
@@ -23,54 +23,36 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 
-@dataclass(frozen=True)
-class WandbRun:
-    """What wandb is given about a run."""
+def start(
+    run: TrackedRun, online: bool, system_metrics: bool, patience: Patience, warn: Callable[[str], None]
+) -> Run:
+    """Start wandb. Raises wandb's errors. Calls `warn` when a stop is requested on the run's page.
 
-    directory: Path  # of the run, or WANDB_DIR; wandb writes to wandb/ in it
-    mode: str  # online, offline
-    name: str
-    tracker: TrackerConfig  # project, entity, group and tags are taken from it
-    config: Mapping[str, Any]
-    run_id: str
-    system_metrics: bool  # wandb's own sampler of processors and memory
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long wandb may take before the run continues without it."""
-
-    init_s: float = 10.0  # an online run that takes longer to start becomes an offline run
-    finish_s: float = 30.0  # after the last event, for the remaining upload
-
-
-class TrackerError(Exception):
-    """wandb cannot track this run, or no longer can."""
-
-
-def start(run: WandbRun, mode: str, patience: Patience, warn: Callable[[str], None]) -> Run:
-    """Start wandb. Raises wandb's errors. Calls `warn` when a stop is requested on the run's page."""
+    `run.directory` is that of the run or WANDB_DIR: wandb writes to wandb/ in it.
+    """
     import wandb
 
     return wandb.init(
         dir=str(run.directory),
-        mode="online" if mode == "online" else "offline",
-        project=run.tracker.project,
-        entity=run.tracker.entity,
+        mode="online" if online else "offline",
+        project=run.project,
+        entity=run.entity,
         name=run.name,
         id=run.run_id,
-        resume=_resume(mode),
-        group=run.tracker.group,
-        tags=list(run.tracker.tags),
+        resume=_resume(online),
+        group=run.group,
+        tags=list(run.tags),
+        notes=run.notes,
         config=dict(run.config),
         reinit="finish_previous",
-        settings=_settings(run, patience, warn),
+        settings=_settings(system_metrics, patience, warn),
     )
 
 
-def _settings(run: WandbRun, patience: Patience, warn: Callable[[str], None]) -> Settings:
+def _settings(system_metrics: bool, patience: Patience, warn: Callable[[str], None]) -> Settings:
     import wandb
 
+    wants_code = os.environ.get("WANDB_SAVE_CODE", "").lower() in ("true", "1", "yes")
     return wandb.Settings(
         **_unless_in_environment(
             silent=True,  # the launcher reports what users need to know
@@ -78,28 +60,35 @@ def _settings(run: WandbRun, patience: Patience, warn: Callable[[str], None]) ->
             symlink=False,
             use_dot_wandb=False,
             save_code=False,
-            disable_code=True,
-            disable_git=True,  # a remote's URL may contain a token; env.json has the commit
+            disable_code=not wants_code,
+            disable_git=True,  # a remote's URL may contain a token; the config has the commit
             disable_job_creation=True,
+            x_disable_meta=True,  # would record argv and the host
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            x_disable_stats=not system_metrics,
+            init_timeout=patience.init_s,
+            finish_timeout=patience.finish_s,
         ),
-        x_disable_meta=True,  # would record argv and the host
-        x_disable_machine_info=True,
-        x_save_requirements=False,
-        x_disable_stats=not run.system_metrics,
-        init_timeout=patience.init_s,
-        finish_timeout=patience.finish_s,
         stop_fn=lambda: warn("a stop was requested on the run's wandb page; send SIGTERM to stop the run"),
     )
 
 
 def _unless_in_environment(**ours: Any) -> dict[str, Any]:
-    """The settings, without those that the user's environment sets by wandb's variables."""
-    return {key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ}
+    """The settings, without those that the user's environment sets by wandb's variables.
+
+    A setting x_NAME has two: WANDB_X_NAME and WANDB__NAME.
+    """
+    return {
+        key: value
+        for key, value in ours.items()
+        if os.environ.keys().isdisjoint({f"WANDB_{key.upper()}", f"WANDB_{key.removeprefix('x').upper()}"})
+    }
 
 
-def _resume(mode: str) -> Literal["allow"] | None:
+def _resume(online: bool) -> Literal["allow"] | None:
     """None leaves the choice to WANDB_RESUME. Offline, a later sync merges runs with the same id."""
-    return None if mode != "online" or os.environ.get("WANDB_RESUME") else "allow"
+    return None if not online or os.environ.get("WANDB_RESUME") else "allow"
 
 
 def unwritten(log: Path) -> str:

@@ -15,10 +15,10 @@ from tests.telemetry.tracker.http_server import OK, Server, closed_port
 UP, DOWN = (lambda server: None), (lambda server: "is down")
 
 
-def tracker(name="wandb", mode="auto"):
-    return TrackerConfig(
-        name=name, project="launcher", mode=mode, group=None, tags=(), entity=None, run_name=None, run_id=None
-    )
+def tracker(mode="auto"):
+    nothing = dict.fromkeys(("group", "entity", "run_name", "run_id", "notes"))
+    options = {"project": "launcher", "tags": (), "artifacts": "none", "watch": False, **nothing}
+    return TrackerConfig(name="wandb", mode=mode, **options)
 
 
 def never(server):
@@ -65,8 +65,6 @@ def never(server):
         (tracker(mode="offline"), {"WANDB_API_KEY": CANARY}, never, "offline", "tracker.mode=offline"),
         (tracker(mode="online"), {"WANDB_MODE": "disabled"}, never, "offline", NO_KEY),
         (tracker(mode="online"), {"WANDB_API_KEY": CANARY, "WANDB_MODE": "offline"}, UP, "online", "API key"),
-        (tracker(name="none"), {"WANDB_API_KEY": CANARY}, never, "none", "tracker=none"),
-        (tracker(mode="none"), {"WANDB_API_KEY": CANARY}, never, "none", "tracker=none"),
     ],
 )
 def test_the_mode_is_decided_with_its_reason(tmp_path, config, environ, probe, mode, reason):

@@ -27,7 +27,7 @@ import json, os, signal, subprocess, sys, threading, time
 from launcher.telemetry import open_telemetry
 from contextlib import ExitStack
 from launcher.run_dir.claim import claimed
-from launcher.telemetry.tracker.wandb_session import Patience
+from launcher.telemetry.tracker.sink import Patience
 from tests.run_dir.test_records import sample_config
 
 plan = json.loads(sys.argv[1])
@@ -66,9 +66,17 @@ for job in range(plan.get("jobs", 1)):
         telemetry.emit("step", step, epoch=0, **values)
         slowest_s = max(slowest_s, time.monotonic() - began)
     telemetry.emit("eval", plan["steps"], epoch=0, loss=0.25, accuracy=0.975, samples=360)
+    telemetry.emit("gradients", plan["steps"], zero_share=0.5, first_exponent=-24, histogram=[1, 2, 3])
+    telemetry.emit("gpu", plan["steps"], power_w=300.0, gpus=[{"index": 0, "uuid": "u", "power_w": 300.0}])
+    texts, pictures = {"sample": "<b>"}, {"image": plan["picture"]} if plan.get("picture") else {}
+    telemetry.emit("after_evaluation", plan["steps"], texts=texts, pictures=pictures, numbers={"width": 3})
+    table = [{"class": "a", "precision": 1.0, "support": 3}, {"class": "b", "precision": 0.5, "support": 2}]
+    matrix = {"classes": ["a", "b"], "confusion_matrix": [[3, 0], [1, 1]]}
+    telemetry.emit("report", plan["steps"], text="a report", table=table, **matrix)
     if plan.get("die"):
         os.kill(os.getpid(), signal.SIGKILL)
-    telemetry.emit("end", plan["steps"], state="done", exit=0, metrics={"accuracy": 0.975})
+    state, code = plan.get("end", ["done", 0])
+    telemetry.emit("end", plan["steps"], state=state, exit=code, metrics={"accuracy": 0.975})
     began = time.monotonic()
     telemetry.close()
     closing_s.append(time.monotonic() - began)
@@ -154,7 +162,11 @@ def history_of(records):
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
     """Two runs, one after the other in one process, without a key and without a terminal."""
-    return train(tmp_path_factory.mktemp("offline"), {"steps": 20, "jobs": 2})
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("offline")
+    Image.new("RGB", (4, 3)).save(folder / "picture.png")
+    return train(folder, {"steps": 20, "jobs": 2, "picture": str(folder / "picture.png")})
 
 
 def test_without_a_key_and_a_terminal_the_run_is_tracked_offline(offline):
@@ -188,7 +200,44 @@ def test_curves_are_drawn_over_the_logged_step(offline):
     records = offline_records(offline.dirs[0])
     metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
     over_step = {metric.glob_name for metric in metrics if metric.step_metric == "step"}
-    assert {"train/*", "scale/*", "eval/*", "perf/*"} <= over_step
+    assert {"train/*", "scale/*", "eval/*", "time/*", "gpu/*", "gradients/*"} <= over_step
+
+
+def test_what_was_shown_is_in_the_file(offline):
+    """Histogram, text, picture, tables and GPU; each with the step at which it was logged."""
+    rows = history_of(offline_records(offline.dirs[0]))
+    found = {name: value for row in rows for name, value in row.items()}
+    assert found["gradients/exponents._type"] == "histogram"
+    assert found["gradients/exponents.values"] == [1, 2, 3]
+    assert found["gradients/exponents.bins"] == [-24, -23, -22, -21]
+    assert (found["gradients/zero_share"], found["gpu/0/power_w"]) == (0.5, 300.0)
+    assert found["after_evaluation/width"] == 3
+    files = Path(next(offline.dirs[0].glob("wandb/offline-run-*/files")))
+    assert "&lt;b&gt;" in (files / found["after_evaluation/sample.path"]).read_text()
+    assert (found["after_evaluation/image.width"], found["after_evaluation/image.height"]) == (4, 3)
+    assert "a report" in (files / found["eval/classification_report.path"]).read_text()
+    table = read_json(files / found["eval/classes.path"])
+    assert table["columns"] == ["class", "precision", "support"]
+    assert table["data"] == [["a", 1.0, 3], ["b", 0.5, 2]]
+    (path,) = [found[name] for name in found if "confusion_matrix" in name and name.endswith(".path")]
+    cells = [["a", "a", 3], ["a", "b", 0], ["b", "a", 1], ["b", "b", 1]]
+    assert read_json(files / path)["data"] == cells
+    assert all("step" in row for row in rows)
+
+
+def test_the_summary_has_the_best_values_of_the_evaluations(offline):
+    records = offline_records(offline.dirs[0])
+    metrics = {r.metric.name: r.metric for r in records if r.WhichOneof("record_type") == "metric"}
+    assert (metrics["eval/accuracy"].summary.max, metrics["eval/accuracy"].summary.last) == (True, True)
+    assert (metrics["eval/loss"].summary.min, metrics["eval/loss"].summary.max) == (True, False)
+
+
+@pytest.mark.parametrize(("state", "code"), [("diverged", 5), ("preempted", 75)])
+def test_wandb_gets_the_exit_code_of_the_run(tmp_path, state, code):
+    trained = train(tmp_path, {"steps": 1, "end": [state, code]})
+    records = list(offline_records(trained.dirs[0]))
+    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [code]
+    assert any(r.WhichOneof("record_type") == "preempting" for r in records) == (state == "preempted")
 
 
 def test_each_job_is_a_run_of_its_own_and_nothing_is_left_behind(offline):

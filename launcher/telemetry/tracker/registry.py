@@ -1,0 +1,74 @@
+"""Finds trackers by name: those of the project, and those that a recipe file registers.
+
+Owns the decorator. Imports no tracker's library: the modules do, where they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from launcher.config.messages import nearest, suggestion
+from launcher.config.rules import TRACKERS
+from launcher.config.schema import TrackerConfig
+from launcher.errors import ConfigError
+from launcher.telemetry.tracker.protocol import Tracker
+
+_OWN: dict[str, type[Tracker]] = {}
+LIBRARIES = ("wandb", "tensorboard", "trackio")  # of the trackers of these names, as pip knows them
+CLASSES = {"tensorboard": "TensorboardTracker", "trackio": "TrackioTracker"}  # in <name>_tracker
+
+
+def tracker(name: str) -> Callable[[type[Tracker]], type[Tracker]]:
+    """Offers a class without arguments under `name` (the config's `tracker.name`)."""
+    if name in TRACKERS:
+        raise ConfigError(f'@tracker("{name}"): the launcher has a tracker of that name. Choose another.')
+
+    def register(kind: type[Tracker]) -> type[Tracker]:
+        _OWN[name] = kind
+        return kind
+
+    return register
+
+
+def is_own(name: str) -> bool:
+    """Whether the tracker comes from a recipe file, which is loaded some time after the start."""
+    return name not in LIBRARIES
+
+
+def make(name: str) -> Tracker:
+    """A new tracker other than wandb, which takes options. Raises ConfigError for an unknown name."""
+    if name in _OWN:
+        return _OWN[name]()
+    if name not in CLASSES:
+        raise ConfigError(_unknown(name))
+    module = importlib.import_module(f"launcher.telemetry.tracker.{name}_tracker")
+    made: Tracker = getattr(module, CLASSES[name])()
+    return made
+
+
+def refuse_unknown(config: TrackerConfig) -> None:
+    """Raise ConfigError for a name that nothing registers. Call it once the recipe file is loaded."""
+    for name in config.names:
+        if name not in TRACKERS and name not in _OWN:
+            raise ConfigError(_unknown(name))
+
+
+def refuse_missing(config: TrackerConfig) -> None:
+    """Raise ConfigError for a tracker whose library is not installed, with the line that installs it."""
+    from importlib.util import find_spec
+
+    for name in config.names:
+        if name in LIBRARIES and find_spec(name) is None:
+            raise ConfigError(
+                f"tracker.name={name}: needs the package {name}, which is not installed. "
+                f"Install it with: pip install {name}"
+            )
+
+
+def _unknown(name: str) -> str:
+    known = (*TRACKERS, *_OWN)
+    return (
+        f"tracker.name={name}: must be one of {', '.join(known)}, or one that the recipe file "
+        f'registers with @tracker("{name}").{suggestion(nearest(name, known))}'
+    )

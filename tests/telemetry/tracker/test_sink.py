@@ -1,0 +1,120 @@
+"""The thread between the run and a tracker: nothing a tracker does delays or ends the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.telemetry import Telemetry
+from launcher.telemetry.tracker import TrackedRun
+from launcher.telemetry.tracker.sink import Patience, TrackerError, TrackerSink
+from tests.telemetry.test_stream import Kept
+
+
+class Recording:
+    """A tracker that keeps what it gets; each `log` takes `seconds`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.rows: list[tuple[int, dict]] = []
+        self.media_names: list[str] = []
+        self.config: dict = {}
+        self.threads: set[str] = set()
+        self.exit_code = None
+
+    def start(self, run):
+        self.config = dict(run.config)
+
+    def log(self, step, values):
+        time.sleep(self.seconds)
+        self.threads.add(threading.current_thread().name)
+        self.rows.append((step, dict(values)))
+
+    def media(self, step, name, item):
+        self.media_names.append(name)
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+def tracked(tmp_path: Path, tracker: object, **options):
+    """A telemetry with the tracker and a sink that keeps what the run sees."""
+    kept = Kept()
+    telemetry = Telemetry([kept])
+    run = TrackedRun(tmp_path / "trackers", "name", "id", "project", {"seed": 0})
+    telemetry.add(TrackerSink("slow", lambda: tracker, run, telemetry.warn, **options))
+    return telemetry, kept
+
+
+def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: Path) -> None:
+    tracker = Recording()
+    telemetry, kept = tracked(tmp_path, tracker, facts=lambda: {"git": {"commit": "c0ffee"}})
+    telemetry.emit("step", 0, loss=9.0)
+    telemetry.emit("start", 0)
+    for step in range(1, 6):
+        telemetry.emit("step", step, loss=1 / step, data_ms=2.0)
+    telemetry.emit("report", 5, text="t")
+    telemetry.emit("end", 5, state="diverged", exit=5)
+    telemetry.close()
+    assert tracker.rows == [(n, {"train/loss": 1 / n, "time/data_ms": 2.0}) for n in range(1, 6)]
+    assert tracker.media_names == ["eval/classification_report"]
+    assert tracker.config == {"seed": 0, "git": {"commit": "c0ffee"}}
+    assert tracker.exit_code == 5
+    assert tracker.threads == {"slow-tracker"}
+    assert kept.texts() == []
+
+
+def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_path: Path) -> None:
+    tracker = Recording(seconds=0.01)
+    telemetry, kept = tracked(tmp_path, tracker, queue_rows=10)
+    telemetry.emit("start", 0)
+    began = time.monotonic()
+    for step in range(1, 201):
+        telemetry.emit("step", step, loss=1.0)
+        if step % 50 == 0:
+            telemetry.emit("eval", step, accuracy=0.5)
+    assert time.monotonic() - began < 1.0, "200 rows of 10 ms each would take 2 s"
+    telemetry.emit("end", 200, state="done", exit=0)
+    telemetry.close()
+    logged = [step for step, values in tracker.rows if "train/loss" in values]
+    assert [step for step, values in tracker.rows if "eval/accuracy" in values] == [50, 100, 150, 200]
+    assert tracker.exit_code == 0
+    first, last = kept.texts()
+    assert "slow is slower than the run: 10 rows wait for it" in first
+    assert f"{200 - len(logged)} rows were left out" in last
+    assert len([record for record in kept.records if record["event"] == "step"]) == 200
+
+
+@pytest.mark.parametrize("method", ["start", "log", "finish"])
+def test_a_tracker_that_raises_is_given_up_with_one_warning(tmp_path: Path, method: str) -> None:
+    tracker = Recording()
+
+    def fail(*values: object) -> None:
+        raise OSError("disk full")
+
+    setattr(tracker, method, fail)
+    telemetry, kept = tracked(tmp_path, tracker)
+    telemetry.emit("start", 0)
+    deadline = time.monotonic() + 5
+    while not kept.texts() and method != "finish" and time.monotonic() < deadline:
+        telemetry.emit("step", 1, loss=1.0)
+        time.sleep(0.01)
+    telemetry.close()
+    assert kept.texts() == [
+        "slow is given up: TrackerError: OSError: disk full. The run continues without it."
+    ]
+
+
+def test_a_tracker_that_never_returns_costs_a_bounded_wait(tmp_path: Path) -> None:
+    tracker, done = Recording(), threading.Event()
+    tracker.finish = lambda exit_code: done.wait(30)  # type: ignore[method-assign]
+    run = TrackedRun(tmp_path, "name", "id", "project", {})
+    sink = TrackerSink("stuck", lambda: tracker, run, print, Patience(0.0, -4.9))
+    sink.write({"event": "start", "time": 1.0, "step": 0})
+    with pytest.raises(TrackerError, match=r"did not finish within 0\.1 s"):
+        sink.close()
+    done.set()
+    sink._thread.join(5)

@@ -1,0 +1,140 @@
+"""Trackers besides wandb: what their own readers find in what they wrote."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.config.schema import Config
+from launcher.errors import ConfigError
+from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, Table, Text, TrackedRun, Tracker
+from launcher.telemetry.tracker.registry import make, refuse_missing, refuse_unknown, tracker
+from tests.configs import composed
+from tests.forked import launch_forked
+from tests.process.test_shortage import RECIPE, YAML
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "launcher" / "telemetry" / "README.md").read_text()
+OWN = next(code for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "@tracker" in code)
+
+
+def config_with(*names: str) -> Config:
+    return composed("tracker.name=[" + ",".join(names) + "]")
+
+
+def write_all(made: Tracker, folder: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (4, 3)).save(folder / "picture.png")
+    config = {"optim": {"lr": 0.1}, "git": {"commit": "c0ffee"}}
+    run = TrackedRun(folder, "a name", "an-id", "a project", config, notes="some notes")
+    made.start(run)
+    made.log(1, {"train/loss": 0.5, "scale/value": 65536, "scale/overflow_ranks": "0, 1"})
+    made.log(2, {"train/loss": 0.25})
+    made.media(2, "eval/classification_report", Text("a report"))
+    made.media(2, "gradients/exponents", Histogram([1, 2, 3], [-3, -2, -1, 0]))
+    made.media(2, "after_evaluation/picture", Picture(str(folder / "picture.png")))
+    made.media(2, "eval/classes", Table(("class", "f1"), [("a|b", 1.0)]))
+    made.media(2, "eval/confusion_matrix", ConfusionMatrix(["a", "b"], [[3, 0], [1, 1]]))
+    made.finish(0)
+
+
+def test_event_files_are_what_tensorboard_reads(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write_all(make("tensorboard"), tmp_path)
+    found = accumulator.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+    assert found.Scalars("scale/value")[0].value == 65536
+    (histogram,) = found.Histograms("gradients/exponents")
+    assert list(histogram.histogram_value.bucket) == [1, 2, 3]
+    assert list(histogram.histogram_value.bucket_limit) == [-2, -1, 0]
+    (picture,) = found.Images("after_evaluation/picture")
+    assert (picture.width, picture.height) == (4, 3)
+    assert picture.encoded_image_string == (tmp_path / "picture.png").read_bytes()
+
+    def text(name: str) -> str:
+        (event,) = found.Tensors(name)
+        return event.tensor_proto.string_val[0].decode()
+
+    assert "a report" in text("eval/classification_report")
+    assert "| a/b | 1.0 |" in text("eval/classes")
+    assert "| b | 1 | 1 |" in text("eval/confusion_matrix")
+    assert "c0ffee" in text("config")
+    assert "some notes" in text("notes")
+
+
+def test_trackio_reads_what_was_logged_in_its_database(tmp_path: Path) -> None:
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("needs trackio: pip install trackio")
+    code = f"""
+import pathlib, json
+from launcher.telemetry.tracker.registry import make
+from tests.telemetry.tracker.test_trackers import write_all
+write_all(make("trackio"), pathlib.Path({str(tmp_path)!r}))
+from trackio.sqlite_storage import SQLiteStorage
+print("READ", json.dumps(SQLiteStorage.get_logs("a project", "a name"), default=str))
+"""
+    environ = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("READ "))[5:])
+    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == [(1, 0.5), (2, 0.25)]
+    names = {name for row in rows for name in row}
+    assert {"eval/classification_report", "gradients/exponents", "eval/classes"} <= names
+
+
+def test_the_tracker_of_the_readme_runs_beside_the_others(tmp_path: Path) -> None:
+    """As its lines stand, in a whole run with three trackers at once."""
+    pytest.importorskip("tensorboard")
+    assert len(OWN.splitlines()) <= 25
+    (tmp_path / "own" / "recipe").mkdir(parents=True)
+    (tmp_path / "own" / "recipe" / "tiny.yaml").write_text(YAML)
+    (tmp_path / "mine.py").write_text(RECIPE.replace("{build}", "pass") + OWN)
+    words = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "train.max_steps=2", "run.dir=run"]
+    names = "tracker.name=[csv,tensorboard,wandb]"
+    done = launch_forked(tmp_path, [*words, names, "train.log_every_steps=1"], HOME=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stdout
+    with (tmp_path / "run" / "trackers" / "csv" / "values.csv").open() as file:
+        lines = list(csv.reader(file))
+    assert [step for step, name, _ in lines if name == "train/loss"] == ["1", "2"]
+    assert list((tmp_path / "run" / "trackers" / "tensorboard").glob("events.out.*"))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+
+
+def test_unknown_trackers_are_refused_with_the_nearest_names(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"tracker\.name=tensorbord: must be one of .* Nearest: tensorboard"
+    ):
+        config_with("wandb", "tensorbord")
+    (tmp_path / "mine.py").write_text("# tracker(")
+    config = composed("tracker.name=mine", f"recipes.path={tmp_path}/mine.py")
+    with pytest.raises(ConfigError, match=r'registers with @tracker\("mine"\)'):
+        refuse_unknown(config.tracker)
+
+
+def test_a_tracker_whose_package_is_missing_names_the_line_that_installs_it(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Install it with: pip install tensorboard"):
+        refuse_missing(config_with("tensorboard").tracker)
+
+
+def test_the_name_of_a_tracker_of_the_launcher_is_taken() -> None:
+    with pytest.raises(ConfigError, match="has a tracker of that name"):
+        tracker("wandb")
+
+
+def test_several_in_the_group_are_refused_with_the_key_that_takes_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"tracker\.name=\[wandb,tensorboard\]"):
+        composed("tracker=[wandb,tensorboard]")
