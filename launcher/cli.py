@@ -80,7 +80,7 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
     elif arguments.command == "recipes":
         print(recipes_text(directories), end="")
     elif arguments.command == "report":
-        write_reports(arguments.words)
+        write_reports(arguments)
     elif arguments.command == "export":
         export_weights(arguments)
     elif arguments.command == "new":

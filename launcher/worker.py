@@ -48,6 +48,7 @@ from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import log_path, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
+from launcher.telemetry.events import FORMAT
 from launcher.telemetry.gpu import GpuSampler, measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
@@ -250,6 +251,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     run.telemetry.emit(
         "start",
         start.step,
+        format=FORMAT,
         epochs=run.config.train.epochs,
         steps_per_epoch=job.course.steps_per_epoch,
         total_steps=job.course.total_steps,

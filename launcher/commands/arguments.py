@@ -42,8 +42,9 @@ WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; n
     "--config-name": (),
     "--config-dir": (),
     "--dtype": ("fp32", "fp16"),
+    "--out": (),
 }
-OF_EXPORT = ("--best", "--dtype")
+OF_ONE_COMMAND = {"--best": "export", "--dtype": "export", "--out": "report"}
 REFUSED = {
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
     "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "
@@ -85,8 +86,9 @@ def parse(argv: Sequence[str]) -> Arguments:
             words.append(word)
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
-    if command != "export" and (stray := [flag for flag in OF_EXPORT if flag in flags]):
-        raise ConfigError(f"{stray[0]}: belongs to the command export only.")
+    for flag, owner in OF_ONE_COMMAND.items():
+        if flag in flags and command != owner:
+            raise ConfigError(f"{flag}: belongs to the command {owner} only.")
     return Arguments(command, tuple(words[has_command:]), flags)
 
 

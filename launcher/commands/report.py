@@ -1,4 +1,8 @@
-"""`report`: pages and plots of finished runs and sweeps, from their files alone."""
+"""`report`: pages, tables and plots of runs and sweeps, from their files alone.
+
+Owns which directories are read and where the page is written. A run's page is its report.html; that of a
+sweep is in the sweep's directory; that of several runs is in the working directory, or where --out says.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,131 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from launcher.commands.arguments import Arguments
+from launcher.config.messages import shortened
 from launcher.errors import ConfigError, StorageError
 from launcher.process.terminal import columns_of, wrapped
 
+if TYPE_CHECKING:
+    from launcher.report.run_record import RunRecord
 
-def write_reports(words: Sequence[str]) -> None:
+USAGE = "python -m launcher report outputs/<recipe>/<run>"
+PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second process costs more than it saves
+
+
+def write_reports(arguments: Arguments) -> None:
+    """Write the page of the runs, and print their table. Raises ConfigError, StorageError."""
     from launcher.report.comparison import is_sweep, write_comparison
-    from launcher.report.page import write_report
+    from launcher.report.page import render
+    from launcher.report.run_table import run_table
 
-    if not words:
+    if not arguments.words:
+        raise ConfigError(f"report: which run? Give its directory: {USAGE}")
+    directories = [checked(word) for word in dict.fromkeys(arguments.words)]
+    try:
+        sweeps = [directory for directory in directories if is_sweep(directory)]
+        runs = read_runs(run_directories(directories))
+        place = place_of(arguments, directories)
+        written = [path for sweep in sweeps for path in write_comparison(sweep, silent)]
+        title = directories[0].absolute().name if len(directories) == 1 and sweeps else ""
+        write_page(place, render(runs, title or titled(runs)))
+    except OSError as error:
+        name = "" if error.filename is None else f"{error.filename}: "
+        raise StorageError(f"report {directories[0]}: {name}{error.strerror or error}.") from error
+    print(run_table(runs, columns_of(sys.stdout)))
+    print(*written, place, sep="\n")
+
+
+def checked(word: str) -> Path:
+    """The directory of a run or a sweep. Raises ConfigError."""
+    from launcher.report.comparison import job_directories
+    from launcher.report.run_record import is_run
+
+    if not os.path.isdir(word):
+        raise ConfigError(f"report {shortened(word)}: there is no such directory.")
+    directory = Path(word)
+    if not is_run(directory) and not job_directories(directory):
         raise ConfigError(
-            "report: which run? Give its directory: python -m launcher report outputs/<recipe>/<run>"
+            f"report {shortened(word)}: this is no run and no sweep: it holds neither metrics.jsonl nor "
+            f"status.json, nor folders with them. Give the directory of a run: {USAGE}"
         )
-    for word in words:
-        if not os.path.isdir(word):
-            raise ConfigError(f"report {word}: there is no such directory.")
-        directory = Path(word)
-        try:
-            several = is_sweep(directory)
-            written = write_comparison(directory, warn) if several else [write_report(directory, warn)]
-        except OSError as error:
-            raise StorageError(f"report {word}: {error.filename}: {error.strerror}.") from error
-        print(*written, sep="\n")
+    return directory
+
+
+def run_directories(directories: Sequence[Path]) -> list[Path]:
+    """The runs, and those of the sweeps, each once."""
+    from launcher.report.comparison import is_sweep, job_directories
+
+    found = [
+        run
+        for directory in directories
+        for run in (job_directories(directory) if is_sweep(directory) else [directory])
+    ]
+    return list({run.resolve(): run for run in found}.values())
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """The records of the runs, large ones side by side. Raises OSError."""
+    from launcher.report.recording import read_recording
+    from launcher.report.run_record import RunRecord
+    from launcher.telemetry.events import FILE_NAME
+
+    sizes = [(path / FILE_NAME).stat().st_size for path in directories if (path / FILE_NAME).is_file()]
+    workers = min(len(directories), len(os.sched_getaffinity(0)))
+    if workers < 2 or sum(sizes) < PARALLEL_FROM_BYTES:
+        return [RunRecord.read(directory, warn) for directory in directories]
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        recordings = list(pool.map(read_recording, directories))
+    return [RunRecord.read(d, warn, found) for d, found in zip(directories, recordings, strict=True)]
+
+
+def place_of(arguments: Arguments, directories: Sequence[Path]) -> Path:
+    """Where the page is written. Raises ConfigError where that is a file of another kind."""
+    from launcher.run_dir.records import REPORT
+
+    out = arguments.flags.get("--out")
+    if out is None:
+        return directories[0] / REPORT if len(directories) == 1 else not_foreign(Path(REPORT))
+    place = Path(out)
+    if place.is_dir() or not place.parent.is_dir():
+        raise ConfigError(
+            f"--out {shortened(out)}: must be a file in a directory that exists: --out runs.html"
+        )
+    return not_foreign(place)
+
+
+def not_foreign(place: Path) -> Path:
+    """The place, unless it holds something else than a page of ours. Raises ConfigError, OSError."""
+    from launcher.report.html import GENERATOR
+
+    if place.is_file():
+        with place.open("rb") as file:
+            head = file.read(1000)
+        if GENERATOR.encode() not in head:
+            raise ConfigError(
+                f"report: {place} exists and is no report. Choose another place: --out runs.html"
+            )
+    return place
+
+
+def write_page(place: Path, text: str) -> None:
+    from launcher.run_dir.atomic import write_text
+
+    write_text(place, text)
+
+
+def titled(runs: Sequence[RunRecord]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 
 def warn(text: str) -> None:
     print(wrapped(f"warning: {text}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
+
+
+def silent(text: str) -> None:
+    """For files whose warnings have been printed."""

@@ -62,11 +62,15 @@ def run_sweep(
 
 
 def compare_jobs(directory: Path) -> None:
-    """Write the plot and tables of a sweep; a failure is a warning, because the jobs are done."""
-    from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
+    """Write the plot, tables and page of a sweep; a failure is a warning, because the jobs are done."""
+    from launcher.report.comparison import SIDE_BY_SIDE, job_directories, write_comparison
+    from launcher.report.page import write_sweep_report
 
     try:
-        for path in write_comparison(directory):
+        written = write_comparison(directory)
+        if jobs := job_directories(directory):
+            written.append(write_sweep_report(directory, jobs))
+        for path in written:
             if path.name == SIDE_BY_SIDE:
                 print(f"\n{path.read_text(encoding='utf-8')}")
             print(f"sweep: {path}", flush=True)

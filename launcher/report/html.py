@@ -1,85 +1,118 @@
 """HTML elements of a report, which escape their content.
 
-Owns markup and style. An empty input gives an empty string, so that a page omits missing parts. Uses no
-scripts, links or external resources.
+Owns markup. An empty input gives an empty string, so that a page omits missing parts. A page loads nothing:
+its policy allows its own style, its own script and embedded pictures only.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem;
-       margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 1rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2.2rem 0 0.6rem; border-bottom: 1px solid #ddd; padding-bottom: 0.2rem; }
-.tiles { display: flex; flex-wrap: wrap; gap: 0.8rem; }
-.tiles div { border: 1px solid #ddd; border-radius: 6px; padding: 0.5rem 0.9rem; }
-.tiles dt { color: #666; font-size: 0.85rem; }
-.tiles dd { margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.2rem 0.9rem; text-align: right; border-bottom: 1px solid #eee; }
-th { color: #666; font-weight: 500; }
-table.facts th, table.facts td { text-align: left; overflow-wrap: anywhere; }
-pre { background: #f6f6f6; padding: 0.8rem 1rem; border-radius: 6px; overflow-x: auto; font-size: 13px; }
-img { max-width: 100%; height: auto; }
-ul { padding-left: 1.2rem; margin: 0.4rem 0; }
-"""
+GENERATOR = "fp16-launcher report"  # by which a page of ours is known
+STATES = ("done", "failed")
+ASSETS = Path(__file__).parent
 
 
-def page(title: str, body: str) -> str:
-    """A whole document. `body` is markup; the title is text."""
+def page(title: str, subtitle: str, body: str) -> str:
+    """A whole document. `body` is markup; the titles are text."""
+    style, script = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="generator" content="{GENERATOR}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
+        f"<body><main><h1>{escape(title)}</h1>\n{paragraph(subtitle, 'sub')}{body}</main>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
 def section(title: str, body: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n{body}\n" if body else ""
+    return f"<section><h2>{escape(title)}</h2>\n{body}</section>\n" if body else ""
+
+
+def subsection(title: str, body: str) -> str:
+    return f"<h3>{escape(title)}</h3>\n{body}" if body and title else body
+
+
+def folded(title: str, body: str) -> str:
+    """A part that is closed at first."""
+    return f'<details class="part"><summary>{escape(title)}</summary>\n{body}</details>\n' if body else ""
+
+
+def grid(charts: Iterable[str]) -> str:
+    """Charts side by side where there is room."""
+    inner = "".join(charts)
+    return f'<div class="charts">{inner}</div>\n' if inner else ""
+
+
+def cells(parts: Iterable[str]) -> str:
+    """Parts of several runs side by side where there is room."""
+    return grid(f'<div class="cell">{part}</div>' for part in parts if part)
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    shown = f' class="{kind}"' if kind else ""
+    return f"<p{shown}>{escape(text)}</p>\n" if text else ""
+
+
+def failure(title: str, text: str) -> str:
+    return f'<div class="failure"><b>{escape(title)}</b>\n{escape(text)}</div>\n' if text else ""
 
 
 def tiles(cells: Mapping[str, str]) -> str:
     """Large numbers with their names."""
     inner = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in cells.items()
+        f"<div><dt>{escape(name)}</dt><dd{_state(text)}>{escape(text)}</dd></div>"
+        for name, text in cells.items()
     )
     return f'<dl class="tiles">{inner}</dl>\n' if inner else ""
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """One row per mapping; the columns are all their keys, in the order of first use."""
+def table(rows: Sequence[Mapping[str, str]], texts: Collection[str] = ()) -> str:
+    """One row per mapping; the columns are all their keys, in the order of first use.
+
+    The columns in `texts` hold sentences rather than numbers.
+    """
     titles = list(dict.fromkeys(title for row in rows for title in row))
     if not titles:
         return ""
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    kinds = {title: ' class="text"' if title in texts else "" for title in titles}
+    head = "".join(f'<th scope="col"{kinds[title]}>{escape(title)}</th>' for title in titles)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(row.get(title, ''))}</td>" for title in titles) + "</tr>\n"
+        "<tr>"
+        + "".join(
+            f"<td{kinds[title] or _state(row.get(title, ''))}>{escape(row.get(title, ''))}</td>"
+            for title in titles
+        )
+        + "</tr>\n"
         for row in rows
     )
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>\n'
+    return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>\n{body}</table></div>\n'
 
 
 def facts(cells: Mapping[str, str]) -> str:
     """A table with a name and a text in each row."""
     inner = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>\n" for name, text in cells.items()
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>\n'
+        for name, text in cells.items()
     )
     return f'<div class="scroll"><table class="facts">{inner}</table></div>\n' if inner else ""
 
 
 def listing(texts: Iterable[str]) -> str:
     inner = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f"<ul>{inner}</ul>\n" if inner else ""
+    return f'<ul class="plain">{inner}</ul>\n' if inner else ""
 
 
 def preformatted(text: str) -> str:
-    return f"<pre>{escape(text.rstrip())}</pre>\n" if text.strip() else ""
+    return f'<pre tabindex="0">{escape(text.rstrip())}</pre>\n' if text.strip() else ""
 
 
 def picture(png: bytes, description: str) -> str:
@@ -87,3 +120,7 @@ def picture(png: bytes, description: str) -> str:
     if not png:
         return ""
     return f'<img alt="{escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
+
+
+def _state(text: str) -> str:
+    return f' class="{text}"' if text in STATES else ""

@@ -1,116 +1,218 @@
-"""`report.html`: one run on one self-contained page, to be mailed or archived.
+"""`report.html`: one run, or several laid over each other, on one self-contained page.
 
-Owns the parts of the page and their order; `html` owns their markup. Reads only the files of the run, accepts
-missing ones, and escapes their content.
+Owns the parts of the page and their order; other modules own their markup. Reads only the files of the runs,
+accepts missing ones, and escapes their content.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import listed
-from launcher.report.gradient_plot import GRADIENTS
-from launcher.report.html import facts, listing, page, picture, preformatted, section, table, tiles
-from launcher.report.plots import CONFUSION_MATRIX, CURVES
-from launcher.report.reading import Warn, bytes_of, events_of, json_of, result_of, silent, text_of
+from launcher.report.confusion_table import confusion_part
+from launcher.report.gpu_charts import gpu_charts
+from launcher.report.gradient_chart import gradient_part
+from launcher.report.html import (
+    cells,
+    facts,
+    failure,
+    folded,
+    grid,
+    listing,
+    page,
+    paragraph,
+    preformatted,
+    section,
+    subsection,
+    table,
+    tiles,
+)
+from launcher.report.reading import Warn, silent
+from launcher.report.run_charts import charts_of, restart_note
+from launcher.report.run_record import RunRecord
+from launcher.report.settings import difference_rows, run_settings, setting_rows
+from launcher.report.time_split import time_split
+from launcher.report.timeline import timeline
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import CONFIG, ENVIRONMENT, REPORT
+from launcher.run_dir.records import REPORT
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
-from launcher.telemetry.step_time import PARTS, time_shares
 
-MAX_OVERFLOWS = 40  # rows; for more, the plot is enough
+MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
 MAX_PARAMETERS = 4  # names in a row of the overflow table
+MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table
 TILES = ("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """The files of a run; missing ones are empty."""
-
-    name: str
-    events: list[dict[str, Any]]
-    result: dict[str, Any]
-    environment: dict[str, Any]
-    config: str
-    classification_report: str
-    curves: bytes
-    confusion_matrix: bytes
-    gradients: bytes
-
-    @classmethod
-    def read(cls, run_dir: Path, warn: Warn = silent) -> RunFiles:
-        """Read the files, omitting damaged content with a warning. Raises OSError for an unreadable file."""
-        return cls(
-            name="/".join(run_dir.absolute().parts[-2:]),
-            events=events_of(run_dir, warn),
-            result=result_of(run_dir, warn),
-            environment=json_of(run_dir, ENVIRONMENT, warn),
-            config=text_of(run_dir / CONFIG),
-            classification_report=text_of(run_dir / "classification_report.txt"),
-            curves=bytes_of(run_dir / CURVES),
-            confusion_matrix=bytes_of(run_dir / CONFUSION_MATRIX),
-            gradients=bytes_of(run_dir / GRADIENTS),
-        )
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [record for record in self.events if record["event"] == event]
+Part = Callable[[RunRecord], str]
 
 
 def write_report(run_dir: Path, warn: Warn = silent) -> Path:
     """Write report.html from the other files, during or after a run. Raises OSError."""
     path = run_dir / REPORT
-    write_text(path, render(RunFiles.read(run_dir, warn)))
+    write_text(path, render([RunRecord.read(run_dir, warn)]))
     return path
 
 
-def render(run: RunFiles) -> str:
+def write_sweep_report(sweep_dir: Path, run_dirs: Sequence[Path]) -> Path:
+    """Write report.html of the runs of a sweep to its directory. Raises OSError."""
+    path = sweep_dir / REPORT
+    write_text(path, render([RunRecord.read(run_dir) for run_dir in run_dirs], sweep_dir.name))
+    return path
+
+
+def render(runs: Sequence[RunRecord], title: str = "") -> str:
     """The whole page."""
+    settings = run_settings(runs)
+    alone = runs[0] if len(runs) == 1 else None
     parts = [
-        _headline(run),
-        section("Curves", picture(run.curves, "loss, accuracy, learning rate and loss scale over the steps")),
-        section("Evaluations", _evaluations(run)),
-        section("Mistakes by class", picture(run.confusion_matrix, "confusion matrix")),
-        section("Classification report", preformatted(run.classification_report)),
-        section("Gradients in the range of fp16", picture(run.gradients, "histogram of gradient exponents")),
-        section("Where the time goes", _time(run)),
-        section("Skipped steps", _overflows(run)),
-        section("Decisions", listing(f"{one.get('topic')} {one.get('text')}" for one in run.of("decision"))),
-        section("Warnings", listing(f"step {one['step']:,}: {one.get('text')}" for one in run.of("warning"))),
-        section("Result", _result(run)),
-        section("Environment", _environment(run)),
-        section("Config", preformatted(_config(run))),
+        _headline(alone) if alone else table([row_of(run) for run in runs], texts=("run",)),
+        *(failure(_failure_title(run, alone is None), run.error) for run in runs),
+        section("Over the seeds", table(setting_rows(settings), texts=("setting",))),
+        section("Curves", paragraph(restart_note(settings), "note") + grid(charts_of(settings))),
+        _each("Where the time goes", runs, time_split),
+        _each("Gradients in the range of fp16", runs, gradient_part),
+        _each("GPUs", runs, lambda run: grid(gpu_charts(run))),
+        _each("Mistakes by class", runs, confusion_part),
+        _each("Time line", runs, timeline),
+        section("Config differences", table(difference_rows(runs), texts=("run",)) if not alone else ""),
+        _each("Evaluations", runs, _evaluations),
+        _each("Skipped steps", runs, _overflows),
+        _each("Warnings", runs, _warnings),
+        _each("Details", runs, _details),
     ]
-    return page(run.name, "".join(parts))
+    left_out = len(runs) - MAX_DETAILED
+    note = (
+        f"Details of the first {MAX_DETAILED} runs only; {left_out} more have pages of their own."
+        if left_out > 0
+        else ""
+    )
+    return page(title or runs[0].name, _subtitle(runs), "".join(parts) + listing([note] if note else []))
 
 
-def _headline(run: RunFiles) -> str:
-    """The most important numbers, or the error that ended the run."""
-    result, state = run.result, _state(run)
-    cells = {"state": state}
-    if result.get("metric") is not None:
-        name = str(result.get("metric_name", "metric"))
-        cells[metric_title(name)] = metric(name, result["metric"])
-    if result.get("seconds") is not None:
-        cells["training time"] = duration(result["seconds"])
-    for key, title in (("samples_per_s", "samples / s"), ("steps", "steps"), ("skipped_steps", "skipped")):
-        if result.get(key) is not None:
-            cells[title] = number(result[key])
-    return tiles(cells) + preformatted(str(result.get("error", "")))
+def row_of(run: RunRecord) -> dict[str, str]:
+    """The run in one row of a table."""
+    name = run.metric_name
+    return {
+        "run": run.name,
+        "state": state_text(run),
+        "steps": _steps(run),
+        "loss": number(run.recording.steps["loss"].last),
+        metric_title(name) if name and name != "loss" else "loss, held out": metric(
+            name or "loss", run.metric
+        ),
+        "time": duration(run.seconds),
+        "samples / s": number(run.samples_per_s and round(run.samples_per_s)),
+        "skipped": number(run.skipped),
+        "bound by": run.bound or "-",
+    }
 
 
-def _state(run: RunFiles) -> str:
-    ends = run.of("end")
-    return str(run.result.get("state") or (ends[-1].get("state", "done") if ends else "not finished"))
+def state_text(run: RunRecord) -> str:
+    """The state, or for how long a run that should be going has been silent."""
+    silent_s = run.silent_s()
+    return f"no sign of life for {duration(silent_s)}" if silent_s else run.state
 
 
-def _config(run: RunFiles) -> str:
+def _steps(run: RunRecord) -> str:
+    total = run.total_steps
+    return number(run.steps) if total in (None, run.steps) else f"{run.steps:,} of {total:,}"
+
+
+def _each(title: str, runs: Sequence[RunRecord], part: Part) -> str:
+    """A section with this part of each run."""
+    several = len(runs) > 1
+    bodies = [subsection(run.name if several else "", part(run)) for run in runs[:MAX_DETAILED]]
+    return section(title, cells(bodies) if several else bodies[0])
+
+
+def _subtitle(runs: Sequence[RunRecord]) -> str:
+    made = f"Report of {time.strftime('%Y-%m-%d %H:%M')}"
+    if len(runs) > 1:
+        return f"{len(runs)} runs. {made}."
+    environment = runs[0].environment
+    packages = environment.get("packages")
+    torch = packages.get("torch") if isinstance(packages, dict) else None
+    devices = environment.get("devices")
+    known = [
+        str(runs[0].directory.absolute()),
+        listed(sorted(set(map(str, devices))), 2) if isinstance(devices, list) else "",
+        f"torch {torch}" if torch else "",
+        made,
+    ]
+    return " · ".join(text for text in known if text)
+
+
+def _headline(run: RunRecord) -> str:
+    """The most important numbers."""
+    cells = {"state": state_text(run)}
+    if run.metric is not None and run.metric_name is not None:
+        cells[metric_title(run.metric_name)] = metric(run.metric_name, run.metric)
+    if run.seconds is not None:
+        cells["training time"] = duration(run.seconds)
+    if run.samples_per_s is not None:
+        cells["samples / s"] = number(round(run.samples_per_s))
+    if run.steps:
+        cells["steps"] = _steps(run)
+    if run.skipped is not None:
+        cells["skipped"] = number(run.skipped)
+    return tiles(cells)
+
+
+def _failure_title(run: RunRecord, with_name: bool) -> str:
+    code = run.result.get("exit", run.status.get("exit"))
+    name = f"{run.name}: " if with_name else ""
+    return f"{name}{run.state}" + (f", exit {code}" if isinstance(code, int) else "")
+
+
+def _evaluations(run: RunRecord) -> str:
+    records = run.recording.of("eval")
+    shown = records.all()
+    left_out = records.count - len(shown)
+    return table([evaluation_cells(record) for record in shown]) + listing(
+        [f"{left_out:,} in the middle are left out; they are in {FILE_NAME}"] if left_out else []
+    )
+
+
+def _overflows(run: RunRecord) -> str:
+    records = run.recording.of("overflow")
+    rows = [
+        {
+            "step": number(record["step"]),
+            "loss scale": number(record.get("scale")),
+            "ranks": ", ".join(map(str, _list(record.get("ranks")))),
+            "first parameters": listed(_list(record.get("parameters")), MAX_PARAMETERS),
+        }
+        for record in records.all()[:MAX_OVERFLOWS]
+    ]
+    left_out = records.count - len(rows)
+    more = listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
+    return table(rows, texts=("first parameters",)) + more
+
+
+def _warnings(run: RunRecord) -> str:
+    records = run.recording.of("warning")
+    texts = [f"step {one['step']:,}: {one.get('text')}" for one in records.all()]
+    left_out = records.count - len(texts)
+    return listing([*texts, *([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])])
+
+
+def _details(run: RunRecord) -> str:
+    decisions = run.recording.of("decision").all()
+    return (
+        folded("Decisions", listing(f"{one.get('topic')} {one.get('text')}" for one in decisions))
+        + folded("Classification report", preformatted(run.classification_report))
+        + folded("Result", _result(run))
+        + folded("Environment", _environment(run))
+        + folded("Config", preformatted(_config(run)))
+    )
+
+
+def _config(run: RunRecord) -> str:
     """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
-    used = (run.of("start") or [{}])[-1]
+    used = run.recording.of("start").last or {}
     group, lines = "", []
-    for line in run.config.splitlines():
+    for line in run.config_text.splitlines():
         group = group if line.startswith(" ") else line.rstrip(":")
         name = used.get(group) if group in ("model", "data") else None
         if name is not None and line.startswith("  name: ") and line != f"  name: {name}":
@@ -119,48 +221,13 @@ def _config(run: RunFiles) -> str:
     return "\n".join(lines)
 
 
-def _evaluations(run: RunFiles) -> str:
-    return table([evaluation_cells(record) for record in run.of("eval")])
-
-
-def _time(run: RunFiles) -> str:
-    shares = time_shares(run.of("step"))
-    if shares is None:
-        return ""
-    rows = [
-        {
-            "part": part.removesuffix("_ms"),
-            "ms per step": f"{shares.parts_ms[part]:.2f}",
-            "share": f"{shares.share(part):.1%}".replace("%", " %"),
-        }
-        for part in PARTS
-    ]
-    rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
-    return listing([shares.verdict]) + table(rows)
-
-
-def _overflows(run: RunFiles) -> str:
-    overflows = run.of("overflow")
-    rows = [
-        {
-            "step": number(record["step"]),
-            "loss scale": number(record.get("scale")),
-            "ranks": ", ".join(map(str, record.get("ranks") or ())),
-            "first parameters": listed(record.get("parameters") or [], MAX_PARAMETERS),
-        }
-        for record in overflows[:MAX_OVERFLOWS]
-    ]
-    left_out = len(overflows) - len(rows)
-    return table(rows) + listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
-
-
-def _result(run: RunFiles) -> str:
+def _result(run: RunRecord) -> str:
     cells = {key: number(value) for key, value in run.result.items() if key not in TILES}
     metrics = run.result.get("metrics") or {}
     return facts({**{metric_title(name): metric(name, value) for name, value in metrics.items()}, **cells})
 
 
-def _environment(run: RunFiles) -> str:
+def _environment(run: RunRecord) -> str:
     flat: dict[str, str] = {}
     for key, value in run.environment.items():
         if isinstance(value, dict):
@@ -168,3 +235,7 @@ def _environment(run: RunFiles) -> str:
         elif value is not None:
             flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return facts(flat)
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []

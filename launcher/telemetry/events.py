@@ -21,6 +21,7 @@ from launcher.run_dir.records import METRICS
 from launcher.telemetry.stream import Record
 
 FILE_NAME = METRICS
+FORMAT = 1  # of the events; a reader of an older one leaves out what it does not know
 SHOWN = 5  # line numbers in a warning
 
 

@@ -53,7 +53,7 @@ def test_the_page_says_which_choices_nobody_looked_up(ended) -> None:
     page = write_report(ended.directory).read_text()
     assert "  name: resnet18  # not used: the recipe has its own, Noisy" in page
     assert "  name: digits  # not used: the recipe has its own, noisy" in page
-    assert "<th>model</th><td>Noisy</td>" in page
+    assert '<th scope="row">model</th><td>Noisy</td>' in page
 
 
 def test_the_tracker_has_what_the_recipe_used(ended) -> None:

@@ -1,0 +1,223 @@
+"""Charts as inline SVG under labels in HTML, which keep their size at any width.
+
+Owns their markup. The lines are drawn without a script; the page's script reads `data-x` and `data-y` for the
+values under the pointer. Each chart has its values as a table too, for screen readers and for copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from launcher.report.axis import Axis
+from launcher.report.curve import FloatArray
+from launcher.report.html import table
+from launcher.telemetry.formatting import number
+
+WIDTH, HEIGHT = 1000, 240  # of the drawing, which is stretched
+MAX_ROWS = 12  # of a chart's table
+MAX_DESCRIBED = 6  # lines that the label of a chart describes
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross or lane (pairs of x).
+
+    `values` are read out instead of y, where y is only a place.
+    """
+
+    name: str
+    color: int
+    x: FloatArray
+    y: FloatArray
+    style: str = "line"
+    values: FloatArray | None = None
+
+    @property
+    def shown(self) -> FloatArray:
+        return self.y if self.values is None else self.values
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one pair of axes.
+
+    `unit` is that of y; `events` are vertical marks: x and what it is; `zones` are ranges of x with a name
+    and a colour; `lanes` are names for y = 0, 1, ... instead of numbers.
+    """
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    x: Axis
+    y: Axis
+    x_title: str = "step"
+    events: Sequence[tuple[float, str]] = ()
+    note: str = ""
+    drawing: str = ""  # of the lines, where they are not drawn one by one
+    zones: Sequence[tuple[float, float, str, int]] = ()
+    lanes: Sequence[str] = ()
+
+    def markup(self) -> str:
+        """The figure; "" without a point to show."""
+        if not any(line.x.size for line in self.lines):
+            return ""
+        unit = f' <span class="unit">{escape(self.unit)}</span>' if self.unit else ""
+        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        return (
+            f'<figure class="chart"><figcaption>{escape(self.title)}{unit}</figcaption>'
+            f"{'' if self.lanes else legend(self.lines)}{self._plot()}{note}{self._values()}</figure>\n"
+        )
+
+    def _plot(self) -> str:
+        drawing = "".join([*self._zones(), *self._grid(), *self._events(), self.drawing or self._lines()])
+        low = " low" if self.lanes else ""
+        return (
+            f'<div class="plot{low}" tabindex="0" role="img" aria-label="{escape(self.description())}" '
+            f'data-low="{self.x.low:g}" data-high="{self.x.high:g}" data-x-title="{escape(self.x_title)}">'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
+            f"{drawing}</svg>"
+            f"{''.join(self._labels())}</div>"
+        )
+
+    def description(self) -> str:
+        """The chart in words: where each line begins and ends, and its extremes."""
+        shown = [line for line in self.lines if line.x.size and line.style != "faint"]
+        texts = [
+            f"{line.name}: {number(float(line.shown[0]))} at {self.x_title} {number(float(line.x[0]))}, "
+            f"{number(float(line.shown[-1]))} at {number(float(line.x[-1]))}, "
+            f"lowest {number(float(line.shown.min()))}, highest {number(float(line.shown.max()))}"
+            for line in shown[:MAX_DESCRIBED]
+        ]
+        more = f"; {len(shown) - MAX_DESCRIBED} more" if len(shown) > MAX_DESCRIBED else ""
+        return f"{self.title}{f' in {self.unit}' if self.unit else ''}. {'; '.join(texts)}{more}."
+
+    def _grid(self) -> Iterator[str]:
+        for value, _ in self._y_ticks():
+            yield f'<path class="grid" d="M0 {_down(self.y.place(value))}H{WIDTH}"/>'
+
+    def _zones(self) -> Iterator[str]:
+        for low, high, _, color in self.zones:
+            left, right = _right(self.x.place(low)), _right(self.x.place(high))
+            yield f'<path class="zone" style="--c:var(--s{color})" d="M{left} 0H{right}V{HEIGHT}H{left}Z"/>'
+
+    def _y_ticks(self) -> list[tuple[float, str]]:
+        return [(float(k), name) for k, name in enumerate(self.lanes)] if self.lanes else self.y.ticks()
+
+    def _events(self) -> Iterator[str]:
+        for x, _ in self.events:
+            yield f'<path class="event" d="M{_right(self.x.place(x))} 0V{HEIGHT}"/>'
+
+    def _lines(self) -> str:
+        return "".join(self._line(line) for line in self.lines if line.x.size)
+
+    def _line(self, line: Line) -> str:
+        right = np.round(self.x.places(line.x) * WIDTH, 1).tolist()
+        down = np.round((1 - self.y.places(line.y)) * HEIGHT, 1).tolist()
+        data = f' data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"'
+        return (
+            f'<path class="s {line.style}" style="--c:var(--s{line.color})" '
+            f'd="{_path(right, down, line.style)}"{data}/>'
+        )
+
+    def _labels(self) -> Iterator[str]:
+        kind = "lane" if self.lanes else "y"
+        for value, text in self._y_ticks():
+            place = 100 * self.y.place(value)
+            yield f'<span class="{kind}" style="bottom:{place:.1f}%">{_raised(text)}</span>'
+        for low, high, name, _ in self.zones:
+            middle = 50 * (self.x.place(low) + self.x.place(high))
+            yield f'<span class="zone-name" style="left:{middle:.1f}%">{escape(name)}</span>'
+        for value, text in self.x.ticks():
+            yield f'<span class="x" style="left:{100 * self.x.place(value):.1f}%">{escape(text)}</span>'
+        for x, text in self.events:
+            yield (
+                f'<span class="mark" style="left:{100 * self.x.place(x):.1f}%" title="{escape(text)}"></span>'
+            )
+
+    def _values(self) -> str:
+        """Each line at some of its points."""
+        rows = []
+        shown = [line for line in self.lines if line.x.size and line.style != "faint"]
+        for line in shown[:MAX_DESCRIBED]:
+            places = np.unique(np.linspace(0, line.x.size - 1, MAX_ROWS).round().astype(int))
+            rows += [
+                {
+                    "series": line.name,
+                    self.x_title: number(float(line.x[k])),
+                    ("step" if self.lanes else self.unit or "value"): number(float(line.shown[k])),
+                }
+                for k in places
+            ]
+        return f'<details class="values"><summary>Values</summary>{table(rows)}</details>'
+
+
+def legend(lines: Sequence[Line]) -> str:
+    """The names of the lines, each with its colour; none for a single line."""
+    named = {line.name: line for line in lines if line.x.size and line.style != "faint"}
+    if len(named) < 2:
+        return ""
+    items = "".join(
+        f'<li title="{escape(name)}"><i class="key {line.style}" style="--c:var(--s{line.color})"></i>'
+        f"<span>{escape(name)}</span></li>"
+        for name, line in named.items()
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def stacked(
+    title: str, unit: str, x: FloatArray, layers: Sequence[tuple[str, FloatArray]], axis: Axis
+) -> str:
+    """Areas on top of each other: their heights are the layers' values at x."""
+    if not x.size:
+        return ""
+    total = np.sum([values for _, values in layers], axis=0)
+    high = Axis(0.0, float(total.max()) * 1.05 or 1.0)
+    lines, areas, below = [], [], np.zeros_like(x)
+    for color, (name, values) in enumerate(layers):
+        above = below + values
+        right = np.round(axis.places(x) * WIDTH, 1).tolist()
+        top, bottom = (np.round((1 - high.places(v)) * HEIGHT, 1).tolist() for v in (above, below))
+        corners = [*zip(right, top, strict=True), *zip(right[::-1], bottom[::-1], strict=True)]
+        path = "M" + "L".join(f"{a:g} {b:g}" for a, b in corners) + "Z"
+        areas.append(
+            f'<path class="s area" style="--c:var(--s{color})" d="{path}" data-name="{escape(name)}" '
+            f'data-x="{_numbers(x)}" data-y="{_numbers(values)}"/>'
+        )
+        lines.append(Line(name, color, x, values, "area"))
+        below = above
+    return Chart(title, unit, lines, axis, high, drawing="".join(areas)).markup()
+
+
+def _path(right: Sequence[float], down: Sequence[float], style: str) -> str:
+    points = list(zip(right, down, strict=True))
+    if style in ("dots", "cross") or len(points) == 1:  # a line of length 0 with round ends is a dot
+        return "".join(f"M{a:g} {b:g}h0" for a, b in points)
+    if style == "lane":
+        return "".join(
+            f"M{a:g} {b:g}H{c:g}" for (a, b), (c, _) in zip(points[::2], points[1::2], strict=False)
+        )
+    if style == "steps":
+        first, *rest = points
+        return f"M{first[0]:g} {first[1]:g}" + "".join(f"H{a:g}V{b:g}" for a, b in rest)
+    return "M" + "L".join(f"{a:g} {b:g}" for a, b in points)
+
+
+def _numbers(values: FloatArray) -> str:
+    return " ".join(f"{value:.5g}" if value % 1 else f"{value:.0f}" for value in values.tolist())
+
+
+def _right(place: float) -> str:
+    return f"{place * WIDTH:.1f}"
+
+
+def _down(place: float) -> str:
+    return f"{(1 - place) * HEIGHT:.1f}"
+
+
+def _raised(text: str) -> str:
+    base, hat, power = text.partition("^")
+    return f"{escape(base)}<sup>{escape(power)}</sup>" if hat else escape(text)

@@ -1,0 +1,60 @@
+"""The lanes of the GPUs: one chart for each quantity of the `gpu` events, with a line for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from launcher.report.axis import axis_of, steps_axis
+from launcher.report.chart import Chart, Line
+from launcher.report.run_record import RunRecord
+
+FIRST = ("util", "memory", "power", "temperature", "clock", "throttl", "energy", "pcie", "nvlink")
+UNITS = {
+    "percent": "%",
+    "w": "W",
+    "c": "°C",
+    "mhz": "MHz",
+    "bytes": "bytes",
+    "j": "J",
+    "kwh": "kWh",
+    "s": "s",
+    "mb_per_s": "MB/s",
+    "bytes_per_s": "bytes/s",
+}
+MAX_CHARTS = 12
+
+
+def gpu_charts(run: RunRecord) -> list[str]:
+    """The markup of the charts; none without `gpu` events."""
+    return [chart.markup() for chart in _charts(run)]
+
+
+def _charts(run: RunRecord) -> Iterator[Chart]:
+    devices = run.recording.gpus
+    fields = sorted({field for curves in devices.values() for field in curves}, key=_order)
+    x = steps_axis(max((float(c.points()[0][-1]) for d in devices.values() for c in d.values()), default=1.0))
+    for field in fields[:MAX_CHARTS]:
+        lines = [
+            Line(name, number % 8, *curves[field].points(200))
+            for number, (name, curves) in enumerate(devices.items())
+            if field in curves and curves[field].num_points
+        ]
+        if not lines:
+            continue
+        title, unit = title_and_unit(field)
+        y = axis_of(np.concatenate([line.y for line in lines]), base=1, from_zero=True)
+        yield Chart(title, unit, lines, x, y)
+
+
+def title_and_unit(field: str) -> tuple[str, str]:
+    """power_w -> Power, W."""
+    ending = max((name for name in UNITS if field.endswith(f"_{name}")), key=len, default="")
+    unit = UNITS[ending] if ending else ("%" if "util" in field else "")
+    title = field.removesuffix(f"_{ending}").replace("_", " ")
+    return title[:1].upper() + title[1:], unit
+
+
+def _order(field: str) -> tuple[int, str]:
+    return next((k for k, word in enumerate(FIRST) if word in field), len(FIRST)), field

@@ -1,0 +1,364 @@
+"""Reads metrics.jsonl of any size in one pass, for reports and for `watch`.
+
+Owns what is kept of each event: thinned curves, counts, and a bounded number of records. A file of several
+gigabytes is never held in memory. Unknown events are counted and left out; only an unreadable file is an
+error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher.errors import listed
+from launcher.report.curve import Curve, Means
+from launcher.report.step_lines import PREFIX, StepColumns, columns_of_events, columns_of_lines, event_of
+from launcher.run_dir.atomic import open_plain
+from launcher.run_dir.records import LOGS
+from launcher.telemetry.events import FILE_NAME, FORMAT
+from launcher.telemetry.step_time import PARTS, TimeShares
+
+Event = dict[str, Any]
+
+NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
+BLOCK_BYTES = 1 << 22
+STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
+KNOWN = (
+    "start",
+    "step",
+    "eval",
+    "overflow",
+    "gradients",
+    "checkpoint",
+    "restart",
+    "gpu",
+    "warning",
+    "end",
+    "decision",
+    "report",
+    "after_evaluation",
+)
+NO_METRICS = frozenset(("event", "time", "step", "epoch", "set", "samples", "tokens", "seconds"))
+MAX_RECORDS = 200  # of each kind; more are counted
+MAX_CURVES = 200  # of evaluations, and of devices
+MAX_LINE_BYTES = 1 << 26  # a longer one is damaged
+LOOK_BACK = 20  # lines before the first of a process, in which the last one of the process before is
+OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
+MAX_DAMAGED = 5  # line numbers that a warning shows
+
+
+@dataclass
+class Records:
+    """The first and the last events of one kind, and how many there were."""
+
+    count: int = 0
+    first: list[Event] = field(default_factory=list)
+    latest: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS // 2))
+
+    def add(self, event: Event) -> None:
+        self.count += 1
+        (self.first if len(self.first) < MAX_RECORDS // 2 else self.latest).append(event)
+
+    def all(self) -> list[Event]:
+        return [*self.first, *self.latest]
+
+    @property
+    def last(self) -> Event | None:
+        return self.latest[-1] if self.latest else (self.first[-1] if self.first else None)
+
+
+@dataclass
+class Attempt:
+    """One process of the run, from its `restart` or `start` to its last event. Times are unix seconds."""
+
+    began: float
+    ended: float
+    first_step: int
+    last_step: int
+
+
+class Recording:
+    """What was recorded of a run so far. `add` takes whole lines in the order of the file."""
+
+    def __init__(self) -> None:
+        self.steps = {name: Curve() for name in STEP_FIELDS}
+        self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
+        self.evaluations: dict[str, Curve] = {}  # of the first set, by metric
+        self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
+        self.skips = Curve()  # step -> loss scale
+        self.skip_times = Curve()  # unix seconds -> step
+        self.checkpoint_times = Curve()
+        self.records: dict[str, Records] = {}
+        self.attempts: list[Attempt] = []
+        self.last_step: Event = {}
+        self.last_gpu: Event = {}
+        self.gradients: Event | None = None  # the latest
+        self.num_lines = 0
+        self.damaged: list[int] = []
+        self.num_damaged = 0
+        self.unknown: Counter[str] = Counter()
+        self.format = 0
+        self._first_set: Any = None
+        self._resumes = False  # a process that has not recorded its `start` yet
+        self._time = _TimeTotals()
+
+    def of(self, event: str) -> Records:
+        return self.records.setdefault(event, Records())
+
+    @property
+    def time_shares(self) -> TimeShares | None:
+        return self._time.shares()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was left out, each in a sentence."""
+        found = []
+        if self.num_damaged:
+            more = self.num_damaged - len(self.damaged)
+            text = listed(self.damaged, MAX_DAMAGED) + (f" and {more:,} more" if more else "")
+            found.append(f"{FILE_NAME} is damaged: left out line {text}")
+        if self.format > FORMAT:
+            found.append(
+                f"{FILE_NAME} is of format {self.format}, written by a newer version; this one reads format "
+                f"{FORMAT}: what it does not know is left out"
+            )
+        if self.unknown:
+            names = listed([f"{name[:40]} ({n:,})" for name, n in self.unknown.most_common(5)], 5)
+            found.append(f"{FILE_NAME}: left out unknown events: {names}")
+        return found
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Add complete lines, without their line ends."""
+        alike = [line for line in lines if line.startswith(PREFIX)]
+        columns = columns_of_lines(alike) if alike else None
+        if columns is not None:
+            self._add_steps(columns)
+            self.last_step = event_of(alike[-1]) or {}
+        steps = []
+        for place, line in enumerate(lines):
+            if not line or (columns is not None and line.startswith(PREFIX)):
+                continue
+            event = event_of(line)
+            if event is None:
+                self._add_damaged(self.num_lines + place + 1)
+            elif event["event"] == "step":
+                steps.append(event)
+            else:
+                if event["event"] in ("restart", "start"):
+                    self._begin_attempt(event, lines[max(0, place - LOOK_BACK) : place])
+                self._add_rare(event)
+        if steps:
+            self._add_steps(columns_of_events(steps))
+            self.last_step = steps[-1]
+        self.num_lines += len(lines)
+        self._extend_attempt(event_of(next((line for line in reversed(lines) if line), b"")))
+
+    def _add_damaged(self, number: int) -> None:
+        self.num_damaged += 1
+        if len(self.damaged) < MAX_DAMAGED:
+            self.damaged.append(number)
+
+    def _begin_attempt(self, event: Event, before: Sequence[bytes]) -> None:
+        """A process that resumes records `restart` first, then `start`; others only the latter."""
+        if event["event"] == "start" and self._resumes:
+            self._resumes = False
+            return
+        events = [event_of(line) for line in reversed(before)]
+        self._extend_attempt(next((e for e in events if e and e["event"] not in OF_A_BEGINNING), None))
+        time = _as_number(event.get("time"))
+        self.attempts.append(Attempt(time, time, event["step"], event["step"]))
+        self._resumes = event["event"] == "restart"
+
+    def _extend_attempt(self, event: Event | None) -> None:
+        """All events up to this one belong to the latest attempt."""
+        if event is None or not self.attempts:
+            return
+        attempt = self.attempts[-1]
+        attempt.last_step = max(attempt.last_step, event["step"])
+        attempt.ended = max(attempt.ended, _as_number(event.get("time")))  # nan is not larger
+
+    def _add_steps(self, found: StepColumns) -> None:
+        steps = found.columns["step"]
+        for name, curve in self.steps.items():
+            if name in found.columns:
+                curve.add(steps, found.columns[name])
+                curve.num_not_finite -= found.missing.get(name, 0)
+        self._time.add(found, self.parts_ms)
+
+    def _add_rare(self, event: Event) -> None:
+        kind = event["event"]
+        if kind not in KNOWN:
+            self.unknown[kind] += 1
+            return
+        if kind == "gradients":
+            self.gradients = event
+        elif kind == "gpu":
+            self._add_gpu(event)
+        else:
+            self.of(kind).add(event)
+        if kind == "eval":
+            self._add_evaluation(event)
+        elif kind == "overflow":
+            self.skips.add_point(event["step"], _as_number(event.get("scale")))
+            self.skip_times.add_point(_as_number(event.get("time")), event["step"])
+        elif kind == "checkpoint":
+            self.checkpoint_times.add_point(_as_number(event.get("time")), event["step"])
+        elif kind == "start":
+            self._add_start(event)
+
+    def _add_start(self, event: Event) -> None:
+        version = event.get("format")
+        self.format = max(self.format, version) if isinstance(version, int) else self.format
+
+    def _add_evaluation(self, event: Event) -> None:
+        if not self.evaluations:
+            self._first_set = event.get("set")
+        if event.get("set") != self._first_set:
+            return
+        for name, value in event.items():
+            if name not in NO_METRICS and _is_number(value):
+                self._curve(self.evaluations, name).add_point(event["step"], float(value))
+
+    def _add_gpu(self, event: Event) -> None:
+        """Add the numbers of each device (`gpus`); seconds by reason are added up."""
+        self.last_gpu = event
+        found = event.get("gpus")
+        for place, fields in enumerate(found if isinstance(found, list) else []):
+            if not isinstance(fields, dict):
+                continue
+            name = f"GPU {fields.get('index', place)}"
+            if name not in self.gpus and len(self.gpus) >= MAX_CURVES:
+                continue
+            curves = self.gpus.setdefault(name, {})
+            for key, value in fields.items():
+                if isinstance(value, dict):
+                    value = sum(v for v in value.values() if _is_number(v))
+                if key != "index" and _is_number(value):
+                    self._curve(curves, key).add_point(event["step"], float(value))
+
+    @staticmethod
+    def _curve(curves: dict[str, Curve], name: str) -> Curve:
+        if name not in curves and len(curves) >= MAX_CURVES:
+            return Curve()  # dropped
+        return curves.setdefault(name, Curve())
+
+
+class Follower:
+    """Reads what is appended to a metrics.jsonl; starts again where it was replaced or cut."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.recording = Recording()
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+        self._torn = b""
+
+    def poll(self, at_most_bytes: int | None = None) -> bool:
+        """Read new complete lines; returns whether something changed. Raises OSError.
+
+        A missing file is an empty one. An incomplete last line waits for its end.
+        """
+        try:
+            descriptor = open_plain(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            changed = self._identity is not None
+            self._reset()
+            return changed
+        with open(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
+                self._reset()
+                self._identity = (status.st_dev, status.st_ino)
+            return self._read(file, at_most_bytes)
+
+    def _read(self, file: Any, at_most_bytes: int | None) -> bool:
+        file.seek(self._offset)
+        changed, done_bytes = False, 0
+        while block := file.read(BLOCK_BYTES):
+            self._offset += len(block)
+            done_bytes += len(block)
+            *lines, rest = block.split(b"\n")
+            if lines:
+                lines[0] = self._torn + lines[0]
+                self._torn = rest
+                self.recording.add(lines)
+                changed = True
+            else:
+                self._torn = (self._torn + rest)[:MAX_LINE_BYTES]
+            if at_most_bytes is not None and done_bytes >= at_most_bytes:
+                break
+        return changed
+
+    def _reset(self) -> None:
+        self.recording = Recording()
+        self._identity = None
+        self._offset = 0
+        self._torn = b""
+
+
+def read_recording(run_dir: Path) -> Recording:
+    """Everything recorded of a run, also the GPUs of other nodes; empty before it starts. Raises OSError."""
+    follower = Follower(run_dir / FILE_NAME)
+    follower.poll()
+    for path in sorted((run_dir / LOGS).glob(NODE_FILES)):
+        node = Follower(path)
+        node.poll()
+        rank = path.stem.removeprefix("gpu-")
+        follower.recording.gpus |= {f"{rank}, {name}": found for name, found in node.recording.gpus.items()}
+    return follower.recording
+
+
+class _TimeTotals:
+    """Sums for `TimeShares`: every event counts with its steps; of several the first is ignored."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = dict.fromkeys(("step_ms", *PARTS), 0.0)
+        self._steps = 0
+        self._first: tuple[int, dict[str, float]] | None = None
+        self._before = 0.0
+
+    def add(self, found: StepColumns, means: dict[str, Means]) -> None:
+        """Add `step` events in order; also adds each part's time to its mean over the steps."""
+        keys = ("step_ms", *PARTS)
+        if not all(key in found.columns for key in keys):
+            return
+        values = np.stack([found.columns[key] for key in keys], axis=1)  # [events, keys]
+        timed = np.all(np.isfinite(values) & (values >= 0), axis=1)
+        steps, values = found.columns["step"][timed], values[timed]
+        if not steps.size:
+            return
+        weights = np.maximum(1.0, np.diff(steps, prepend=self._before))
+        self._before = float(steps[-1])
+        for part, column in zip(PARTS, values[:, 1:].T, strict=True):
+            means[part].add(steps, column)
+        if self._first is None:
+            self._first = (int(weights[0]), dict(zip(keys, values[0].tolist(), strict=True)))
+            weights[0] = 0.0
+        self._steps += int(weights.sum())
+        for key, total in zip(keys, weights @ values, strict=True):
+            self._sums[key] += float(total)
+
+    def shares(self) -> TimeShares | None:
+        if self._first is None:
+            return None
+        steps, averages = self._first
+        if self._steps:
+            steps, averages = self._steps, {key: total / self._steps for key, total in self._sums.items()}
+        if averages["step_ms"] <= 0:
+            return None
+        return TimeShares(steps, averages["step_ms"], {part: averages[part] for part in PARTS})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _as_number(value: Any) -> float:
+    return float(value) if _is_number(value) else math.nan

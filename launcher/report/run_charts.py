@@ -1,0 +1,163 @@
+"""The charts of one or several runs over the steps: loss, metrics, learning rate, loss scale, throughput.
+
+Owns which lines each chart has. Runs are laid over each other; runs that differ only in the seed share a
+colour and have a bold line, their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from launcher.errors import listed
+from launcher.report.axis import axis_of, steps_axis
+from launcher.report.chart import Chart, Line
+from launcher.report.curve import COLUMNS, Curve, FloatArray
+from launcher.report.run_record import RunRecord
+from launcher.report.settings import RunSetting
+from launcher.telemetry.formatting import SHARES, metric_title
+
+MIN_COLUMNS = 60  # of each line, where there are many
+MAX_METRICS = 4
+OfRun = Callable[[RunRecord], Curve | None]
+
+
+def charts_of(settings: Sequence[RunSetting]) -> list[str]:
+    """The markup of all charts that have something to show."""
+    drawing = _Drawing(settings)
+    return [chart.markup() for chart in drawing.charts()]
+
+
+def restart_note(settings: Sequence[RunSetting]) -> str:
+    """What the vertical marks of a single run's charts are; "" where there are none."""
+    runs = [run for setting in settings for run in setting.runs]
+    marks = _restarts(runs[0]) if len(runs) == 1 else []
+    return f"Dashed lines: {listed([text for _, text in marks], 5)}." if marks else ""
+
+
+class _Drawing:
+    def __init__(self, settings: Sequence[RunSetting]) -> None:
+        self._settings = settings
+        self._runs = [run for setting in settings for run in setting.runs]
+        self._x = steps_axis(max((_last_step(run) for run in self._runs), default=1.0))
+        self._columns = max(MIN_COLUMNS, min(COLUMNS, 5 * COLUMNS // max(1, len(self._runs))))
+        self._alone = len(self._runs) == 1
+        self._events = _restarts(self._runs[0]) if self._alone else []
+
+    def charts(self) -> Iterator[Chart]:
+        yield from self._losses()
+        for name in self._metrics():
+            yield self._metric(name)
+        yield self._steps("Learning rate", "", "lr", base=1)
+        yield self._scale()
+        yield self._steps("Throughput", "samples / s", "samples_per_s", from_zero=True)
+        yield self._steps("Gradient norm", "", "grad_norm")
+
+    def _losses(self) -> Iterator[Chart]:
+        """One chart of a single run, with its held-out loss; two of several runs."""
+        bad = sum(run.recording.steps["loss"].num_not_finite for run in self._runs)
+        note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
+        training = self._lines(lambda run: run.recording.steps["loss"])
+        held_out = self._lines(lambda run: run.recording.evaluations.get("loss"))
+        if not self._alone:
+            yield self._chart("Loss, training", "", training, note=note)
+            yield self._chart("Loss, held out", "", held_out)
+            return
+        named = [_named(line, "training", 0) for line in training]
+        named += [_named(line, "held out", 1) for line in held_out]
+        yield self._chart("Loss", "", named, note=note)
+
+    def _metrics(self) -> list[str]:
+        names = dict.fromkeys(run.metric_name for run in self._runs if run.metric_name not in (None, "loss"))
+        return [name for name in names if name][:MAX_METRICS]
+
+    def _metric(self, name: str) -> Chart:
+        in_percent = name.endswith(SHARES)
+        lines = self._lines(lambda run: run.recording.evaluations.get(name))
+        if in_percent:
+            lines = [Line(line.name, line.color, line.x, 100 * line.y, line.style) for line in lines]
+        title = metric_title(name)
+        return self._chart(
+            f"{title[:1].upper()}{title[1:]}, held out", "%" if in_percent else "", lines, base=1
+        )
+
+    def _steps(
+        self, title: str, unit: str, field: str, base: int | None = None, from_zero: bool = False
+    ) -> Chart:
+        lines = self._lines(lambda run: run.recording.steps[field])
+        return self._chart(title, unit, lines, base, from_zero)
+
+    def _scale(self) -> Chart:
+        """The loss scale in powers of two, and the steps that were skipped on overflow."""
+        lines, skipped = [], 0
+        for setting in self._settings:
+            for run, name in zip(setting.runs, setting.names, strict=True):
+                x, y = run.recording.steps["scale"].points(self._columns)
+                lines.append(Line("loss scale" if self._alone else name, setting.color, x, y, "steps"))
+        for run in self._runs:
+            x, y = run.recording.skips.points(self._columns)
+            skipped += run.recording.of("overflow").count
+            lines.append(Line("skipped steps", 0, x, y, "cross"))
+        positive = [Line(n.name, n.color, n.x[n.y > 0], n.y[n.y > 0], n.style) for n in lines]
+        note = f"{skipped:,} steps were skipped (dots)." if skipped else ""
+        return self._chart("Loss scale", "", positive, base=2, note=note)
+
+    def _chart(
+        self,
+        title: str,
+        unit: str,
+        lines: Sequence[Line],
+        base: int | None = None,
+        from_zero: bool = False,
+        note: str = "",
+    ) -> Chart:
+        values = np.concatenate([line.y for line in lines]) if lines else np.empty(0)
+        y = axis_of(values, base, from_zero)
+        return Chart(title, unit, lines, self._x, y, events=self._events, note=note)
+
+    def _lines(self, of: OfRun) -> list[Line]:
+        """Each run's line; behind its mean where it was thinned, or where its setting has several runs."""
+        faint: list[Line] = []
+        bold: list[Line] = []
+        for setting in self._settings:
+            named = zip(setting.names, setting.runs, strict=True)
+            curves = [(name, curve) for name, run in named if (curve := of(run)) and curve.num_points]
+            together = len(curves) > 1
+            for name, curve in curves:
+                x, y = curve.points(self._columns)
+                behind = together or curve.is_thinned
+                (faint if behind else bold).append(
+                    Line(name, setting.color, x, y, "faint" if behind else "line")
+                )
+            if together or (curves and curves[0][1].is_thinned):
+                name = f"{setting.label}, mean" if together else setting.label
+                bold.append(Line(name, setting.color, *_mean([curve for _, curve in curves]), "mean"))
+        return [*faint, *bold]
+
+
+def _mean(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
+    """The mean of the curves where all of them have values."""
+    points = [curve.mean.points() for curve in curves]
+    x = max((x for x, _ in points), key=len)
+    x = x[(x >= max(p[0] for p, _ in points)) & (x <= min(p[-1] for p, _ in points))]
+    if not x.size:
+        return np.empty(0), np.empty(0)
+    return x, np.mean([np.interp(x, px, py) for px, py in points], axis=0)
+
+
+def _named(line: Line, name: str, color: int) -> Line:
+    return Line(name, color, line.x, line.y, line.style)
+
+
+def _last_step(run: RunRecord) -> float:
+    recording = run.recording
+    curves = [*recording.steps.values(), *recording.evaluations.values(), recording.skips]
+    return max((float(x[-1]) for curve in curves if (x := curve.points()[0]).size), default=float(run.steps))
+
+
+def _restarts(run: RunRecord) -> list[tuple[float, str]]:
+    return [
+        (float(event["step"]), f"resumed after step {event['step']:,}")
+        for event in run.recording.of("restart").all()
+    ]

@@ -1,0 +1,182 @@
+"""One run as its files show it: recording, result, status, config and environment.
+
+Owns the state of a run as reports and `watch` name it. Reads only; missing files are empty, damaged content
+is left out with a warning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of
+from launcher.report.recording import Recording, read_recording
+from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
+from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.telemetry.events import FILE_NAME
+
+SILENT_S = 60.0  # without a change of status.json after which a run shows no sign of life
+MARKS = (FILE_NAME, STATUS, RESULT, ENVIRONMENT)  # of a run, any of them; a folder of configs has none
+GOING = ("starting", "running")
+CONFUSION_PICTURE = "confusion_matrix.png"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run."""
+
+    directory: Path
+    name: str
+    recording: Recording
+    result: dict[str, Any]
+    status: dict[str, Any]
+    environment: dict[str, Any]
+    config_text: str
+    config: dict[str, str]  # by dotted key
+    classification_report: str
+    confusion_picture: bytes
+
+    @classmethod
+    def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
+        """Read the files; with `recording` metrics.jsonl has been read. Raises OSError."""
+        recording = read_recording(run_dir) if recording is None else recording
+        for text in recording.warnings:
+            warn(f"{run_dir}: {text}")
+        config_text = text_of(run_dir / CONFIG)
+        return cls(
+            directory=run_dir,
+            name="/".join(run_dir.absolute().parts[-2:]),
+            recording=recording,
+            result=result_of(run_dir, warn),
+            status=json_of(run_dir, STATUS, warn),
+            environment=json_of(run_dir, ENVIRONMENT, warn),
+            config_text=config_text,
+            config=_flat(config_text, run_dir, warn),
+            classification_report=text_of(run_dir / "classification_report.txt"),
+            confusion_picture=bytes_of(run_dir / CONFUSION_PICTURE),
+        )
+
+    @property
+    def state(self) -> str:
+        """done, failed, preempted, running, or "not finished" where no file says more."""
+        if self.status.get("state") in GOING and not self._ended_after_status:
+            return str(self.status["state"])
+        end = self.recording.of("end").last or {}
+        return str(self.result.get("state") or end.get("state") or "not finished")
+
+    @property
+    def _ended_after_status(self) -> bool:
+        """Whether the run ended without its last status, as where the disk was full."""
+        return self.recording.of("end").last is not None
+
+    def silent_s(self, now: float | None = None) -> float:
+        """Seconds for which a run that has not ended shows no sign of life; 0 below `SILENT_S`."""
+        updated = self.status.get("updated")
+        if self.state not in GOING or not isinstance(updated, int | float):
+            return 0.0
+        age = (time.time() if now is None else now) - updated
+        return age if age >= SILENT_S else 0.0
+
+    @property
+    def error(self) -> str:
+        """Why it failed or stopped; "" if it did not."""
+        end = self.recording.of("end").last or {}
+        return str(self.result.get("error") or end.get("error") or "") if self.state != "done" else ""
+
+    @property
+    def metric_name(self) -> str | None:
+        """The result's metric, else the first that was evaluated, else the loss."""
+        names = list(self.recording.evaluations)
+        named = self.result.get("metric_name")
+        if isinstance(named, str) and (named in names or not names):
+            return named
+        return next((name for name in names if name != "loss" and not name.startswith("train_")), None) or (
+            "loss" if "loss" in names else None
+        )
+
+    @property
+    def metric(self) -> Any:
+        if self.result.get("metric") is not None and self.metric_name == self.result.get("metric_name"):
+            return self.result["metric"]
+        curve = self.recording.evaluations.get(self.metric_name or "")
+        return None if curve is None else curve.last
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        known = (
+            self.result.get("steps"),
+            self.status.get("step"),
+            self.recording.last_step.get("step"),
+            (self.recording.of("end").last or {}).get("step"),
+        )
+        return max((_count(value) or 0 for value in known), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        start = self.recording.of("start").last or {}
+        known = (self.status.get("total_steps"), start.get("total_steps"))
+        return next((count for value in known if (count := _count(value))), None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time; of a run without a result, what its attempts took."""
+        if isinstance(self.result.get("seconds"), int | float):
+            return float(self.result["seconds"])
+        spent = [attempt.ended - attempt.began for attempt in self.recording.attempts]
+        return sum(value for value in spent if value > 0) or None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        if isinstance(self.result.get("samples_per_s"), int | float):
+            return float(self.result["samples_per_s"])
+        curve = self.recording.steps["samples_per_s"]
+        _, means = curve.mean.points()
+        return float(means.mean()) if means.size else None
+
+    @property
+    def skipped(self) -> int | None:
+        known = (self.result.get("skipped_steps"), self.recording.last_step.get("skipped"))
+        return next((count for value in known if (count := _count(value)) is not None), None)
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step: input, wire, update or compute."""
+        shares = self.recording.time_shares
+        return "" if shares is None else shares.verdict.partition(":")[0].removesuffix("-bound")
+
+
+def is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in MARKS)
+
+
+def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
+    """config.yaml by dotted keys; empty where it cannot be read."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        first_line = str(error).partition("\n")[0]
+        warn(f"{run_dir / CONFIG} is damaged: not compared ({first_line})")
+        return {}
+    return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str) -> Sequence[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found += _leaves(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", "null" if value is None else str(value)))
+    return found
+
+
+def _count(value: Any) -> int | None:
+    """The value as a count; None for anything else."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
+    return int(value) if is_one else None

@@ -1,0 +1,117 @@
+"""Groups runs that differ only in the seed, and names what differs between the others.
+
+Pure: records in, names and tables out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from launcher.report.run_record import RunRecord
+from launcher.telemetry.formatting import duration, metric, metric_title, number
+
+REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
+OF_EACH_RUN = ("run.", "tracker.", "launch.")  # sections that change no result
+MAX_KEYS = 3  # in the name of a setting
+NUM_COLORS = 8
+
+
+@dataclass(frozen=True)
+class RunSetting:
+    """Runs that differ only in the seed."""
+
+    label: str
+    color: int
+    runs: tuple[RunRecord, ...]
+    names: tuple[str, ...]  # of the runs, distinct over all settings
+
+
+def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
+    """In the order of their first runs. Runs without a config are settings of their own."""
+    keys = [key for key in differing_keys(runs) if key != REPEATED]
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}
+    for place, run in enumerate(runs):
+        group = tuple(run.config.get(key, "-") for key in keys) if run.config else (f"\0{place}",)
+        groups.setdefault(group, []).append(run)
+    names = short_names(runs)
+    return [
+        RunSetting(
+            _label(keys, values, [names[run.directory] for run in members]),
+            number % NUM_COLORS,
+            tuple(members),
+            tuple(names[run.directory] for run in members),
+        )
+        for number, (values, members) in enumerate(groups.items())
+    ]
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """The config keys on which the runs differ."""
+    configs = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        key
+        for key in keys
+        if not key.startswith(OF_EACH_RUN) and len({config.get(key) for config in configs}) > 1
+    ]
+
+
+def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
+    """By directory: the last part of its path, or as many parts as make it distinct."""
+    paths = [run.directory.absolute() for run in runs]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return {run.directory: name for run, name in zip(runs, names, strict=True)}
+
+
+def difference_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """One row per run: its name and the values of the keys that differ."""
+    keys = differing_keys(runs)
+    return [{"run": run.name, **{key: run.config.get(key, "-") for key in keys}} for run in runs if keys]
+
+
+def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
+    """One row per setting: mean and deviation over its runs that are done; none where each has one run."""
+    if all(len(setting.runs) < 2 for setting in settings):
+        return []
+    rows = []
+    name = next((run.metric_name for s in settings for run in s.runs if run.metric_name), "metric")
+    for setting in settings:
+        done = [run for run in setting.runs if run.state == "done"]
+        rows.append(
+            {
+                "setting": setting.label,
+                "runs done": f"{len(done)} of {len(setting.runs)}",
+                metric_title(name): _spread(
+                    [run.metric for run in done if run.metric_name == name], partial(metric, name)
+                ),
+                "loss, training": _spread([run.recording.steps["loss"].last for run in done], number),
+                "samples / s": _spread([run.samples_per_s for run in done], number),
+                "time": _spread([run.seconds for run in done], duration),
+            }
+        )
+    return rows
+
+
+def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    if not keys or len(keys) > MAX_KEYS:
+        return f"{names[0]} and {len(names) - 1} more"
+    return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+
+
+def _spread(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
+    """Mean ± standard deviation of what was measured."""
+    known = [value for value in values if isinstance(value, int | float)]
+    if not known:
+        return "-"
+    if len(known) == 1:
+        return shown(known[0])
+    return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"

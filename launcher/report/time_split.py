@@ -1,0 +1,47 @@
+"""Where the time of a step goes: its parts on top of each other over the steps, the averages, the verdict."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from launcher.report.axis import steps_axis
+from launcher.report.chart import stacked
+from launcher.report.html import paragraph, table
+from launcher.report.run_record import RunRecord
+from launcher.telemetry.step_time import PARTS
+
+TITLES = {
+    "data_ms": "waiting for data",
+    "compute_ms": "forward and backward",
+    "wire_ms": "waiting for the wire",
+    "update_ms": "update",
+}
+
+
+def time_split(run: RunRecord) -> str:
+    """The markup; "" where no step has its parts."""
+    shares = run.recording.time_shares
+    if shares is None:
+        return ""
+    rows = [
+        {
+            "part": TITLES[part],
+            "ms per step": f"{shares.parts_ms[part]:.2f}",
+            "share": f"{shares.share(part):.1%}".replace("%", " %"),
+        }
+        for part in PARTS
+    ]
+    rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
+    return paragraph(shares.verdict) + _areas(run) + table(rows)
+
+
+def _areas(run: RunRecord) -> str:
+    points = [run.recording.parts_ms[part].points() for part in PARTS]
+    x = points[0][0]
+    if x.size < 2:
+        return ""
+    layers = [(TITLES[part], y) for part, (_, y) in zip(PARTS, points, strict=True)]
+    top = np.sum([y for _, y in layers], axis=0)
+    if not np.isfinite(top).all():
+        return ""
+    return stacked("Time of a step", "ms", x, layers, steps_axis(float(x[-1])))

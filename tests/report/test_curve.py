@@ -1,0 +1,68 @@
+"""Thinned curves keep their peaks, whatever their length and however they arrive."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.report.curve import BUFFERED, COLUMNS, Curve, Means, thinned
+
+finite = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(finite, min_size=1, max_size=300), st.integers(1, 20))
+def test_every_column_keeps_its_lowest_and_highest_point(values, columns):
+    x, y = np.arange(len(values), dtype=float), np.array(values)
+    kept_x, kept_y = thinned(x, y, columns)
+    assert kept_x.size <= max(2 * columns + 2, 2 * columns)
+    assert np.all(np.diff(kept_x) > 0)
+    assert {kept_x[0], kept_x[-1]} == {x[0], x[-1]}
+    assert set(zip(kept_x, kept_y, strict=True)) <= set(zip(x, y, strict=True)), "points are never invented"
+    column = np.minimum(x * columns / ((x[-1] - x[0]) or 1.0), columns - 1).astype(int)
+    kept_column = column[kept_x.astype(int)]
+    for number in set(column):
+        assert kept_y[kept_column == number].min() == y[column == number].min()
+        assert kept_y[kept_column == number].max() == y[column == number].max()
+
+
+@pytest.mark.parametrize("block", [1000, 7, BUFFERED + 1])
+def test_one_peak_among_many_steps_is_kept_at_its_step(block):
+    x = np.arange(70_000, dtype=float) if block > 7 else np.arange(40_000, dtype=float)
+    y = np.sin(x)
+    y[31_234], y[17] = 9.0, -9.0
+    curve = Curve()
+    for start in range(0, x.size, block):
+        curve.add(x[start : start + block], y[start : start + block])
+    kept = dict(zip(*curve.points(), strict=True))
+    assert len(kept) <= 2 * COLUMNS + 2
+    assert (kept[31_234], kept[17]) == (9.0, -9.0)
+    assert curve.num_points == x.size
+    assert curve.last == y[-1]
+
+
+def test_what_is_not_finite_is_counted_and_left_out():
+    curve = Curve()
+    curve.add(np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0]))
+    assert curve.points()[1].tolist() == [1.0, 2.0]
+    assert (curve.num_points, curve.num_not_finite) == (2, 2)
+
+
+def test_points_out_of_order_are_sorted():
+    curve = Curve()
+    curve.add(np.array([5.0, 1.0]), np.array([50.0, 10.0]))
+    assert [values.tolist() for values in curve.points()] == [[1.0, 5.0], [10.0, 50.0]]
+
+
+@given(st.lists(finite, min_size=1, max_size=2000))
+def test_the_means_of_all_intervals_are_the_mean_of_all_points(values):
+    means = Means()
+    x, y = np.arange(len(values), dtype=float), np.array(values)
+    means.add(x[: len(values) // 2 + 1], y[: len(values) // 2 + 1])
+    if len(values) // 2 + 1 < len(values):
+        means.add(x[len(values) // 2 + 1 :], y[len(values) // 2 + 1 :])
+    mean_x, mean_y = means.points()
+    assert np.all(np.diff(mean_x) > 0)
+    weights = np.diff(np.searchsorted(x, [*(mean_x[:-1] + mean_x[1:]) / 2, np.inf], side="left"), prepend=0)
+    assert np.average(mean_y, weights=weights) == pytest.approx(y.mean(), rel=1e-6, abs=1e-6)

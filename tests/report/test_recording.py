@@ -1,0 +1,238 @@
+"""metrics.jsonl of any size and of any quality is read in one pass, and followed while it grows."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from launcher.report import recording as module
+from launcher.report.recording import MAX_LINE_BYTES, Follower, Recording, read_recording
+from launcher.report.step_lines import columns_of_events, columns_of_lines, event_of
+from launcher.run_dir.atomic import json_line
+from launcher.telemetry.events import FORMAT, EventLog
+from launcher.telemetry.step_time import time_shares
+
+
+def step(number, **fields):
+    values = {"event": "step", "time": 100.0 + number, "step": number, "epoch": 0, "loss": 2.0 / number}
+    times = {
+        "step_ms": 10.0 + number % 3,
+        "data_ms": 1e-05,
+        "compute_ms": 7.25,
+        "wire_ms": 2.0,
+        "update_ms": 0.5,
+    }
+    return values | times | fields
+
+
+def recording_of(*events):
+    found = Recording()
+    found.add([json_line(event)[:-1] for event in events])
+    return found
+
+
+def as_lists(columns):
+    return {name: [None if math.isnan(v) else v for v in column] for name, column in columns.columns.items()}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"loss": math.inf},
+        {"loss": math.nan},
+        {"loss": -math.inf},
+        {"loss": None},
+        {"loss": 1e-300},
+        {"lr": 3},
+    ],
+    ids=str,
+)
+def test_the_fast_reader_finds_what_the_parser_finds(odd):
+    events = [step(k, **(odd if k == 7 or "lr" in odd else {})) for k in range(1, 20)]
+    lines = [json_line(event)[:-1] for event in events]
+    fast = columns_of_lines(lines)
+    assert fast is not None
+    assert as_lists(fast) == as_lists(columns_of_events([event_of(line) for line in lines]))
+    assert fast.missing["loss"] == (1 if odd.get("loss", 0) is None else 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event": "step", "time": 1.0, "step": 5, "loss": 1.0, "more": 2}',
+        b'{"event": "step", "time": 1.0, "loss": 1.0, "step": 5}',
+        b'{"event": "step", "time": 1.0, "step": 5, "loss": true}',
+        b'{"event": "step", "time": 1.0, "step": 5, "loss": "1.0"}',
+        b'{"event": "step", "time": 1.0, "step": 5.5, "loss": 1.0}',
+        b'{"event": "step", "time": 1.0, "step": -5, "loss": 1.0}',
+        b'{"event": "step", "time": 1.0, "step": 5, "loss": 1.0.0}',
+        b'{"event": "step", "time": 1.0, "step": 5, "loss": }',
+        b'{"event": "step", "time": 1.0, "step": 5, "loss": [1.0]}',
+    ],
+)
+def test_lines_of_another_shape_are_left_to_the_parser(line):
+    plain = b'{"event": "step", "time": 1.0, "step": 4, "loss": 1.0}'
+    assert columns_of_lines([plain, plain]) is not None
+    assert columns_of_lines([plain, line]) is None
+    found = Recording()
+    found.add([plain, line, plain])
+    assert found.num_damaged + int(found.steps["loss"].num_points) >= 2, "the others are read all the same"
+    assert found.steps["loss"].num_points >= 2
+
+
+def test_the_averages_of_the_time_are_those_of_the_console():
+    events = [step(k) for k in range(1, 50)]
+    found = recording_of(*events[:30])
+    found.add([json_line(event)[:-1] for event in events[30:]])
+    expected = time_shares(events)
+    assert found.time_shares.num_steps == expected.num_steps
+    assert found.time_shares.step_ms == pytest.approx(expected.step_ms)
+    assert found.time_shares.parts_ms == pytest.approx(expected.parts_ms)
+    assert recording_of(events[0]).time_shares == time_shares(events[:1])
+    assert recording_of().time_shares is None
+
+
+def test_unknown_events_and_a_newer_format_are_left_out_with_a_warning(tmp_path):
+    start = {"event": "start", "time": 1.0, "step": 0, "format": FORMAT + 1}
+    found = recording_of(start, {"event": "quantum", "step": 1}, {"event": "quantum", "step": 2}, step(3))
+    newer, unknown = found.warnings
+    assert f"format {FORMAT + 1}, written by a newer version; this one reads format {FORMAT}" in newer
+    assert "unknown events: quantum (2)" in unknown
+    assert found.steps["loss"].num_points == 1
+
+
+def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    line = json_line(step(1))
+    path.write_bytes(line + line[:20])
+    follower = Follower(path)
+    assert follower.poll()
+    assert follower.recording.steps["loss"].num_points == 1
+    assert not follower.poll(), "nothing new"
+    with path.open("ab") as file:
+        file.write(line[20:])
+    assert follower.poll()
+    assert follower.recording.steps["loss"].num_points == 2
+    assert follower.recording.warnings == []
+
+
+def test_a_file_that_is_rewound_replaced_or_gone_is_read_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    assert not follower.poll(), "a run that has not begun"
+    log = EventLog(path)
+    for number in range(1, 11):
+        log.write(step(number))
+    follower.poll()
+    assert follower.recording.last_step["step"] == 10
+    log.rewind(4, evaluates_again=False)
+    log.write(step(5, loss=77.0))
+    log.close()
+    follower.poll()
+    assert follower.recording.steps["loss"].points()[0].tolist() == [1, 2, 3, 4, 5]
+    path.write_bytes(json_line(step(1)))  # cut in place, the same file
+    follower.poll()
+    assert follower.recording.steps["loss"].num_points == 1
+    path.unlink()
+    assert follower.poll()
+    assert follower.recording.steps["loss"].num_points == 0
+
+
+def test_blocks_that_cut_lines_change_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(json_line(step(k)) for k in range(1, 200)))
+    whole = read_recording(tmp_path)
+    for size in (1, 13, 1000):
+        monkeypatch.setattr(module, "BLOCK_BYTES", size)
+        cut = read_recording(tmp_path)
+        assert [v.tolist() for v in cut.steps["loss"].points()] == [
+            v.tolist() for v in whole.steps["loss"].points()
+        ]
+        assert cut.time_shares.parts_ms == pytest.approx(whole.time_shares.parts_ms)
+        assert cut.num_damaged == 0
+
+
+def test_processes_of_a_run_are_told_apart():
+    found = recording_of(
+        {"event": "decision", "time": 1.0, "step": 0, "topic": "a", "text": "b"},
+        {"event": "start", "time": 2.0, "step": 0},
+        step(1, time=3.0),
+        step(2, time=9.0),
+        {"event": "decision", "time": 50.0, "step": 2, "topic": "a", "text": "b"},
+        {"event": "restart", "time": 51.0, "step": 2, "attempt": 1},
+        {"event": "start", "time": 52.0, "step": 2},
+        step(3, time=60.0),
+    )
+    assert [(a.began, a.ended, a.first_step, a.last_step) for a in found.attempts] == [
+        (2.0, 9.0, 0, 2),
+        (51.0, 60.0, 2, 3),
+    ]
+
+
+def test_each_gpu_has_its_lanes_and_other_nodes_have_theirs(tmp_path):
+    gpu = {"index": 1, "uuid": "GPU-x", "power_w": 200.0, "throttled_s": {"power": 1.0, "heat": 0.5}}
+    event = {"event": "gpu", "time": 1.0, "step": 5, "power_w": 400.0, "gpus": [gpu, None, 3]}
+    (tmp_path / "metrics.jsonl").write_bytes(json_line(event))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "gpu-rank4.jsonl").write_bytes(json_line(event))
+    found = read_recording(tmp_path).gpus
+    assert list(found) == ["GPU 1", "rank4, GPU 1"]
+    for curves in found.values():
+        points = {field: [values.tolist() for values in curve.points()] for field, curve in curves.items()}
+        assert points == {"power_w": [[5.0], [200.0]], "throttled_s": [[5.0], [1.5]]}
+
+
+def test_many_events_of_a_kind_are_counted_and_bounded():
+    found = recording_of(
+        *({"event": "overflow", "step": k, "scale": 2.0, "time": 1.0 + k} for k in range(5000))
+    )
+    assert found.of("overflow").count == 5000
+    shown = found.of("overflow").all()
+    assert len(shown) == module.MAX_RECORDS
+    assert (shown[0]["step"], shown[-1]["step"]) == (0, 4999)
+    assert found.skips.num_points == 5000
+
+
+def test_an_endless_line_is_damaged_and_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 5000)
+    (tmp_path / "metrics.jsonl").write_bytes(b"x" * 50_000 + b"\n" + json_line(step(1)))
+    found = read_recording(tmp_path)
+    assert (found.num_damaged, found.steps["loss"].num_points) == (1, 1)
+    assert MAX_LINE_BYTES > 5000
+
+
+GROW = """
+import resource, sys
+from pathlib import Path
+from launcher.report.recording import read_recording
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = read_recording(Path(sys.argv[1]))
+print(found.steps["loss"].num_points, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_gigabytes_are_read_in_little_memory(tmp_path):
+    line = json_line(step(1, **{f"number_{letter * 3}": 1 / 3 for letter in "abcdef"}))[:-1]
+    block = b"".join(line.replace(b'"step": 1,', b'"step": %d,' % k) + b"\n" for k in range(1, 20_001))
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        while file.tell() < 2_000_000_000:
+            file.write(block)
+    done = subprocess.run(
+        [sys.executable, "-c", GROW, str(tmp_path)], capture_output=True, text=True, check=True, timeout=280
+    )
+    points, megabytes = map(int, done.stdout.split())
+    assert points > 4_000_000
+    assert megabytes < 200
+
+
+def test_steps_beyond_what_a_float_holds_are_damaged():
+    found = Recording()
+    found.add([b'{"event": "step", "step": 1%s, "loss": 1.0}' % (b"0" * 400), b"{}", b'{"event": "step"}'])
+    assert found.num_damaged == 3

@@ -1,0 +1,315 @@
+"""`report RUN...`: one page for several runs, the table in the terminal, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.report.run_record import RunRecord
+from launcher.report.run_table import run_table
+from launcher.report.settings import difference_rows, run_settings, setting_rows
+from launcher.run_dir.atomic import json_line, write_json
+from tests.report.test_page import HOSTILE, Page
+
+SERIES = re.compile(r'data-name="([^"]*)" data-x="([^"]*)" data-y="([^"]*)"')
+
+
+def write_run(
+    directory: Path, *, seed=0, lr=0.1, steps=40, metric="accuracy", result=None, config=True
+) -> Path:
+    directory.mkdir(parents=True)
+    events = [{"event": "start", "time": 100.0, "step": 0, "total_steps": steps, "format": 1}]
+    for step in range(1, steps + 1):
+        values = {"loss": 2.0 / step + seed, "lr": lr, "scale": 1024.0, "samples_per_s": 10.0, "skipped": 0}
+        times = {"step_ms": 10.0, "data_ms": 7.0, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.5}
+        events.append({"event": "step", "time": 100.0 + step, "step": step, "epoch": 0, **values, **times})
+    if metric:
+        events.append(
+            {"event": "eval", "time": 200.0, "step": steps, "epoch": 0, "loss": 0.5, metric: 0.5 + seed / 10}
+        )
+    (directory / "metrics.jsonl").write_bytes(b"".join(json_line(event) for event in events))
+    done = {
+        "state": "done",
+        "exit": 0,
+        "metric_name": metric or "loss",
+        "metrics": {},
+        "steps": steps,
+        "seconds": 60.0,
+    }
+    done["metric"] = 0.5 + seed / 10 if metric else None
+    if result is None or result:
+        write_json(directory / "result.json", done | (result or {}))
+    if config:
+        (directory / "config.yaml").write_text(
+            f"seed: {seed}\noptim:\n  lr: {lr}\nrun:\n  dir: {directory}\n"
+        )
+    return directory
+
+
+def series_of(page: Path) -> dict[str, list[tuple[str, str]]]:
+    """By name of the line: x and y of each chart that has it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, x, y in SERIES.findall(page.read_text(encoding="utf-8")):
+        found.setdefault(name, []).append((x, y))
+    return found
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[Path]:
+    return [
+        write_run(tmp_path / "a", seed=0),
+        write_run(tmp_path / "b", seed=1),
+        write_run(
+            tmp_path / "c", lr=0.2, result={"state": "failed", "exit": 5, "error": f"diverged {HOSTILE}"}
+        ),
+    ]
+
+
+def test_runs_are_laid_over_each_other_and_seeds_have_a_mean(runs, tmp_path, capsys):
+    place = tmp_path / "all.html"
+    assert main(["report", *map(str, runs), "--out", str(place)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    titles = ("run", "state", "steps", "loss", "accuracy", "time", "samples / s", "skipped", "bound by")
+    assert out[0].split() == " ".join(titles).split()
+    assert [line.split()[1] for line in (out[1], out[2], out[3])] == ["done", "done", "failed"]
+    assert "input" in out[1]
+    assert out[4] == f"  diverged {HOSTILE}"
+    assert out[-1] == str(place)
+    series = series_of(place)
+    assert {"a", "b", "c", "optim.lr=0.1, mean"} <= series.keys()
+    first, second, mean = (
+        dict(zip(*map(str.split, series[n][0]), strict=True)) for n in ("a", "b", "optim.lr=0.1, mean")
+    )
+    assert (first["1"], second["1"], mean["1"]) == ("2", "3", "2.5")
+    page = Page(place)
+    for text in (
+        "Over the seeds",
+        "2 of 2",
+        "55.00 % ± 7.07 %",
+        "Config differences",
+        "optim.lr",
+        "c: failed, exit 5",
+    ):
+        assert text in page.text
+    assert page.tags.count("script") == 1
+
+
+def test_without_out_the_page_of_several_runs_is_in_the_working_directory(
+    runs, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = [str(run) for run in runs]
+    assert main(["report", *words]) == 0
+    assert main(["report", *words]) == 0, "a page of ours is replaced"
+    assert capsys.readouterr().out.endswith("\nreport.html\n")
+    (tmp_path / "report.html").write_text("<p>of the user")
+    assert main(["report", *words]) == 2
+    assert "report.html exists and is no report. Choose another place: --out" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_text() == "<p>of the user"
+    assert not (runs[0] / "report.html").exists()
+
+
+@pytest.mark.parametrize("out", ["missing/x.html", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
+    runs, tmp_path, capsys, monkeypatch, out
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(runs[0]), "--out", out]) == 2
+    assert "must be a file in a directory that exists" in capsys.readouterr().err
+
+
+def test_out_belongs_to_report(capsys):
+    assert main(["recipes", "--out", "x"]) == 2
+    assert "--out: belongs to the command report only" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "this is no run and no sweep" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml"]
+
+
+def test_runs_with_different_metrics_have_a_chart_each(tmp_path, capsys):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", metric="perplexity", lr=0.3)]
+    place = tmp_path / "all.html"
+    assert main(["report", *map(str, runs), "--out", str(place)]) == 0
+    text = Page(place).text
+    assert "Accuracy, held out" in text
+    assert "Perplexity, held out" in text
+    assert {"accuracy", "perplexity"} <= set(capsys.readouterr().out.splitlines()[0].split())
+
+
+def test_a_run_without_an_evaluation_and_one_that_is_still_going(tmp_path, capsys):
+    going = write_run(tmp_path / "a", metric=None, result={})
+    shutil.rmtree(going)
+    going = write_run(tmp_path / "a", metric=None)
+    (going / "result.json").unlink()
+    status = {"state": "running", "step": 40, "total_steps": 100, "updated": time.time() - 3}
+    write_json(going / "status.json", status)
+    assert main(["report", str(going)]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert "running" in row
+    assert "40 of 100" in row
+    write_json(going / "status.json", status | {"updated": time.time() - 300})
+    assert main(["report", str(going)]) == 0
+    assert "no sign of life for 5:00" in capsys.readouterr().out
+    assert "no sign of life" in Page(going / "report.html").text
+
+
+def test_markup_and_long_names_stay_text(tmp_path):
+    name = "class " * 50
+    run = write_run(
+        tmp_path / "<b>x",
+        result={"classes": [HOSTILE, name], "confusion_matrix": [[5, 1], [0, 7]], "note": HOSTILE},
+    )
+    write_json(run / "env.json", {"devices": [HOSTILE]})
+    (run / "config.yaml").write_text(f"seed: 0\nlabel: '{'<img src=x onerror=alert(1)>' * 3}'\n")
+    assert main(["report", str(run)]) == 0
+    page = Page(run / "report.html")
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert "<b>x" in page.text
+    assert "12 of 13 right" in page.text
+    assert name not in page.text, "shown shortened, whole as a title"
+    assert ("title", name) in page.attributes
+
+
+@pytest.mark.parametrize("matrix", [[[1, 2]], [[1, "x"], [0, 1]], [[1, -1], [0, 1]], [1, 2], [[1.5]]])
+def test_what_is_no_confusion_matrix_is_left_out(tmp_path, matrix):
+    run = write_run(tmp_path / "a", result={"confusion_matrix": matrix, "classes": ["a", "b"]})
+    assert main(["report", str(run)]) == 0
+    assert "Mistakes by class" not in Page(run / "report.html").text
+
+
+def test_many_classes_are_a_list_of_mistakes(tmp_path):
+    matrix = [[0] * 40 for _ in range(40)]
+    matrix[3][7], matrix[3][3] = 2, 6
+    run = write_run(tmp_path / "a", result={"confusion_matrix": matrix})
+    assert main(["report", str(run)]) == 0
+    page = Page(run / "report.html")
+    assert "6 of 8 right" in page.text
+    assert "25.0 %" in page.text
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "gradients", "step": 1},
+        {"event": "gradients", "step": 1, "scale": 0, "histogram": [1], "zeros": 0, "layers": {}},
+        {"event": "gradients", "step": 1, "scale": 1.0, "histogram": "x"},
+        {"event": "overflow", "step": 1, "ranks": 3, "parameters": "x"},
+        {"event": "restart", "step": 1, "time": "x"},
+        {"event": "start", "step": 1, "time": 1e300, "total_steps": "many", "model": []},
+        {"event": "eval", "step": 1, "loss": [1], "accuracy": "x"},
+        {"event": "end", "step": 1, "state": 3, "error": []},
+        {"event": "checkpoint", "step": 1},
+        {"event": "gpu", "step": 1, "devices": "x"},
+        {"event": "decision", "step": 1},
+        {"event": "warning", "step": 1, "text": None},
+        {"event": "step", "step": 2, "loss": {}, "lr": "x", "scale": -1.0, "step_ms": "inf"},
+    ],
+    ids=lambda event: event["event"],
+)
+def test_events_of_another_form_break_nothing(tmp_path, event, capsys):
+    run = write_run(tmp_path / "a", result={})
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(json.dumps(event).encode() + b"\n" + b'{"event": "st')
+    assert main(["report", str(run)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert "Loss" in Page(run / "report.html").text
+
+
+def test_a_sweep_has_a_page_of_its_runs(tmp_path, capsys):
+    for seed in range(2):
+        run = write_run(tmp_path / "sweep" / f"{seed}_seed={seed}", seed=seed)
+        (run / "overrides.txt").write_text(f"seed={seed}\n")
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path / "sweep" / "report.html") in out
+    assert str(tmp_path / "sweep" / "comparison.png") in out
+    assert Page(tmp_path / "sweep" / "report.html").text.strip().startswith("sweep")
+
+
+def test_runs_of_equal_names_are_told_apart(tmp_path):
+    records = [RunRecord.read(write_run(tmp_path / part / "run", lr=lr)) for part, lr in (("x", 1), ("y", 2))]
+    assert [s.label for s in run_settings(records)] == ["x/run", "y/run"]
+    assert [row["optim.lr"] for row in difference_rows(records)] == ["1", "2"]
+    assert setting_rows(run_settings(records)) == []
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_the_table_fits_the_terminal(runs, columns):
+    text = run_table([RunRecord.read(run) for run in runs], columns)
+    table, reason = text.splitlines()[:4], text.splitlines()[4:]
+    assert all(len(line) <= columns for line in table)
+    assert table[0].startswith("run")
+    assert "\n".join(reason).strip().startswith("diverged")
+    assert "\x1b" not in text
+
+
+def test_the_five_longest_runs_take_seconds_and_megabytes(tmp_path):
+    """A tenth of the size here; the slow test has the whole."""
+    assert_fast(tmp_path, steps=10_000, limit_s=5.0)
+
+
+@pytest.mark.slow
+def test_five_runs_of_100000_steps(tmp_path):
+    assert_fast(tmp_path, steps=100_000, limit_s=10.0)  # 5 s on an idle machine
+
+
+def assert_fast(tmp_path: Path, steps: int, limit_s: float) -> None:
+    first = write_run(tmp_path / "run0", steps=steps)
+    for number in range(1, 5):
+        shutil.copytree(first, tmp_path / f"run{number}")
+    began = time.perf_counter()
+    assert (
+        main(["report", *(str(tmp_path / f"run{k}") for k in range(5)), "--out", str(tmp_path / "x.html")])
+        == 0
+    )
+    seconds = time.perf_counter() - began
+    size = (tmp_path / "x.html").stat().st_size
+    print(f"5 runs of {steps:,} steps: {seconds:.1f} s, {size / 1e6:.2f} MB")
+    assert size < 3_000_000
+    assert seconds < limit_s
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+KEYS = """
+<script>
+const plot = document.querySelector('.plot[data-low]');
+plot.focus();
+plot.dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}));
+document.title = plot.querySelector('.tip').textContent;
+</script></body>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_keys_read_values_in_a_browser(runs, tmp_path):
+    place = tmp_path / "all.html"
+    assert main(["report", *map(str, runs), "--out", str(place)]) == 0
+    text = re.sub(
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", place.read_text()
+    )  # for the test's script
+    place.write_text(text.replace("</body>", KEYS))
+    words = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    done = subprocess.run(
+        [*words, "--dump-dom", f"file://{place}"], capture_output=True, text=True, timeout=90, check=True
+    )
+    assert "<title>step 1\na: 2\nb: 3\noptim.lr=0.1, mean: 2.5\nc: 2</title>" in done.stdout
