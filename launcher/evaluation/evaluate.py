@@ -7,10 +7,11 @@ buffers on all ranks. Never changes them, and restores the mode of each module.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -36,6 +39,7 @@ class Evaluation:
     higher_is_better: dict[str, bool | None]  # by metric; None: not declared
     nan_outputs: int = 0  # samples with a NaN among the outputs that metrics read
     unreadable: int = 0  # samples that were left out
+    halvings: int = 0  # of the batches of ranks that ran out of memory
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
 
@@ -48,14 +52,15 @@ class _Counts:
     """The loss and the counts of one rank. Their sum over the ranks is that of the whole set."""
 
     loss_sum: Tensor  # fp64 [1]
-    # int64 [5 + samples]: loss count, interrupted, NaN outputs, samples, unreadable; how often each was seen
+    # int64 [6 + samples]: loss count, interrupted, NaN outputs, samples, unreadable, halvings of the batches;
+    # how often each was seen
     integers: Tensor
 
     @classmethod
     def empty(cls, num_samples: int, device: torch.device) -> _Counts:
         return cls(
             torch.zeros(1, dtype=torch.float64, device=device),
-            torch.zeros(5 + num_samples, dtype=torch.int64, device=device),
+            torch.zeros(6 + num_samples, dtype=torch.int64, device=device),
         )
 
     @property
@@ -64,7 +69,7 @@ class _Counts:
 
     @property
     def seen(self) -> Tensor:
-        return self.integers[5:]
+        return self.integers[6:]
 
     def add(self, indices: Tensor, loss: Loss) -> None:
         """Count a batch. indices: int64 [n]."""
@@ -85,8 +90,8 @@ class _Counts:
 
     def totals(self) -> Totals:
         """The sums over all ranks, once they are reduced. Waits for the device."""
-        count, _, nan_outputs, samples, unreadable = self.integers[:5].tolist()
-        return Totals(self.loss_sum.item(), count, nan_outputs, samples - unreadable, unreadable)
+        count, _, nan_outputs, samples, unreadable, halvings = self.integers[:6].tolist()
+        return Totals(self.loss_sum.item(), count, nan_outputs, samples - unreadable, unreadable, halvings)
 
 
 class Totals(NamedTuple):
@@ -97,6 +102,28 @@ class Totals(NamedTuple):
     nan_outputs: int
     samples: int  # that were measured
     unreadable: int
+    halvings: int
+
+
+Smaller = Callable[[Exception, int], int]  # from an error and the size of a batch; raises what is no shortage
+
+
+def never_smaller(error: Exception, size: int) -> int:
+    """Raises the error."""
+    raise error
+
+
+def in_smaller_batches(measure: Callable[[int], Result], size: int, smaller: Smaller) -> tuple[Result, int]:
+    """What `measure` returns for batches of `size`, or from the start for `smaller` ones; how often halved.
+
+    For a part that does not communicate: each rank may need another size.
+    """
+    for halvings in itertools.count():
+        try:
+            return measure(size), halvings
+        except Exception as error:
+            size = smaller(error, size)
+    raise AssertionError("itertools.count() has no end")
 
 
 def evaluate(
@@ -109,17 +136,25 @@ def evaluate(
     interrupted: Callable[[], bool] = lambda: False,
     guard: Guard = unguarded,
     beat: Callable[[], object] = lambda: None,
+    smaller: Smaller = never_smaller,
 ) -> Evaluation:
     """Measure the model on `data` (on the device, whole on every rank). A collective.
 
     `guard` is the context of each call of a metric. `beat` is called before each message to rank 0.
-    Raises Interrupted, on all ranks, if `interrupted` was true before a batch on any of them.
+    `smaller` gives the size of the batches with which a rank begins again after an error. Raises Interrupted,
+    on all ranks, if `interrupted` was true before a batch on any of them.
     """
-    counts = _Counts.empty(0 if isinstance(data, StreamData) else len(data), env.device)
-    measuring = Measuring(recipe, env, guard, beat)
-    batches = evaluation_batches(data, env.rank, env.world_size, batch_size)
-    with evaluating(model), torch.no_grad():
+
+    def measure(size: int) -> tuple[_Counts, Measuring]:
+        counts = _Counts.empty(0 if isinstance(data, StreamData) else len(data), env.device)
+        measuring = Measuring(recipe, env, guard, beat)
+        batches = evaluation_batches(data, env.rank, env.world_size, size)
         _measure_share(recipe, model, forward_context, batches, interrupted, counts, measuring)
+        return counts, measuring
+
+    with evaluating(model), torch.no_grad():
+        (counts, measuring), halvings = in_smaller_batches(measure, batch_size, smaller)
+        counts.integers[5] = halvings
         reduce(counts.integers, env.group)
         reduce(counts.loss_sum, env.group)
         if counts.interrupted:
@@ -135,6 +170,7 @@ def evaluate(
         found.higher_is_better,
         totals.nan_outputs,
         totals.unreadable,
+        totals.halvings,
         found.confusion,
     )
 

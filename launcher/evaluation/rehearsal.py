@@ -12,13 +12,19 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.data.random_state import generators_kept
 from launcher.data.sources import Readable, first_batch
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
-from launcher.evaluation.evaluate import evaluating, measure_batch
+from launcher.evaluation.evaluate import (
+    Smaller,
+    evaluating,
+    in_smaller_batches,
+    measure_batch,
+    never_smaller,
+)
 from launcher.evaluation.measuring import Guard, Measuring, Numbers, unguarded
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Recipe
@@ -33,20 +39,26 @@ def rehearse(
     batch_size: int,
     guard: Guard = unguarded,
     beat: Callable[[], object] = lambda: None,
+    smaller: Smaller = never_smaller,
 ) -> Numbers:
     """What the metrics give for the first samples of each rank, with NaN for names that they only declare.
 
     The arguments are those of `evaluate`. Raises what an evaluation would raise, but for exceptions of a
     metric's `compute` that may be due to these samples: `Numbers.failed` has their texts. A collective.
     """
-    measuring = Measuring(recipe, env, guard, beat, rehearsal=True)
-    sums = torch.zeros(2, dtype=torch.float64, device=env.device)  # of the losses, and their count
-    with evaluating(model), torch.no_grad(), _unchanged(model, env.device):
-        batch = first_batch(data, env.rank, env.world_size, batch_size)
+
+    def measure(size: int) -> tuple[Tensor, Measuring]:
+        sums = torch.zeros(2, dtype=torch.float64, device=env.device)  # of the losses, and their count
+        measuring = Measuring(recipe, env, guard, beat, rehearsal=True)
+        batch = first_batch(data, env.rank, env.world_size, size)
         if batch is not None:
             loss = measure_batch(recipe, model, forward_context, batch, measuring)
             sums[0] += loss.sum
             sums[1] += loss.count
+        return sums, measuring
+
+    with evaluating(model), torch.no_grad(), _unchanged(model, env.device):
+        (sums, measuring), _ = in_smaller_batches(measure, batch_size, smaller)
         reduce(sums, env.group)
         loss_sum, count = sums.tolist()
         found = measuring.conclude(loss_sum, max(int(count), 1))

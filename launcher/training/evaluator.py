@@ -5,6 +5,7 @@ Owns the use of an evaluation's result; `launcher.evaluation` computes it. All m
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -21,14 +22,19 @@ from launcher.errors import DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.evaluation.rehearsal import rehearse
+from launcher.process import frames
+from launcher.process.shortage import ran_out
 from launcher.recipe.contract import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
 from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.answers import Answers
 from launcher.training.monitor import Monitor
+from launcher.training.out_of_memory import free_memory
 from launcher.training.progress import Course, Measured, Position, SinceEvaluation, Standing
 from launcher.training.recipe_errors import guarding
 from launcher.training.run import Question, Run, Votes
+
+log = logging.getLogger("launcher")
 
 
 @dataclass
@@ -46,6 +52,7 @@ class Evaluator:
     answers: Answers
     batches: Batches  # of training: an evaluation's are as large
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
+    _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
 
     def after(self, position: Position) -> Measured | None:
         """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
@@ -100,6 +107,7 @@ class Evaluator:
                 self._batch_size,
                 partial(self._guard, name),
                 self._beat_of_trial,
+                self._smaller,
             )
             for text in tried.failed:
                 self.run.telemetry.warn(
@@ -114,7 +122,19 @@ class Evaluator:
     @property
     def _batch_size(self) -> int:
         plan = self.batches.plan
-        return plan.micro_batch or max(1, plan.batch_size // plan.world_size)
+        as_trained = plan.micro_batch or max(1, plan.batch_size // plan.world_size)
+        return min(as_trained, self._fitting or as_trained)
+
+    def _smaller(self, error: Exception, size: int) -> int:
+        """Half of `size`, from now on on this rank, after a shortage of memory; raises any other error."""
+        shortage = ran_out(error)
+        if not shortage or self.run.config.train.on_oom != "halve" or size == 1:
+            raise error
+        self._fitting = -(-size // 2)
+        log.warning("evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._fitting)
+        frames.release(error)
+        free_memory(self.run.env.device)
+        return self._fitting
 
     def _evaluate(self, name: str, position: Position, since: SinceEvaluation) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises Interrupted on all ranks alike."""
@@ -130,7 +150,14 @@ class Evaluator:
             interrupted=lambda: self.run.requests.stop is not None,
             guard=partial(self._guard, name),
             beat=self._beat,
+            smaller=self._smaller,
         )
+        if found.halvings:
+            telemetry.warn(
+                f"ranks ran out of memory in the evaluation on the {set_title(name)} set and halved their "
+                f"batches, {found.halvings} time(s) over all ranks; logs/rank*.log has each. The numbers are "
+                "those of all samples."
+            )
         if found.nan_outputs:
             telemetry.warn(
                 f"{found.nan_outputs} of the outputs for the {found.samples} samples of the "

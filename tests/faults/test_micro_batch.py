@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.faults.launching import Ended, run
-from tests.faults.usercode import both, lacking_memory, send_signal, stop_after
+from tests.faults.usercode import both, hungry, lacking_memory, send_signal, stop_after
 
 pytestmark = pytest.mark.timeout(90)
 AUTO = "data.micro_batch=auto"
@@ -164,3 +164,29 @@ def test_a_request_to_save_in_a_dropped_step_is_kept(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *words, ranks=2, user_code=both(save, small))
     assert ended.codes == [0, 0], ended
     assert sorted(ended.checkpoints) == [5, 12]
+
+
+def test_an_evaluation_that_lacks_memory_begins_again_in_smaller_batches(tmp_path: Path) -> None:
+    """On one rank of two: in the trial before the first step, and again in the first evaluation."""
+    words = ("train.max_steps=6", "train.eval_every_steps=3")
+    plain = run(tmp_path / "plain", *words, ranks=2)
+    ended = run(tmp_path / "run", *words, ranks=2, user_code=lacking_memory(3, 1, training=False))
+    assert ended.digest == plain.digest
+    for expected, found in zip(plain.events("eval"), ended.events("eval"), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["samples"] == expected["samples"]
+    assert "ran out of GPU memory: no room for 7 samples; batches of 4 from now on" in ended.log(1)
+    assert ended.log(1).count("from now on") == 2, "the second evaluation starts with what fits"
+
+
+@pytest.mark.slow
+def test_an_allocator_that_is_refused_memory_is_a_shortage_too(tmp_path: Path) -> None:
+    """RLIMIT_AS on one of two ranks: 8 samples do not fit, and 4 do."""
+    ended = run(tmp_path / "run", "train.max_steps=6", ranks=2, user_code=hungry(1, from_pass=3))
+    assert ended.codes == [0, 0], ended
+    assert ended.result["micro_batch"] == 4
+    assert "rank 1 ran out of memory: [enforce fail" in ended.warnings[0]
+    assert "DefaultCPUAllocator: can't allocate memory" in ended.warnings[0]
+    found = run(tmp_path / "auto", "train.max_steps=6", AUTO, ranks=2, user_code=hungry(1, from_pass=0))
+    assert found.result["micro_batch"] == 4
+    assert found.digest == run(tmp_path / "hand", "train.max_steps=6", "data.micro_batch=4", ranks=2).digest
