@@ -20,6 +20,7 @@ PHASES = (
     "building the model",
     "comparing the models",
     "restoring",
+    "trying micro-batches",
     "trying the evaluation",
     "recording the step",
     *STEP_PARTS,
@@ -77,7 +78,7 @@ class Heartbeat:
         self._table = table
         self._offset = rank * _ROW.size
         self._step = 0
-        self._phase = PHASES[0]
+        self._phase, self._number = PHASES[0], 0
         self._since_s = time.monotonic()
         self._under_way = False
 
@@ -97,7 +98,11 @@ class Heartbeat:
         return self._table is not None
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Record that this rank enters `phase`, one of PHASES, of `step` (None: unchanged)."""
+        """Record that this rank enters `phase`, one of PHASES, of `step` (None: unchanged).
+
+        Raises KeyError for another phase, also where no process reads it.
+        """
+        self._number = _NUMBERS[phase]
         if step is not None:
             self._step = step
         self._phase = phase
@@ -112,7 +117,7 @@ class Heartbeat:
     def _write(self) -> None:
         if self._table is not None:
             # Not pack_into: it clears the row first, and a reader could see a rank that never started.
-            row = _ROW.pack(_NUMBERS[self._phase], self._step, self._since_s, self._under_way)
+            row = _ROW.pack(self._number, self._step, self._since_s, self._under_way)
             self._table[self._offset : self._offset + _ROW.size] = row
 
 

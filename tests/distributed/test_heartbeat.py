@@ -73,3 +73,11 @@ def test_a_row_is_never_seen_half_written() -> None:
 
 def test_the_parts_of_a_step_have_the_names_that_the_engine_gives_them() -> None:
     assert STEP_PARTS == PARTS
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_a_phase_without_a_number_is_refused_with_and_without_a_reader(table) -> None:
+    heartbeat = Heartbeats(1).of(0) if table else Heartbeat()
+    with pytest.raises(KeyError):
+        heartbeat.beat("dancing")
+    assert heartbeat.latest.phase == "starting"
