@@ -62,7 +62,7 @@ from launcher.training.divergence.rescue import Rescue
 from launcher.training.evaluator import Evaluator
 from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
 from launcher.training.initial_weights import Loaded, load_weights, settle
-from launcher.training.loop import Task, train
+from launcher.training.loop import Averaged, Task, train
 from launcher.training.micro_batch import settled
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import Relief
@@ -231,7 +231,8 @@ def _assemble(
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
     build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
-    run = Run(config, env, stepper, telemetry, heartbeat, requests)
+    average = build.weight_average(config, stepper)
+    run = Run(config, env, stepper, telemetry, heartbeat, requests, average)
     size = 0 if isinstance(data.train, StreamData) else plan.num_samples
     continuity = Continuity(run, course, size, fingerprint, Answers.of(recipe, env))
     return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity, weights)
@@ -301,17 +302,17 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
     relief = Relief(run, continuity.standing, batches, continuity.answers)
     task = Task(stepper, network, job.recipe.loss, batches, continuity.answers, relief)
     with (
-        recorded(task, run) if steps_left else nullcontext(task) as learner,
+        recorded(task, run) if steps_left else nullcontext(task) as steps,
         Writer(continuity.directory, config.checkpoint.keep) as writer,
     ):
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
         train(
             job.course,
             start,
-            learner,
+            steps if run.average is None else Averaged(steps, run.average),
             Checkpoints(run, job.course, monitor, votes, writer, due, continuity.take),
             monitor,
-            Replicas(stepper, job.course),
+            Replicas(run, job.course),
             evaluator,
             relief,
         )
@@ -366,7 +367,14 @@ def _finish(
     """
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result: dict[str, Any] = results.result(
-        run.config, run.env, run.stepper, job.used, job.recipe.compare_by, evaluations, monitor.totals
+        run.config,
+        run.env,
+        run.stepper,
+        job.used,
+        job.recipe.compare_by,
+        evaluations,
+        monitor.totals,
+        run.average,
     )
     steps = job.course.total_steps
     if result["applied_steps"] < steps / 2:

@@ -14,6 +14,7 @@ from torch import Tensor
 from launcher.checkpoint import Identity, Metric, Origin, Progress, Snapshot, publish
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
 from launcher.checkpoint.tensors import write_bytes
+from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 
 IDENTITY = Identity(
@@ -59,6 +60,12 @@ def snapshot(
         names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
         rank_buffers={"norm.count": torch.tensor([step, step + 1])},
         metric=None if metric is None else Metric("accuracy", metric, lower_is_better),
+        average=AverageState(
+            weights={name: tensor * 3 for name, tensor in weights.items()},
+            buffers={"norm.mean": torch.full((2,), step + 0.5)},
+            counters={"applied": step, "steps": 1},
+        ),
+        average_buffers={"norm.mean": torch.tensor([[step], [step + 1.0]]).expand(2, 2)},
         extra={"wandb": "run-1", "best": float("inf")},
     )
     return replace(made, **changes)

@@ -40,7 +40,7 @@ ENGINE_LAYERS = (
     {"step_result", "replica"},
     {"assembly"},
     {"stepper"},
-    {"step_graph"},
+    {"step_graph", "weight_average"},
     {"__init__"},
 )
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}

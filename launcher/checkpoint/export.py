@@ -32,10 +32,15 @@ class Exported:
     file: Path
     checkpoint: Path
     num_tensors: int
+    averaged: bool = False  # whether they are the moving average of the weights
 
 
-def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -> Exported:
+def export(
+    run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False, averaged: bool = True
+) -> Exported:
     """Write the weights of the run's newest (or `best`) intact checkpoint to `file`, replacing it.
+
+    `averaged`: of a run with a moving average of its weights take that, with which it was evaluated.
 
     Floating-point tensors become `dtype`, others stay as they are. `model.load_state_dict(load_file(file))`
     loads the result. Raises ConfigError for invalid arguments, StorageError where no checkpoint is intact or
@@ -47,9 +52,12 @@ def export(run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False) -
         raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
     _refuse_target(run_dir, file)
     checkpoint = _choose(run_dir / FOLDER, best)
-    tensors = _converted(load(checkpoint), DTYPES[dtype])
-    _write(file, tensors, {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype})
-    return Exported(file, checkpoint, len(tensors))
+    snapshot = load(checkpoint)
+    averaged = averaged and snapshot.average is not None
+    tensors = _converted(snapshot, DTYPES[dtype], averaged)
+    kind = {"weights": "ema"} if averaged else {}
+    _write(file, tensors, {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype} | kind)
+    return Exported(file, checkpoint, len(tensors), averaged)
 
 
 def _refuse_target(run_dir: Path, file: Path) -> None:
@@ -77,8 +85,10 @@ def _choose(directory: Path, best: bool) -> Path:
     return path
 
 
-def _converted(snapshot: Snapshot, dtype: torch.dtype) -> dict[str, Tensor]:
+def _converted(snapshot: Snapshot, dtype: torch.dtype, averaged: bool) -> dict[str, Tensor]:
     tensors = snapshot.engine.weights | snapshot.engine.buffers
+    if averaged and snapshot.average is not None:
+        tensors |= snapshot.average.weights | snapshot.average.buffers
     return {key: _narrowed(key, tensors[name], dtype) for key, name in snapshot.names.items()}
 
 

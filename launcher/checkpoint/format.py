@@ -32,8 +32,9 @@ from launcher.checkpoint.manifest import (
     step_name,
     verify,
 )
-from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot
+from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot, of_all_ranks
 from launcher.checkpoint.tensors import Run, described, directly, read_tensors, write_bytes, write_tensors
+from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import restored, strict
@@ -42,6 +43,7 @@ UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
 BY_RANK = "buffer_by_rank/"  # needed only to resume, so stored with the optimizer's states
+AVERAGE, AVERAGE_BUFFERS = "average/", "average_buffer_by_rank/"  # beside them
 
 
 def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
@@ -147,14 +149,27 @@ def _write_files(directory: Path, snapshot: Snapshot, run: Run) -> None:
     state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
     files = {
         WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, run),
-        OPTIMIZER: write_tensors(directory / OPTIMIZER, engine.optimizer | _by_rank(snapshot), metadata, run),
+        OPTIMIZER: write_tensors(directory / OPTIMIZER, _rest(snapshot), metadata, run),
         STATE: write_bytes(directory / STATE, state.encode()),
     }
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
 
 
+def _rest(snapshot: Snapshot) -> dict[str, Tensor]:
+    """What the second file holds."""
+    return snapshot.engine.optimizer | _by_rank(snapshot) | _average(snapshot)
+
+
 def _by_rank(snapshot: Snapshot) -> dict[str, Tensor]:
     return {BY_RANK + name: rows for name, rows in snapshot.rank_buffers.items()}
+
+
+def _average(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Averaged weights, and the averaged buffers of all ranks, of which the mean is computed when read."""
+    weights = {} if snapshot.average is None else snapshot.average.weights
+    return {AVERAGE + name: tensor for name, tensor in weights.items()} | {
+        AVERAGE_BUFFERS + name: rows for name, rows in snapshot.average_buffers.items()
+    }
 
 
 def _state_values(snapshot: Snapshot) -> dict[str, Any]:
@@ -172,6 +187,9 @@ def _state_values(snapshot: Snapshot) -> dict[str, Any]:
         "buffers": described(engine.buffers),
         "optimizer": described(engine.optimizer),
         "rank_buffers": described(_by_rank(snapshot)),
+        "average": None
+        if snapshot.average is None
+        else {"counters": snapshot.average.counters, "tensors": described(_average(snapshot))},
         "random": {
             name: [base64.b64encode(row.numpy().tobytes()).decode() for row in rows]
             for name, rows in snapshot.random.items()
@@ -186,16 +204,21 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
     """
     weights = {name: tensor for name, tensor in both.items() if name not in state["buffers"]}
     buffers = {name: tensor for name, tensor in both.items() if name in state["buffers"]}
+    kinds: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in ("", BY_RANK, AVERAGE, AVERAGE_BUFFERS)}
+    for name, tensor in rest.items():
+        kinds[max((prefix for prefix in kinds if name.startswith(prefix)), key=len)][name] = tensor
     engine = EngineState(
         weights=_exactly(state["weights"], weights),
-        optimizer=_exactly(state["optimizer"], {n: t for n, t in rest.items() if not n.startswith(BY_RANK)}),
+        optimizer=_exactly(state["optimizer"], kinds[""]),
         buffers=_exactly(state["buffers"], buffers),
         counters={name: int(value) for name, value in state["counters"].items()},
         reference_count=state["origin"]["reference_count"] or None,
         scale_mode=state.get("scale_mode"),  # older checkpoints have none
     )
-    by_rank = {name: tensor for name, tensor in rest.items() if name.startswith(BY_RANK)}
-    by_rank = _exactly(state["rank_buffers"], by_rank)
+    by_rank = _exactly(state["rank_buffers"], kinds[BY_RANK])
+    average = state.get("average")  # older checkpoints have none
+    averaged = _exactly(average["tensors"] if average else {}, kinds[AVERAGE] | kinds[AVERAGE_BUFFERS])
+    average_buffers = _of(AVERAGE_BUFFERS, averaged)
     unknown = set(state["names"].values()) - both.keys()
     if unknown:
         raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
@@ -206,10 +229,22 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         origin=Origin(**{name: state["origin"][name] for name in ("world_size", "wire")}),
         random={name: _random_rows(rows) for name, rows in state["random"].items()},
         names=state["names"],
-        rank_buffers={name.removeprefix(BY_RANK): rows for name, rows in by_rank.items()},
+        rank_buffers=_of(BY_RANK, by_rank),
+        average=average
+        and AverageState(
+            _of(AVERAGE, averaged),
+            {name: of_all_ranks(rows) for name, rows in average_buffers.items()},
+            {name: int(value) for name, value in average["counters"].items()},
+        ),
+        average_buffers=average_buffers,
         metric=None if state["metric"] is None else Metric(**restored(state["metric"])),
         extra=restored(state["extra"]),
     )
+
+
+def _of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those with the prefix, without it."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _exactly(listed: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import Stepper
+from launcher.engine import AverageState, Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
@@ -133,6 +133,8 @@ class Snapshot:
     uint8 [world_size, bytes].
     `names` maps each key of the model's state_dict to the name of its tensor: tied weights are stored once.
     `metric` is None where these weights have not been evaluated. `extra` is the caller's JSON.
+    `average` is the moving average of the weights; its buffers are averaged over the ranks, and
+    `average_buffers` [world_size, ...] hold those of each rank.
     """
 
     engine: EngineState
@@ -144,6 +146,8 @@ class Snapshot:
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
     metric: Metric | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    average: AverageState | None = None
+    average_buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,12 +171,13 @@ def take(
     progress: Progress,
     metric: Metric | None = None,
     extra: Mapping[str, Any] | None = None,
+    average: WeightAverage | None = None,
 ) -> Snapshot | None:
     """Copy the run's state to new host memory, between steps. A collective: all ranks call it.
 
     Returns the snapshot on the leader and None on the other ranks, which write nothing.
     """
-    staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory())
+    staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory(), average)
     return None if staged is None else staged.finished()
 
 
@@ -185,6 +190,7 @@ def stage(
     metric: Metric | None,
     extra: Mapping[str, Any] | None,
     memory: HostMemory,
+    average: WeightAverage | None = None,
 ) -> Staged | None:
     """As `take`, without waiting for the device to copy weights and optimizer states into `memory`.
 
@@ -194,11 +200,14 @@ def stage(
     random = _random_states(env)
     state = stepper.state()
     buffers = _buffers_by_rank(state.buffers, env)
+    averages = None if average is None else average.state()
+    averaged_buffers = {} if averages is None else _buffers_by_rank(averages.buffers, env)
     if not env.is_leader:
         return None
     weights = {f"weights/{name}": tensor for name, tensor in state.weights.items()}
     states = {f"optimizer/{name}": tensor for name, tensor in state.optimizer.items()}
-    copies = memory.copy(weights | states)
+    averaged = {} if averages is None else {f"average/{n}": t for n, t in averages.weights.items()}
+    copies = memory.copy(weights | states | averaged)
     if copies.ready is not None:
         stepper.hold_update(copies.ready)
     snapshot = Snapshot(
@@ -211,6 +220,8 @@ def stage(
         rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
         metric=metric,
         extra=dict(extra or {}),
+        average=None if averages is None else _copied_average(averages, copies, averaged_buffers),
+        average_buffers=averaged_buffers,
     )
     return Staged(snapshot, copies)
 
@@ -221,15 +232,26 @@ def _copied(state: EngineState, copies: Copies, buffers: Mapping[str, Tensor]) -
         state,
         weights={name: copies.tensors[f"weights/{name}"] for name in state.weights},
         optimizer={name: copies.tensors[f"optimizer/{name}"] for name in state.optimizer},
-        buffers={name: _of_all_ranks(rows) for name, rows in buffers.items()},
+        buffers={name: of_all_ranks(rows) for name, rows in buffers.items()},
         counters=dict(state.counters),
     )
 
 
-def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:
+def _copied_average(averages: AverageState, copies: Copies, buffers: Mapping[str, Tensor]) -> AverageState:
+    return AverageState(
+        {name: copies.tensors[f"average/{name}"] for name in averages.weights},
+        {name: of_all_ranks(rows) for name, rows in buffers.items()},
+        dict(averages.counters),
+    )
+
+
+def restore(
+    stepper: Stepper, snapshot: Snapshot, env: WorkerEnv, average: WeightAverage | None = None
+) -> ScaleStart:
     """Continue from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
 
-    Returns whether the loss scale is that of the snapshot, as `Stepper.load` does. Raises ConfigError on all
+    Returns whether the loss scale is that of the snapshot, as `Stepper.load` does. Where it has no average,
+    `average` starts from its weights. Raises ConfigError on all
     ranks for the state of another model or optimizer. On another number of ranks, all start with the same
     buffers, and additional ranks reuse the saved random states from rank 0 on.
     """
@@ -239,11 +261,26 @@ def restore(stepper: Stepper, snapshot: Snapshot, env: WorkerEnv) -> ScaleStart:
         engine = replace(engine, buffers=engine.buffers | own)
     try:
         scale = stepper.load(engine)
+        if average is not None:
+            _restore_average(average, snapshot, env)
     except ValueError as error:
         raise ConfigError(f"the checkpoint of step {snapshot.progress.step} does not fit: {error}") from error
     states = {name: rows[env.rank % len(rows)].clone() for name, rows in snapshot.random.items()}
     generators.restore_states(states, env.device)
     return scale
+
+
+def _restore_average(average: WeightAverage, snapshot: Snapshot, env: WorkerEnv) -> None:
+    """Raises ValueError for that of another model."""
+    if snapshot.average is None:
+        average.restart()
+        return
+    saved = snapshot.average
+    if env.world_size == snapshot.origin.world_size:
+        saved = replace(
+            saved, buffers={name: rows[env.rank] for name, rows in snapshot.average_buffers.items()}
+        )
+    average.load(saved)
 
 
 def _random_states(env: WorkerEnv) -> dict[str, Tensor]:
@@ -274,7 +311,7 @@ def _alike(rows: Tensor) -> bool:
     return torch.equal(bits, bits[:1].expand_as(bits))
 
 
-def _of_all_ranks(rows: Tensor) -> Tensor:
+def of_all_ranks(rows: Tensor) -> Tensor:
     """The mean where the ranks differ, as in `Buffers.average`; for integers, the value of rank 0."""
     if not rows.is_floating_point() or _alike(rows):
         return rows[0].clone()

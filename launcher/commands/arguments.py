@@ -35,6 +35,7 @@ SWITCHES = (
     "--multirun",
     "--shell-completion",
     "--best",
+    "--no-ema",
 )
 WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; none listed: any
     "--cfg": ("job", "hydra", "all"),
@@ -44,7 +45,7 @@ WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; n
     "--dtype": ("fp32", "fp16"),
     "--out": (),
 }
-OF_ONE_COMMAND = {"--best": "export", "--dtype": "export", "--out": "report"}
+OF_ONE_COMMAND = {"--best": "export", "--dtype": "export", "--no-ema": "export", "--out": "report"}
 REFUSED = {
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
     "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "

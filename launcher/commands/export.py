@@ -14,8 +14,13 @@ def export_weights(arguments: Arguments) -> None:
     if len(arguments.words) != 2:
         raise ConfigError(
             "export: give a run and a file: "
-            "python -m launcher export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best]"
+            "python -m launcher export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best] "
+            "[--no-ema]"
         )
     run_dir, file = map(Path, arguments.words)
-    done = export(run_dir, file, arguments.flags.get("--dtype") or "fp32", "--best" in arguments.flags)
-    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}")
+    flags = arguments.flags
+    done = export(
+        run_dir, file, flags.get("--dtype") or "fp32", "--best" in flags, averaged="--no-ema" not in flags
+    )
+    what = ", the average of the weights (--no-ema: the weights themselves)" if done.averaged else ""
+    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}{what}")

@@ -210,6 +210,8 @@ RULES: Mapping[str, Rule] = {
     "schedule.name": name,  # one of SCHEDULES, or of a recipe file's
     "schedule.warmup_fraction": share,
     "schedule.base_batch": optional(whole(1)),
+    "ema.decay": optional(share),
+    "ema.every_steps": whole(1),
     "precision.name": one_of(*PRECISIONS),
     "precision.emulate": auto_or(flag),
     "precision.fp32_modules": texts,

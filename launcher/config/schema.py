@@ -175,6 +175,14 @@ class ScaleConfig:
 
 
 @dataclass(frozen=True)
+class EmaConfig:
+    """An exponential moving average of the weights."""
+
+    decay: float | None  # per applied step; null: none
+    every_steps: int  # steps from one pass over the weights to the next
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     name: str  # fp32, amp_fp16, fp16, pure_fp16, bf16, amp_bf16
     emulate: str | bool  # auto: where the processor has no such arithmetic
@@ -262,6 +270,7 @@ class Config:
     train: TrainConfig
     optim: OptimConfig
     schedule: ScheduleConfig
+    ema: EmaConfig
     precision: PrecisionConfig
     wire: WireConfig
     checkpoint: CheckpointConfig

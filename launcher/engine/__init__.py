@@ -11,11 +11,13 @@ from launcher.engine.state import EngineState
 from launcher.engine.step_graph import StepGraph
 from launcher.engine.step_result import StepReport, StepResult
 from launcher.engine.stepper import Stepper
+from launcher.engine.weight_average import AverageState, WeightAverage
 from launcher.engine.wire.transports import Wire
 
 __all__ = [
     "SGD",
     "AdamW",
+    "AverageState",
     "EngineState",
     "EngineWarning",
     "HostRead",
@@ -30,5 +32,6 @@ __all__ = [
     "Stepper",
     "TorchOptimizer",
     "UnusableError",
+    "WeightAverage",
     "Wire",
 ]

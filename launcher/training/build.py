@@ -39,6 +39,7 @@ from launcher.engine import (
     Stepper,
     TorchOptimizer,
     UnusableError,
+    WeightAverage,
     Wire,
 )
 from launcher.engine.recorder import recorder_of
@@ -337,6 +338,12 @@ def build_stepper(
     except UnusableError as error:
         raise ConfigError(f"precision.fp32_modules: {error}") from error
     return stepper
+
+
+def weight_average(config: Config, stepper: Stepper) -> WeightAverage | None:
+    """The average of the weights that the config asks for."""
+    ema = config.ema
+    return None if ema.decay is None else WeightAverage(stepper, ema.decay, ema.every_steps)
 
 
 def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:

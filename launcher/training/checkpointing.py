@@ -91,7 +91,7 @@ class Checkpoints:
     def _save(self, position: Position, metric: Metric | None) -> None:
         self.monitor.flush()  # raises if the run has diverged, which is then not saved
         self.run.heartbeat.beat("consistency check")
-        check_replicas(self.run.stepper)
+        check_replicas(self.run.stepper, self.run.average)
         self.run.heartbeat.beat("checkpoint")
         self._report(self.writer.publish(lambda: self.take(position, metric)))
         self.due.done()

@@ -48,6 +48,12 @@ def decisions(
         reason = compiles_update(env.device, numel, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
+    if (decay := config.ema.decay) is not None:
+        passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
+        yield (
+            "ema",
+            f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}",
+        )
     if (base := config.schedule.base_batch) is not None:
         yield (
             "learning rate",

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,15 +65,16 @@ class Evaluator:
         self.run.stepper.average_buffers()
         since = self.monitor.totals.since_evaluation
         self.answers.settle(since)
+        average = self.run.average
         try:
-            self.latest = {name: self._evaluate(name, position, since) for name in self.data}
+            with nullcontext() if average is None else average.in_model():
+                self.latest = {name: self._evaluate(name, position, since) for name in self.data}
+                AfterEvaluation(self.run, self.recipe, self.model).show(position)
         except Interrupted:
             self.votes.agree(Question.STOP)
             return None
         finally:
             self.monitor.restart_timer()
-        AfterEvaluation(self.run, self.recipe, self.model).show(position)
-        self.monitor.restart_timer()
         self.monitor.totals.since_evaluation = SinceEvaluation()
         compared = comparison(self.recipe.compare_by, self.latest)
         if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run

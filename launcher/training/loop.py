@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.data.sources import Batches
 from launcher.data.tensors import Batch
-from launcher.engine import Stepper, StepResult
+from launcher.engine import Stepper, StepResult, WeightAverage
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
@@ -87,6 +87,24 @@ class Task:
             of_batch = loss_of(self.loss, self.network, batch)
         self.stepper.backward(of_batch.sum, of_batch.count)
         return of_batch
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A learner whose steps a moving average of the weights follows."""
+
+    learner: Learner
+    average: WeightAverage
+
+    @property
+    def network(self) -> nn.Module:
+        return self.learner.network
+
+    def train_on(self, position: Position) -> StepResult:
+        """A step, and its part in the average."""
+        result = self.learner.train_on(position)
+        self.average.update()
+        return result
 
 
 def train(

@@ -1,8 +1,8 @@
 """Checks that all ranks still hold the same bits.
 
-Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters and optimizer
-states; and of buffers that have changed on some ranks only. Compares integers (sums of bit patterns), so that
-no NaN and no rounding can hide a difference.
+Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters, their average
+and optimizer states; and of buffers that have changed on some ranks only. Compares integers (sums of bit
+patterns), so that no NaN and no rounding can hide a difference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.distributed.collectives import gather, reduce
-from launcher.engine import Stepper
+from launcher.engine import Stepper, WeightAverage
 from launcher.errors import ReplicaError, listed
 from launcher.training.progress import Course, Position
+from launcher.training.run import Run
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives
@@ -28,20 +29,20 @@ SHOWN = 5  # names in an error; more would bury the rest
 class Replicas:
     """Compares the ranks' replicas when due."""
 
-    stepper: Stepper
+    run: Run
     course: Course
 
     def check(self, position: Position) -> None:
         if self.course.checks_after(position.step):
-            check_replicas(self.stepper)
+            check_replicas(self.run.stepper, self.run.average)
 
 
-def check_replicas(stepper: Stepper) -> None:
+def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> None:
     """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it."""
     if stepper.group is None:
         return
     _refuse_lone_changes(stepper, stepper.group)
-    replicas = stepper.replicas()
+    replicas = stepper.replicas() | ({} if average is None else average.replicas())
     own = checksums(replicas)
     extremes = torch.cat([own, -own])
     reduce(extremes, stepper.group, dist.ReduceOp.MAX)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from launcher.config.schema import Config
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import Stepper
+from launcher.engine import Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.replica import size_bytes
 from launcher.errors import StorageError, in_words
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
@@ -39,8 +40,19 @@ MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
 
 def weights_sha256(stepper: Stepper) -> str:
     """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes."""
-    tensors: dict[str, Tensor] = {name: p.float() for name, p in named_parameters(stepper.model).items()}
-    tensors |= stepper.named_masters() | named_buffers(stepper.model)
+    return _digest(_parameters(stepper) | stepper.named_masters() | named_buffers(stepper.model))
+
+
+def ema_sha256(stepper: Stepper, average: WeightAverage) -> str:
+    """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
+    return _digest(_parameters(stepper) | average.state().weights)
+
+
+def _parameters(stepper: Stepper) -> dict[str, Tensor]:
+    return {name: p.float() for name, p in named_parameters(stepper.model).items()}
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
@@ -55,6 +67,7 @@ def result(
     compare_by: str | None,
     evaluations: Mapping[str, Evaluation],
     totals: Totals,
+    average: WeightAverage | None = None,
 ) -> dict[str, Any]:
     """The content of result.json, except what only the caller knows (steps and seconds).
 
@@ -79,6 +92,10 @@ def result(
         "state_bytes": stepper.state_bytes(),
         "weights_sha256": weights_sha256(stepper),
     }
+    if average is not None:
+        content["evaluated_weights"] = "ema"
+        content["ema_sha256"] = ema_sha256(stepper, average)
+        content["state_bytes"] += size_bytes(average.tensors())
     confusion = confusion_of(evaluations)
     if confusion is not None:
         content["classes"] = list(confusion.classes)

@@ -70,7 +70,7 @@ class Continuity:
                 f"{found.path} is after step {step}, but the run ends after {self.course.total_steps}. "
                 "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
-        self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env)
+        self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
         self.standing = Standing.of(found.snapshot.extra)
         self.stream = found.snapshot.extra.get("stream", ())
         self.totals = Totals(
@@ -95,6 +95,12 @@ class Continuity:
         there, here = saved.identity.precision, self.run.config.precision.name
         if there != here:
             telemetry.decision("precision", f"{here} from here on; the checkpoint is of a run in {there}")
+        if self.run.average is not None and saved.average is None:
+            telemetry.decision(
+                "ema", f"starts from the weights after step {start.step}: the checkpoint has none"
+            )
+        elif self.run.average is None and saved.average is not None:
+            telemetry.decision("ema", "none from here on (ema.decay=null); the checkpoint's is left out")
         if self.scale is not None and not self.scale.restored:
             telemetry.decision("loss scale", self.scale.reason)
 
@@ -126,4 +132,5 @@ class Continuity:
             metric,
             extra,
             self._memory,
+            self.run.average,
         )

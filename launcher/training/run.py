@@ -11,7 +11,7 @@ from enum import IntEnum
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import Stepper, StepReport
+from launcher.engine import Stepper, StepReport, WeightAverage
 from launcher.telemetry import Telemetry
 from launcher.training.signals import Requests
 
@@ -26,6 +26,7 @@ class Run:
     telemetry: Telemetry
     heartbeat: Heartbeat
     requests: Requests
+    average: WeightAverage | None = None  # of the weights, where ema.decay asks for one
 
 
 class Question(IntEnum):

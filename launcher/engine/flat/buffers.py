@@ -45,6 +45,10 @@ class Buffers:
         """Everything held here, the snapshot included."""
         return [*self._flat, *self._before]
 
+    def floats(self) -> list[Tensor]:
+        """The flat tensors of floating-point buffers."""
+        return [flat for flat in self._flat if flat.is_floating_point()]
+
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
 
@@ -76,11 +80,10 @@ class Buffers:
         """
         if self._group is None:
             return
-        for flat in self._flat:
-            if flat.is_floating_point():
-                total = flat.double()  # exact for equal values: averaging twice changes nothing
-                works.run(dist.all_reduce(total, group=self._group, async_op=True), total)
-                flat.copy_(total / dist.get_world_size(self._group))
+        for flat in self.floats():
+            total = flat.double()  # exact for equal values: averaging twice changes nothing
+            works.run(dist.all_reduce(total, group=self._group, async_op=True), total)
+            flat.copy_(total / dist.get_world_size(self._group))
         self.snapshot()
 
     def broadcast(self) -> None:

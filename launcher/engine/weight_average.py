@@ -1,0 +1,181 @@
+"""The exponential moving average of a Stepper's weights, flat beside the masters.
+
+Owns the averages, the pass that moves them after a step, and their temporary use in the model. Knows nothing
+of files and configs. A skipped step changes no average. Where the optimizer is sharded, each rank has the
+averages of its own pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import launcher.engine.limits as limits
+from launcher.engine.flat.names import named_buffers
+from launcher.engine.state import refuse_misfits, refuse_other_names
+from launcher.engine.stepper import Stepper
+
+COUNTERS = ("applied", "steps")
+CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less than the activations free by then
+
+
+@dataclass(frozen=True)
+class AverageState:
+    """A WeightAverage by name: fp32 weights, the floating-point buffers of this rank, and counters.
+
+    `applied` is the number of applied steps at the latest pass, `steps` counts the steps since then.
+    """
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    counters: dict[str, int]
+
+
+class WeightAverage:
+    """Averages the weights of a Stepper over its applied steps: w_ema = d * w_ema + (1 - d) * w.
+
+        average = WeightAverage(stepper, decay=0.999)
+        report = stepper.step().read()     # or the replay of a recorded step
+        average.update()                   # after each step
+        with average.in_model():
+            evaluate(model)
+
+    `decay` is per applied step; after t of them d = min(decay, (1 + t) / (10 + t)), so that the average soon
+    leaves the initial weights. With `every_steps` n, a pass is made after every n-th step only, with the
+    decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are averaged
+    alike, each rank's for itself. Averages are fp32 and start as the present weights.
+    """
+
+    def __init__(self, stepper: Stepper, decay: float, every_steps: int = 1) -> None:
+        limits.share.require("WeightAverage decay", decay)
+        limits.at_least_one.require("WeightAverage every_steps", every_steps)
+        self._stepper = stepper
+        self._decay, self._every_steps = decay, every_steps
+        self._weights = [values.clone() for values in stepper.shards.masters()]
+        self._buffers = [flat.clone() for flat in stepper.buffers.floats()]
+        self._applied = stepper.scale.applied.clone()  # at the latest pass
+        self._before = self._applied.clone()  # the coming step
+        self._steps = 0
+
+    def restart(self) -> None:
+        """Forget all steps: the averages are the present weights and buffers."""
+        for average, values in self._pairs():
+            average.copy_(values)
+        self._applied.copy_(self._stepper.scale.applied)
+        self._before.copy_(self._applied)
+        self._steps = 0
+
+    def update(self) -> None:
+        """Take the step that has just been made into the average, unless it was skipped."""
+        self._steps += 1
+        applied = self._stepper.scale.applied
+        if self._steps >= self._every_steps:
+            self._steps = 0
+            with torch.no_grad():
+                if self._stepper.decides_on_host:
+                    self._pass_on_host(int(applied), int(self._before), int(self._applied))
+                else:
+                    self._pass_on_device(applied, self._before, self._applied)
+        self._before.copy_(applied)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Within the context the model has the averages; BatchNorm statistics are their mean over the ranks.
+
+        A collective at its start. Afterwards weights and buffers have the bits that they had before, also
+        where the context raises.
+        """
+        segments, buffers = self._stepper.layout.segments, self._stepper.buffers
+        kept = [(flat, flat.clone()) for flat in (*(s.weight for s in segments), *buffers.floats())]
+        for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
+            piece.weight.copy_(average)
+        for flat, average in zip(buffers.floats(), self._buffers, strict=True):
+            flat.copy_(average)
+        self._stepper.shards.gather_weights()
+        self._stepper.average_buffers()
+        try:
+            yield
+        finally:  # without a collective, because one rank may be alone here
+            for flat, values in kept:
+                flat.copy_(values)
+            buffers.snapshot()
+
+    def state(self) -> AverageState:
+        """Views where possible. A collective where the optimizer is sharded. Waits for the device."""
+        weights = self._stepper.shards.collect(self._weights)
+        return AverageState(
+            weights,
+            self._named_buffers(),
+            {"applied": int(self._applied), "steps": self._steps},
+        )
+
+    def load(self, state: AverageState) -> None:
+        """Continue from `state`, once the Stepper has the state of the same step.
+
+        Raises ValueError, before anything is changed, for the averages of another model.
+        """
+        shards, buffers = self._stepper.shards, self._named_buffers()
+        refuse_misfits("averaged weights", shards.shapes, state.weights, torch.float32)
+        refuse_misfits("averaged buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
+        refuse_other_names("counters of the average", set(COUNTERS), set(state.counters))
+        shards.spread(state.weights, self._weights)
+        for name, buffer in buffers.items():
+            buffer.copy_(state.buffers[name])
+        self._applied.fill_(state.counters["applied"])
+        self._before.copy_(self._stepper.scale.applied)
+        self._steps = state.counters["steps"]
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Flat averages that must hold the same bits on all ranks, by readable name; none of sharded ones."""
+        return {
+            f"{slot.name} (average)": slot.flat(average)
+            for segment in self._stepper.layout.segments
+            for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True)
+            if piece.weight is segment.weight
+            for slot in segment.slots
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """The memory of the averages."""
+        return [*self._weights, *self._buffers]
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each average and what it averages, flat."""
+        yield from zip(self._weights, self._stepper.shards.masters(), strict=True)
+        yield from zip(self._buffers, self._stepper.buffers.floats(), strict=True)
+
+    def _pass_on_host(self, applied: int, before: int, at_pass: int) -> None:
+        if applied == before:
+            return
+        weight = 1 - min(self._decay, (1 + applied) / (10 + applied)) ** (applied - at_pass)
+        for average, values in self._pairs():
+            average.lerp_(values, weight)
+        self._applied.fill_(applied)
+
+    def _pass_on_device(self, applied: Tensor, before: Tensor, at_pass: Tensor) -> None:
+        """The same without a read by the host. 0-dim tensors."""
+        skipped, t = applied == before, applied.double()
+        weight = 1 - ((1 + t) / (10 + t)).clamp(max=self._decay) ** (applied - at_pass)
+        for averages, values in self._pairs():
+            rate = weight.to(averages.dtype)
+            for average, value in zip(*map(_chunks, (averages, values)), strict=True):
+                torch.where(skipped, average, average.lerp(value, rate), out=average)
+        at_pass.copy_(torch.where(skipped, at_pass, applied))
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        """Averages of the floating-point buffers by name, as views."""
+        flats = zip(self._stepper.buffers.floats(), self._buffers, strict=True)
+        averages = {flat.untyped_storage().data_ptr(): average for flat, average in flats}
+        return {
+            name: averages[place].as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
+            for name, buffer in named_buffers(self._stepper.model).items()
+            if buffer.numel() and (place := buffer.untyped_storage().data_ptr()) in averages
+        }
+
+
+def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(flat, CHUNK)

@@ -1,0 +1,181 @@
+"""The moving average of the weights: against its formula, through skipped steps, in the model and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, WeightAverage
+from tests.engine.observe import state_digest, train
+from tests.models import Odd, conv_net, features
+
+SKIPPED = (0, 3, 4, 8)  # steps, by their losses
+STEPS = 12
+DECAY = 0.75
+
+
+def stepper_of(model: nn.Module, optimizer: Any = SGD(0.1, momentum=0.9), **options: Any) -> Stepper:  # noqa: B008
+    policy = options.pop("policy", Policy.fp16())
+    scaling = Scaling.of(policy) if policy.arithmetic != torch.float16 else Scaling(init=1024)
+    if not policy.masters and policy.weights == torch.float16:
+        scaling = Scaling(mode="static", init=1024)
+    return Stepper(model, optimizer, policy, scaling=scaling, reference_count=8, **options)
+
+
+def step(stepper: Stepper, number: int, shape: tuple[int, ...] = (3, 8, 8)) -> bool:
+    """Whether it was applied."""
+    x, classes = features(8, number, shape)
+    if number in SKIPPED:
+        x = x * float("inf")
+    return not train(stepper, x, classes).skipped
+
+
+def masters(stepper: Stepper) -> dict[str, Tensor]:
+    return {name: master.clone() for name, master in stepper.named_masters().items()}
+
+
+def bits(average: WeightAverage) -> list[Tensor]:
+    return [tensor.clone() for tensor in average.tensors()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("every_steps", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"capturable": True},
+        {"policy": Policy.fp32(), "optimizer": AdamW(0.01)},
+        {"policy": Policy.pure_fp16()},
+        {"optimizer": TorchOptimizer(torch.optim.Adam, 0.01)},
+    ],
+    ids=["fp16", "on a device", "fp32", "pure fp16", "torch"],
+)
+def test_it_is_that_of_the_formula_and_no_skipped_step_changes_it(options, every_steps) -> None:
+    stepper = stepper_of(conv_net(), **options)
+    average = WeightAverage(stepper, DECAY, every_steps)
+    expected = {name: master.double() for name, master in masters(stepper).items()}
+    applied = at_pass = 0
+    for number in range(STEPS):
+        before = bits(average)
+        was_applied = step(stepper, number)
+        average.update()
+        assert was_applied == (number not in SKIPPED)
+        applied += was_applied
+        if not was_applied or (number + 1) % every_steps:
+            assert same(bits(average), before), number
+            continue
+        decay = min(DECAY, (1 + applied) / (10 + applied)) ** (applied - at_pass)
+        at_pass = applied
+        for name, master in masters(stepper).items():
+            expected[name] = decay * expected[name] + (1 - decay) * master.double()
+    assert at_pass
+    found = average.state().weights
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-6, atol=1e-7)
+
+
+def test_the_statistics_of_batch_norms_are_averaged_too() -> None:
+    stepper = stepper_of(conv_net())
+    average = WeightAverage(stepper, DECAY)
+    expected = {name: buffer.double() for name, buffer in stepper.model.named_buffers()}
+    for number in (1, 2):
+        step(stepper, number)
+        average.update()
+        decay = (1 + number) / (10 + number)
+        for name, buffer in stepper.model.named_buffers():
+            expected[name] = decay * expected[name] + (1 - decay) * buffer.double()
+    found = average.state().buffers
+    assert set(found) == {name for name in expected if "num_batches" not in name}
+    for name, buffer in found.items():
+        torch.testing.assert_close(buffer.double(), expected[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32(), Policy.pure_fp16()], ids=lambda p: p.name)
+def test_the_model_has_the_averages_within_the_context_and_its_own_bits_after_it(policy) -> None:
+    stepper, alone = stepper_of(conv_net(), policy=policy), stepper_of(conv_net(), policy=policy)
+    average = WeightAverage(stepper, DECAY)
+    for number in (1, 2, 5):
+        step(stepper, number)
+        average.update()
+        step(alone, number)
+    before, averages = state_digest(stepper), bits(average)
+    with average.in_model():
+        for name, value in average.state().weights.items():
+            assert torch.equal(
+                stepper.layout.parameters[name], value.to(stepper.layout.parameters[name].dtype)
+            )
+        for name, value in average.state().buffers.items():
+            assert torch.equal(dict(stepper.model.named_buffers())[name], value)
+        assert state_digest(stepper) != before
+    assert state_digest(stepper) == before == state_digest(alone)
+    with pytest.raises(ZeroDivisionError), average.in_model():
+        raise ZeroDivisionError
+    assert state_digest(stepper) == before
+    assert same(bits(average), averages)
+    for each in (stepper, alone):
+        step(each, 3)  # skipped: back to the statistics from before it
+        step(each, 6)
+    assert state_digest(stepper) == state_digest(alone)
+
+
+@pytest.mark.parametrize("build", [conv_net, Odd])
+def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
+    shape = (8,) if build is Odd else (3, 8, 8)
+    stepper = stepper_of(build())
+    average = WeightAverage(stepper, DECAY, 3)
+    states = []
+    for number in range(STEPS):
+        own = average.state()
+        copies = {f: {n: t.clone() for n, t in getattr(own, f).items()} for f in ("weights", "buffers")}
+        states.append((stepper.state().clone(), replace(own, **copies)))
+        step(stepper, number, shape)
+        average.update()
+    for start in (0, 4, 7, 11):  # after an applied step, a skipped one, and between two passes
+        other = stepper_of(build(seed=1))
+        again = WeightAverage(other, DECAY, 3)
+        other.load(states[start][0])
+        again.load(states[start][1])
+        for number in range(start, STEPS):
+            step(other, number, shape)
+            again.update()
+        assert same(bits(again), bits(average)), start
+        assert again.state().counters == average.state().counters
+
+
+def test_it_starts_anew_from_the_present_weights() -> None:
+    stepper = stepper_of(conv_net())
+    average = WeightAverage(stepper, DECAY, 2)
+    step(stepper, 1)
+    average.update()
+    average.restart()
+    fresh = WeightAverage(stepper, DECAY, 2)
+    assert same(bits(average), bits(fresh))
+    assert average.state().counters == fresh.state().counters == {"applied": 1, "steps": 0}
+
+
+def test_wrong_values_and_states_are_refused() -> None:
+    stepper = stepper_of(conv_net())
+    for decay in (1.0, -0.1, float("nan"), "0.9"):
+        with pytest.raises(UnusableError, match=r"WeightAverage decay=.*: it must be a finite number from 0"):
+            WeightAverage(stepper, decay)  # type: ignore[arg-type]
+    with pytest.raises(UnusableError, match="every_steps=0: it must be an int from 1"):
+        WeightAverage(stepper, 0.9, 0)
+    average = WeightAverage(stepper, 0.9)
+    state, before = average.state(), bits(average)
+    for wrong in (
+        replace(state, weights={}),
+        replace(state, buffers={}),
+        replace(state, counters={"applied": 1}),
+        replace(state, weights={name: value.half() for name, value in state.weights.items()}),
+    ):
+        with pytest.raises(ValueError, match="the state does not fit"):
+            average.load(wrong)
+    assert same(bits(average), before)
