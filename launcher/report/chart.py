@@ -118,9 +118,11 @@ class Chart:
         right = np.round(self.x.places(line.x) * WIDTH, 1).tolist()
         down = np.round((1 - self.y.places(line.y)) * HEIGHT, 1).tolist()
         data = f' data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"'
+        # A line of one point would be one pixel.
+        style = "dots" if len(right) == 1 and line.style not in ("cross", "lane") else line.style
         return (
-            f'<path class="s {line.style}" style="--c:var(--s{line.color})" '
-            f'd="{_path(right, down, line.style)}"{data}/>'
+            f'<path class="s {style}" style="--c:var(--s{line.color})" '
+            f'd="{_path(right, down, style)}"{data}/>'
         )
 
     def _labels(self) -> Iterator[str]:
@@ -194,7 +196,7 @@ def stacked(
 
 def _path(right: Sequence[float], down: Sequence[float], style: str) -> str:
     points = list(zip(right, down, strict=True))
-    if style in ("dots", "cross") or len(points) == 1:  # a line of length 0 with round ends is a dot
+    if style in ("dots", "cross"):  # a line of length 0 with round ends is a dot
         return "".join(f"M{a:g} {b:g}h0" for a, b in points)
     if style == "lane":
         return "".join(
