@@ -20,6 +20,7 @@ from launcher.commands.new import write_recipe
 from launcher.commands.report import write_reports
 from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
+from launcher.commands.watch import watch
 from launcher.config.groups import conf_dir
 from launcher.distributed.handoff import Leader, follow
 from launcher.distributed.process_group import LaunchEnv
@@ -81,6 +82,8 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         print(recipes_text(directories), end="")
     elif arguments.command == "report":
         write_reports(arguments)
+    elif arguments.command == "watch":
+        return watch(arguments)
     elif arguments.command == "export":
         export_weights(arguments)
     elif arguments.command == "new":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
-COMMANDS = ("recipes", "report", "export", "new", "compare")
+COMMANDS = ("recipes", "report", "watch", "export", "new", "compare")
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHORT = {
     "-h": "--help",
@@ -44,8 +44,15 @@ WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; n
     "--config-dir": (),
     "--dtype": ("fp32", "fp16"),
     "--out": (),
+    "--every": (),
 }
-OF_ONE_COMMAND = {"--best": "export", "--dtype": "export", "--no-ema": "export", "--out": "report"}
+OF_ONE_COMMAND = {
+    "--best": "export",
+    "--dtype": "export",
+    "--no-ema": "export",
+    "--out": "report",
+    "--every": "watch",
+}
 REFUSED = {
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
     "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "

@@ -21,6 +21,7 @@ Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU wo
   python -m launcher recipes                                       what can be trained
   python -m launcher compare recipe=resnet18 precision=fp32,fp16   side by side: time, memory, loss, and why
   python -m launcher report RUN_DIR ... [--out FILE]               report.html: one run, or several compared
+  python -m launcher watch RUN_DIR [--every SECONDS]               follows a run or sweep until it ends
   python -m launcher export RUN_DIR FILE [--dtype fp16] [--best] [--no-ema]   weights as safetensors
   python -m launcher new NAME                                      the skeleton of a recipe of your own
 

@@ -32,7 +32,7 @@ def write_reports(arguments: Arguments) -> None:
 
     if not arguments.words:
         raise ConfigError(f"report: which run? Give its directory: {USAGE}")
-    directories = [checked(word) for word in dict.fromkeys(arguments.words)]
+    directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]
         runs = read_runs(run_directories(directories))
@@ -47,18 +47,18 @@ def write_reports(arguments: Arguments) -> None:
     print(*written, place, sep="\n")
 
 
-def checked(word: str) -> Path:
+def checked(command: str, word: str) -> Path:
     """The directory of a run or a sweep. Raises ConfigError."""
     from launcher.report.comparison import job_directories
     from launcher.report.run_record import is_run
 
     if not os.path.isdir(word):
-        raise ConfigError(f"report {shortened(word)}: there is no such directory.")
+        raise ConfigError(f"{command} {shortened(word)}: there is no such directory.")
     directory = Path(word)
     if not is_run(directory) and not job_directories(directory):
         raise ConfigError(
-            f"report {shortened(word)}: this is no run and no sweep: it holds neither metrics.jsonl nor "
-            f"status.json, nor folders with them. Give the directory of a run: {USAGE}"
+            f"{command} {shortened(word)}: this is no run and no sweep: it holds neither metrics.jsonl nor "
+            f"status.json, nor folders with them. Give the directory of a run: outputs/<recipe>/<run>"
         )
     return directory
 

@@ -65,7 +65,8 @@ class RunRecord:
         if self.status.get("state") in GOING and not self._ended_after_status:
             return str(self.status["state"])
         end = self.recording.of("end").last or {}
-        return str(self.result.get("state") or end.get("state") or "not finished")
+        known = (self.result.get("state"), end.get("state"), self.status.get("state"))
+        return next((str(state) for state in known if state), "not finished")
 
     @property
     def _ended_after_status(self) -> bool:

@@ -1,0 +1,223 @@
+"""`watch`: follows a run or a sweep from its files, live, also one that somebody else has started.
+
+Owns the terminal: its alternate screen is left as it was found, whatever ends the command. Writes nothing
+into the run and imports no torch. Ends when the run ends, with its exit code; of a sweep, with the first that
+is not 0. Ctrl-C leaves with 130, the end of a pipe's reader with 0; the run continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.commands.arguments import Arguments
+from launcher.commands.report import checked
+from launcher.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from launcher.report.watching import View
+
+EVERY_S, EVERY_LINE_S = 1.0, 10.0  # on a terminal; elsewhere, where each look is a line
+LONGEST_S = 86_400.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
+HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
+USUAL_COLUMNS, USUAL_LINES = 80, 24  # of a terminal that does not report its size
+QUIET_S = 60.0  # after which a sweep without a running job has ended
+
+
+def watch(arguments: Arguments) -> int:
+    """Follow the run until it ends; returns its exit code. Raises ConfigError, StorageError."""
+    from launcher.report.comparison import is_sweep
+
+    if len(arguments.words) != 1:
+        raise ConfigError("watch: give one run or sweep: python -m launcher watch outputs/<recipe>/<run>")
+    directory = checked("watch", arguments.words[0])
+    on_terminal = sys.stdout.isatty()
+    every_s = interval(arguments, EVERY_S if on_terminal else EVERY_LINE_S)
+    source = Sweep(directory) if is_sweep(directory) else Run(directory)
+    try:
+        with stopping() as stop:
+            if on_terminal:
+                with full_screen():
+                    follow(source, show_screen, every_s, stop)
+            else:
+                follow(source, show_line, every_s, stop)
+    except OSError as error:
+        name = "" if error.filename is None else f"{error.filename}: "
+        raise StorageError(f"watch {directory}: {name}{error.strerror or error}.") from error
+    if stop.exit_code is not None:
+        return stop.exit_code
+    if on_terminal:
+        print("\n".join(source.lines()))
+    return source.exit_code()
+
+
+class Stop:
+    """A request to leave, with the exit code."""
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        self.requested = threading.Event()
+
+    def request(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        self.requested.set()
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[Stop]:
+    """Signals request a stop instead of raising within a write, which would write it twice."""
+    stop = Stop()
+    before = {
+        n: signal.signal(n, lambda n, _: stop.request(128 + n))
+        for n in SIGNALS
+        if signal.getsignal(n) != signal.SIG_IGN
+    }
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """One run."""
+
+    def __init__(self, directory: Path) -> None:
+        from launcher.report.watching import Watched
+
+        self._watched = Watched(directory)
+        self.view: View = self._watched.view()
+
+    def poll(self) -> bool:
+        """Read what is new; whether the run has ended."""
+        self.view = self._watched.view()
+        return self.view.has_ended
+
+    def screen(self, columns: int, rows: int) -> list[str]:
+        from launcher.report.watching import run_screen
+
+        return run_screen(self.view, columns, rows, has_unicode())
+
+    def lines(self) -> list[str]:
+        from launcher.report.watching import run_line
+
+        return [run_line(self.view)]
+
+    def exit_code(self) -> int:
+        return self.view.exit_code
+
+
+class Sweep:
+    """The jobs of a sweep, as they appear."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._runs: dict[Path, Run] = {}
+        self._quiet_since: float | None = None
+
+    def poll(self) -> bool:
+        """Read what is new; whether all jobs have ended and the comparison is written."""
+        from launcher.report.comparison import TABLE, job_directories
+
+        for directory in job_directories(self._directory):
+            if directory not in self._runs:
+                self._runs[directory] = Run(directory)
+        over = [run.poll() for run in self._runs.values()]
+        ended = all(over)
+        now = time.monotonic()
+        self._quiet_since = (self._quiet_since or now) if ended else None
+        compared = (self._directory / TABLE).exists()
+        return ended and (compared or now - (self._quiet_since or now) > QUIET_S)
+
+    def screen(self, columns: int, rows: int) -> list[str]:
+        from launcher.report.watching import sweep_screen
+
+        return sweep_screen([run.view for run in self._runs.values()], columns, rows)
+
+    def lines(self) -> list[str]:
+        from launcher.report.watching import sweep_screen
+
+        return sweep_screen([run.view for run in self._runs.values()], 400, len(self._runs) + 3)
+
+    def exit_code(self) -> int:
+        return next((code for run in self._runs.values() if (code := run.exit_code())), 0)
+
+
+Source = Run | Sweep
+
+
+def follow(source: Source, show: Callable[[Source], None], every_s: float, stop: Stop) -> None:
+    """Show the source until it ends, a signal arrives, or nobody reads what is shown."""
+    while not source.poll():
+        show(source)
+        if stop.requested.wait(every_s):
+            return
+        if reader_left():
+            stop.request(0)
+            return
+    show(source)
+
+
+def reader_left() -> bool:
+    """Whether stdout is a pipe without a reader: the streams of this program do not report it."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):
+        return False
+    return bool(poll.poll(0))
+
+
+def show_screen(source: Source) -> None:
+    """Draw over the last screen; the size of the terminal is asked each time."""
+    size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS of the environment knows no resize
+    lines = source.screen(
+        max(8, (size.columns or USUAL_COLUMNS) - 1), max(3, (size.lines or USUAL_LINES) - 1)
+    )
+    sys.stdout.write(HOME + "".join(f"{line}{TO_LINE_END}\r\n" for line in lines) + TO_SCREEN_END)
+    sys.stdout.flush()
+
+
+def show_line(source: Source) -> None:
+    print("\n".join(source.lines()), flush=True)
+
+
+@contextlib.contextmanager
+def full_screen() -> Iterator[None]:
+    """The alternate screen, which every way out of here leaves again."""
+    sys.stdout.write(ENTER)
+    try:
+        yield
+    finally:
+        sys.stdout.write(LEAVE)
+        sys.stdout.flush()
+
+
+def interval(arguments: Arguments, usual_s: float) -> float:
+    """The seconds between two looks. Raises ConfigError."""
+    given = arguments.flags.get("--every")
+    if given is None:
+        return usual_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0.05 <= seconds <= LONGEST_S:
+        raise ConfigError(f"--every {given}: must be seconds from 0.05 to 86400.")
+    return seconds
+
+
+def has_unicode() -> bool:
+    """Whether the terminal can show braille dots."""
+    encoding = (sys.stdout.encoding or "").lower()
+    return encoding.startswith("utf") and os.environ.get("TERM") != "linux"

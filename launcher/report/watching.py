@@ -1,0 +1,243 @@
+"""What `watch` shows of a run or a sweep: one screen, or one line.
+
+Owns the texts and their fit to the terminal. Reads the files of the run and never writes to it; the command
+owns the terminal and the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.report.reading import json_of, text_of
+from launcher.report.recording import Follower
+from launcher.report.run_record import RunRecord
+from launcher.report.run_table import first_line, printable, shortened
+from launcher.report.text_plot import plot_lines
+from launcher.run_dir.records import CONFIG, RESULT
+from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.formatting import duration, metric, metric_title, number, scale_text
+
+ENDED = ("done", "failed", "preempted")
+SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
+BAR = 20  # characters
+MIN_NAME = 10
+
+
+@dataclass(frozen=True)
+class View:
+    """What the files say at one moment, `now` in unix seconds."""
+
+    record: RunRecord
+    now: float
+    may_restart: bool  # by a parent process, after a failure
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is over; one that failed may be restarted for a while."""
+        status = self.record.status
+        if status.get("state") not in ENDED:
+            return False
+        updated = status.get("updated")
+        age = self.now - updated if isinstance(updated, int | float) else SETTLE_S
+        return status["state"] != "failed" or not self.may_restart or age >= SETTLE_S
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that has ended."""
+        code = self.record.status.get("exit")
+        return code if type(code) is int and 0 <= code < 256 else 1
+
+    @property
+    def eta_s(self) -> float | None:
+        eta, updated = self.record.status.get("eta_s"), self.record.status.get("updated")
+        if (
+            self.record.state != "running"
+            or self.record.silent_s(self.now)
+            or not isinstance(eta, int | float)
+        ):
+            return None
+        return max(0.0, eta - (self.now - updated if isinstance(updated, int | float) else 0.0))
+
+
+class Watched:
+    """Follows the files of one run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._follower = Follower(directory / FILE_NAME)
+        self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
+
+    def view(self, now: float | None = None) -> View:
+        """What the files say. Raises OSError for unreadable ones; those that are missing are empty."""
+        self._follower.poll()
+        status = json_of(self.directory, STATUS)
+        over = status.get("state") in ENDED and status.get("state") != "done"
+        record = RunRecord(
+            directory=self.directory,
+            name="/".join(self.directory.absolute().parts[-2:]),
+            recording=self._follower.recording,
+            result=json_of(self.directory, RESULT) if over else {},
+            status=status,
+            environment={},
+            config_text="",
+            config={},
+            classification_report="",
+            confusion_picture=b"",
+        )
+        return View(record, time.time() if now is None else now, self._may_restart)
+
+
+def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> list[str]:
+    """At most `rows` lines of at most `columns` characters."""
+    record = view.record
+    top = [line for line in _facts(view, columns) if line]
+    bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []
+    bottom += [first_line(record.error)] if record.error else []
+    room = rows - len(top) - len(bottom) - 2
+    curve = plot_lines(record.recording.steps["loss"], columns, min(room, 16), braille)
+    title = ["loss"] if curve else []
+    leave = ["Ctrl-C leaves; the run continues."] if not view.has_ended else []
+    lines = [*top, *title, *curve, *bottom, *leave]
+    return [_cut(line, columns) for line in lines[:rows]]
+
+
+def run_line(view: View) -> str:
+    """One line, for pipes and logs."""
+    record = view.record
+    last = record.recording.last_step
+    parts = [
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now)),
+        state_of(view),
+        f"step {_progress(record)}",
+        f"loss {number(last.get('loss'))}",
+        *_pace(record),
+        *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
+        *([first_line(record.error)] if record.error else []),
+    ]
+    return "  ".join(parts)
+
+
+def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
+    """One line per job; those that have ended are left out first where there is no room."""
+    counts = {state: sum(view.record.state == state for view in views) for state in (*ENDED, "running")}
+    head = f"{len(views)} jobs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    going = [view for view in views if not view.has_ended]
+    ended = [view for view in views if view.has_ended]
+    room = max(0, rows - 3)
+    shown = set(map(id, [*going, *reversed(ended)][:room]))
+    lines = [job_line(view, columns) for view in views if id(view) in shown]
+    left_out = len(views) - len(lines)
+    more = [f"and {left_out} more"] if left_out else []
+    return [_cut(line, columns) for line in [head, *lines, *more]][:rows]
+
+
+def job_line(view: View, columns: int) -> str:
+    record = view.record
+    name = shortened(record.directory.name, max(MIN_NAME, columns // 3))
+    parts = [
+        name.ljust(max(MIN_NAME, columns // 3)),
+        state_of(view),
+        _progress(record),
+        f"loss {number(record.recording.last_step.get('loss'))}",
+        *_metric(record),
+        *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
+        *([first_line(record.error)] if record.error else []),
+    ]
+    return "  ".join(parts)
+
+
+def state_of(view: View) -> str:
+    silent_s = view.record.silent_s(view.now)
+    return f"no sign of life for {silent_s:.0f} s" if silent_s else view.record.state
+
+
+def _facts(view: View, columns: int) -> Iterator[str]:
+    record = view.record
+    last = record.recording.last_step
+    state = state_of(view)
+    yield f"{shortened(record.name, max(MIN_NAME, columns - len(state) - 2))}  {state}"
+    yield _bar(view, columns)
+    yield "  ".join([f"loss {number(last.get('loss'))}", *_metric(record), f"lr {number(last.get('lr'))}"])
+    yield "  ".join(_pace(record))
+    yield "  ".join(_time_of_step(record))
+    yield from _gpus(record)
+
+
+def _bar(view: View, columns: int) -> str:
+    record = view.record
+    total = record.total_steps
+    text = f"step {_progress(record)}"
+    if total:
+        share = min(1.0, record.steps / total)
+        done = round(BAR * share)
+        bar = f"[{'#' * done}{'-' * (BAR - done)}] {share:.0%}".replace("%", " %")
+        text = f"{text}  {bar}" if len(text) + len(bar) + 16 < columns else f"{text}  {share:.0%}"
+    return text + (f"  eta {duration(view.eta_s)}" if view.eta_s is not None else "")
+
+
+def _progress(record: RunRecord) -> str:
+    total = record.total_steps
+    return f"{record.steps:,}" + (f"/{total:,}" if total else "")
+
+
+def _metric(record: RunRecord) -> list[str]:
+    name = record.metric_name
+    if name is None or record.metric is None:
+        return []
+    return [f"{metric_title(name)} {metric(name, record.metric)}"]
+
+
+def _pace(record: RunRecord) -> list[str]:
+    """Speed, loss scale, skipped steps, as far as they are recorded."""
+    last = record.recording.last_step
+    parts = []
+    if _is_number(last.get("samples_per_s")):
+        parts.append(f"{last['samples_per_s']:,.0f} samples/s")
+    if _is_number(last.get("scale")):
+        parts.append(f"scale {scale_text(last['scale'])}")
+    if last.get("skipped") is not None:
+        parts.append(f"skipped {number(last['skipped'])}")
+    return parts
+
+
+def _time_of_step(record: RunRecord) -> list[str]:
+    shares = record.recording.time_shares
+    if shares is None:
+        return []
+    return [f"step {number(shares.step_ms)} ms", shares.verdict.partition(":")[0]]
+
+
+def _gpus(record: RunRecord) -> Iterator[str]:
+    gpus = record.recording.last_gpu.get("gpus")
+    for fields in gpus if isinstance(gpus, list) else []:
+        if isinstance(fields, dict):
+            shown = [
+                f"{factor * fields[key]:.0f} {unit}"
+                for key, factor, unit in (
+                    ("utilisation_percent", 1.0, "%"),
+                    ("power_w", 1.0, "W"),
+                    ("temperature_c", 1.0, "°C"),
+                    ("memory_bytes", 1e-9, "GB"),
+                )
+                if _is_number(fields.get(key))
+            ]
+            yield "  ".join([f"GPU {fields.get('index', '')}:", *shown])
+
+
+def _last_warning(record: RunRecord) -> str:
+    last = record.recording.of("warning").last
+    return first_line(str(last.get("text"))) if last else ""
+
+
+def _cut(line: str, columns: int) -> str:
+    line = printable(line)
+    return line if len(line) <= columns else f"{line[: max(0, columns - 3)]}..."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,255 @@
+"""`watch` follows a run from its files alone, leaves the terminal as it was, and never writes to the run."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.commands.watch import ENTER, LEAVE
+from launcher.report.curve import Curve
+from launcher.report.text_plot import plot_lines
+from launcher.report.watching import Watched, job_line, run_line, run_screen, sweep_screen
+from launcher.run_dir.atomic import json_line, write_json
+from launcher.telemetry.events import EventLog
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+NOW = 1000.0
+
+
+def write_steps(run_dir: Path, first: int, last: int) -> None:
+    log = EventLog(run_dir / "metrics.jsonl")
+    for step in range(first, last + 1):
+        values = {"loss": 4.0 / step, "lr": 0.1, "scale": 1024.0, "skipped": 2, "samples_per_s": 5000.0}
+        log.write({"event": "step", "time": NOW, "step": step, "epoch": 0, **values})
+    log.close()
+
+
+def write_status(
+    run_dir: Path, state: str, step: int = 20, age_s: float = 1.0, now: float = NOW, **more
+) -> None:
+    status = {"state": state, "step": step, "total_steps": 100, "eta_s": 80.0, "updated": now - age_s}
+    write_json(run_dir / "status.json", status | more)
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    directory = tmp_path / "resnet18" / "mine"
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text("launch:\n  max_restarts: 0\n")
+    write_steps(directory, 1, 20)
+    write_status(directory, "running")
+    return directory
+
+
+def test_the_screen_has_progress_speed_scale_gpus_and_the_curve(run_dir):
+    gpu = {"index": 3, "utilisation_percent": 91.2, "power_w": 250.0, "memory_bytes": 8e9}
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(json_line({"event": "gpu", "time": NOW, "step": 20, "gpus": [gpu]}))
+        file.write(json_line({"event": "eval", "time": NOW, "step": 20, "loss": 0.3, "accuracy": 0.5}))
+    lines = run_screen(Watched(run_dir).view(NOW), 80, 30)
+    text = "\n".join(lines)
+    for part in ("resnet18/mine  running", "step 20/100", "20 %", "eta 1:19", "loss 0.2", "accuracy 50.00 %"):
+        assert part in text
+    for part in ("5,000 samples/s", "scale 1024", "skipped 2", "GPU 3:  91 %  250 W  8 GB", "Ctrl-C leaves"):
+        assert part in text
+    assert any("⠁" <= character <= "⣿" for character in text)
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("columns", [8, 20, 40, 80, 300])
+@pytest.mark.parametrize("rows", [3, 10, 24])
+def test_the_screen_fits_any_terminal(run_dir, columns, rows):
+    lines = run_screen(Watched(run_dir).view(NOW), columns, rows)
+    assert len(lines) <= rows
+    assert max(map(len, lines)) <= columns
+
+
+@pytest.mark.parametrize("braille", [True, False])
+def test_the_curve_falls_where_the_loss_falls(braille):
+    curve = Curve()
+    for step in range(100):
+        curve.add_point(step, 200.0 - step)
+    lines = plot_lines(curve, 40, 8, braille)
+    assert len(lines) == 8
+    first = [len(line) - len(line[8:].lstrip()) for line in lines]
+    assert first == sorted(first), "each row begins further right"
+    assert float(lines[0].split()[0]) == pytest.approx(205, rel=0.01)
+    assert braille or all(line.isascii() for line in lines)
+    assert plot_lines(Curve(), 40, 8) == []
+    assert plot_lines(curve, 9, 8) == []
+
+
+def test_a_run_that_rewinds_is_shown_from_its_new_end(run_dir):
+    watched = Watched(run_dir)
+    assert "loss 0.2 " in run_line(watched.view(NOW))
+    log = EventLog(run_dir / "metrics.jsonl")
+    log.rewind(10, evaluates_again=False)
+    log.close()
+    write_status(run_dir, "running", step=10)
+    assert "step 10/100  loss 0.4 " in run_line(watched.view(NOW))
+
+
+def test_a_run_that_was_killed_shows_no_sign_of_life_and_does_not_end(run_dir):
+    write_status(run_dir, "running", age_s=200.0)
+    view = Watched(run_dir).view(NOW)
+    assert "no sign of life for 200 s" in run_line(view)
+    assert not view.has_ended
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "age_s", "ended"),
+    [
+        ("done", 3, 0.0, True),
+        ("preempted", 3, 0.0, True),
+        ("failed", 0, 0.0, True),
+        ("failed", 3, 1.0, False),
+        ("failed", 3, 60.0, True),
+        ("starting", 0, 0.0, False),
+    ],
+)
+def test_when_a_run_has_ended(run_dir, state, restarts, age_s, ended):
+    (run_dir / "config.yaml").write_text(f"launch:\n  max_restarts: {restarts}\n")
+    write_status(run_dir, state, age_s=age_s, exit=6)
+    assert Watched(run_dir).view(NOW).has_ended is ended
+
+
+def test_a_failed_run_says_why_without_control_characters(run_dir):
+    write_status(run_dir, "failed", exit=5)
+    write_json(run_dir / "result.json", {"state": "failed", "exit": 5, "error": "diverged \x1b[2Jnow\nmore"})
+    view = Watched(run_dir).view(NOW)
+    for text in (run_line(view), "\n".join(run_screen(view, 80, 24)), job_line(view, 80)):
+        assert "diverged ?[2Jnow" in text
+        assert "\x1b" not in text
+
+
+def test_a_sweep_has_a_line_for_each_job_and_running_ones_stay(tmp_path):
+    views = []
+    for number in range(12):
+        directory = tmp_path / f"{number}_optim.lr={number}"
+        directory.mkdir()
+        write_status(directory, "running" if number == 11 else "done", exit=0)
+        views.append(Watched(directory).view(NOW))
+    assert len(sweep_screen(views, 100, 24)) == 13
+    few = sweep_screen(views, 60, 6)
+    assert few[0] == "12 jobs: 11 done, 1 running"
+    assert any(line.startswith("11_optim.lr=11") for line in few)
+    assert few[-1] == "and 9 more"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["watch"], "watch: give one run or sweep"),
+        (["watch", "a", "b"], "watch: give one run or sweep"),
+        (["watch", "nowhere/at/all"], "watch nowhere/at/all: there is no such directory"),
+        (["watch", "EMPTY"], "this is no run and no sweep"),
+        (["watch", "RUN", "--every", "soon"], "--every soon: must be seconds"),
+        (["watch", "RUN", "--every=nan"], "--every nan: must be seconds"),
+        (["report", "RUN", "--every=1"], "--every: belongs to the command watch only"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(run_dir, tmp_path, capsys, words, text):
+    (tmp_path / "empty").mkdir()
+    places = {"EMPTY": str(tmp_path / "empty"), "RUN": str(run_dir)}
+    assert main([places.get(word, word) for word in words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_one_line_and_its_exit_code(run_dir, capsys):
+    write_status(run_dir, "failed", exit=7)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    assert main(["watch", str(run_dir)]) == 7
+    assert capsys.readouterr().out.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_a_sweep_ends_with_the_first_code_that_is_not_0(tmp_path, capsys):
+    for number, code in enumerate((0, 5, 7)):
+        directory = tmp_path / f"{number}_seed={number}"
+        directory.mkdir()
+        (directory / "metrics.jsonl").touch()
+        write_status(directory, "failed" if code else "done", exit=code, age_s=0.0)
+    (tmp_path / "summary.md").touch()
+    assert main(["watch", str(tmp_path)]) == 5
+    assert capsys.readouterr().out.splitlines()[0] == "3 jobs: 1 done, 2 failed"
+
+
+WITHOUT_TORCH = """
+import sys
+from launcher.cli import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def watching(run_dir: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", "watch", str(run_dir), *words]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_terminal_as_it_was(run_dir, number):
+    parent, child = pty.openpty()
+    ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 40, 0, 0))
+    process = subprocess.Popen(watching(run_dir, "--every=0.1"), stdout=child, stderr=child, cwd=ROOT)
+    os.close(child)
+    seen = read_until(parent, b"Ctrl-C leaves")
+    process.send_signal(number)
+    seen += read_until(parent, None)
+    os.close(parent)
+    assert process.wait(20) == 128 + number
+    text = seen.decode()
+    assert text.startswith(ENTER)
+    assert text.endswith(LEAVE)
+    assert "Traceback" not in text
+    shown = text.removeprefix(ENTER).removesuffix(LEAVE).replace("\x1b[H", "").replace("\x1b[J", "")
+    assert max(len(line.strip("\r").replace("\x1b[K", "")) for line in shown.split("\n")) < 40, shown
+
+
+def read_until(descriptor: int, end: bytes | None) -> bytes:
+    """What was written, until `end` was; None: until the writer has closed it."""
+    found = b""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (end is None or end not in found):
+        try:
+            found += os.read(descriptor, 65536)
+        except OSError:  # EIO: the other side of a terminal is closed
+            break
+    return found
+
+
+def test_a_pipe_gets_lines_until_the_run_ends_and_torch_is_never_loaded(run_dir):
+    now = time.time()
+    write_status(run_dir, "running", now=now)
+    words = [sys.executable, "-c", WITHOUT_TORCH, "watch", str(run_dir), "--every=0.05"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert "running  step 20/100  loss 0.2" in process.stdout.readline()
+    write_steps(run_dir, 21, 40)
+    write_status(run_dir, "done", step=40, now=now, exit=0)
+    rest = process.stdout.read().splitlines()
+    assert process.wait(20) == 0
+    assert "done  step 40/100  loss 0.1" in rest[-1]
+    process.stdout.close()
+
+
+def test_a_reader_that_leaves_ends_it(run_dir):
+    write_status(run_dir, "running", now=time.time())
+    reading, writing = os.pipe()
+    process = subprocess.Popen(watching(run_dir, "--every=0.05"), stdout=writing, cwd=ROOT)
+    os.close(writing)
+    assert os.read(reading, 10)
+    os.close(reading)
+    assert process.wait(20) == 0
