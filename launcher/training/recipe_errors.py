@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,7 +110,8 @@ def recipe_failure(
         return None
     renamed = RENAMED.get(str(error), "")
     rule = _rule(error, batch or {})
-    kind = DataError if rule else ConfigError if of_metric else RecipeError
+    lacks_module = isinstance(error, ModuleNotFoundError)
+    kind = ConfigError if of_metric or lacks_module else DataError if rule else RecipeError
     place = place_of(error) or (innermost(error) if of_metric else "")
     return kind(
         f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
@@ -181,6 +183,11 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
         return (
             "A label must be at least 0 and less than the number of the model's outputs. Give it "
             f"{more}, or correct the labels."
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (
+            f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
+            f"{sys.executable} -m pip install PACKAGE."
         )
     if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(str(error)):
         return (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.data.tensors import Batch
 from launcher.engine import EngineWarning
-from launcher.errors import DataError
+from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss, Recipe, TensorData
 from launcher.training.recipe_errors import guarded, guarding
 
@@ -40,6 +40,16 @@ def test_a_norm_of_a_single_value_says_what_it_needs(name: str) -> None:
     assert text.count("\n") == 0
     assert f"at {__file__}:" in text
     assert rule in text
+
+
+def test_a_module_that_is_not_installed_is_no_failure_that_a_restart_mends() -> None:
+    with (
+        pytest.raises(
+            ConfigError, match=r"No module named 'absent_one'\. The package that has absent_one must"
+        ),
+        guarding("the function under @recipe", LOG),
+    ):
+        import absent_one  # noqa: F401
 
 
 def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
