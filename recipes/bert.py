@@ -7,7 +7,6 @@ arXiv:1810.04805) with a tokenizer that is fitted to the training text.
 from __future__ import annotations
 
 from torch import nn
-from torch.nn import functional as F
 
 from launcher.data import load_sentences, pretrained_encoder
 from launcher.recipe import (
@@ -15,6 +14,7 @@ from launcher.recipe import (
     Config,
     Loss,
     Recipe,
+    class_loss,
     model,
     model_builder,
     recipe,
@@ -47,11 +47,11 @@ def bert(config: Config) -> Recipe:
     )
 
 
-def sentence_loss(network: nn.Module, batch: Batch) -> Loss:
+def sentence_loss(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Loss:
     """Summed cross-entropy of the classes of the sentences."""
     inputs = {name: column for name, column in batch.items() if name != "label"}
     logits = network(**inputs).logits.float()
-    loss_sum = F.cross_entropy(logits, batch["label"], reduction="sum")
+    loss_sum = class_loss(logits, batch["label"], label_smoothing)
     return Loss(loss_sum, len(logits), logits.detach())
 
 

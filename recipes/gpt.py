@@ -22,6 +22,7 @@ from launcher.recipe import (
     Loss,
     Perplexity,
     Recipe,
+    class_loss,
     model,
     model_builder,
     recipe,
@@ -47,12 +48,12 @@ def gpt(config: Config) -> Recipe:
     )
 
 
-def next_token_loss(network: nn.Module, batch: Batch) -> Loss:
+def next_token_loss(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Loss:
     """Summed cross-entropy of each token given those before it; counts tokens."""
     tokens = batch["tokens"].long()  # [n, block_size + 1]
     logits = network(tokens[:, :-1]).float()
     targets = tokens[:, 1:].flatten()
-    return Loss(F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel())
+    return Loss(class_loss(logits.flatten(0, 1), targets, label_smoothing), targets.numel())
 
 
 def sample(text: TextSet, network: nn.Module, position: Any) -> dict[str, str]:

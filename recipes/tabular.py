@@ -20,6 +20,7 @@ from launcher.recipe import (
     Loss,
     Recipe,
     Regression,
+    class_loss,
     model,
     model_builder,
     recipe,
@@ -41,7 +42,7 @@ def tabular(config: Config) -> Recipe:
         ),
         train=table.train,
         validation=table.validation,
-        loss=SquaredError(table) if classes is None else class_loss,
+        loss=SquaredError(table) if classes is None else table_loss,
         classes=classes,
         metrics=[Regression("target")] if classes is None else None,
         compare_by="rmse" if classes is None else None,
@@ -53,9 +54,9 @@ def outputs_of(network: nn.Module, batch: Batch) -> Tensor:
     return network(batch.get("numeric"), batch.get("categorical")).float()
 
 
-def class_loss(network: nn.Module, batch: Batch) -> Loss:
+def table_loss(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Loss:
     logits = outputs_of(network, batch)
-    return Loss(F.cross_entropy(logits, batch["label"], reduction="sum"), len(logits), logits.detach())
+    return Loss(class_loss(logits, batch["label"], label_smoothing), len(logits), logits.detach())
 
 
 class SquaredError:

@@ -37,6 +37,7 @@ class ModelConfig:
 class AugmentConfig:
     crop_padding: int  # pixels added on each side before a random crop; 0: none
     flip: bool  # mirror horizontally with probability 1/2
+    mixup: float = 0.0  # alpha of the Beta distribution of the shares; 0: none
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class TrainConfig:
     compile: bool
     cuda_graph: str | bool  # auto: where the run can be captured
     channels_last: str | bool  # auto: on CUDA
+    label_smoothing: float  # probability that is spread over all classes, in training
     deterministic: bool
     tf32: bool
 

@@ -6,7 +6,7 @@ from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
-from launcher.recipe.contract import Loss, Recipe, cross_entropy
+from launcher.recipe.contract import Loss, Mixed, Recipe, class_loss, cross_entropy
 from launcher.recipe.images import image_recipe
 from launcher.recipe.load import load_recipe, model_builder
 from launcher.recipe.options import require_counts, require_dropout, require_heads
@@ -21,11 +21,13 @@ __all__ = [
     "Loss",
     "LossMetric",
     "Metric",
+    "Mixed",
     "ParameterGroup",
     "Perplexity",
     "Recipe",
     "Regression",
     "TensorData",
+    "class_loss",
     "columns",
     "cross_entropy",
     "image_recipe",

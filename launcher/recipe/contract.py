@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,11 +130,45 @@ class Used:
         return cls(model, getattr(recipe.train, "name", None) or config.recipe.uses)
 
 
-def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", labels: str = "label") -> Loss:
+@dataclass(frozen=True)
+class Mixed:
+    """The second classes of samples that mixup has mixed: labels int64 [n], share of the first fp32 [n]."""
+
+    labels: Tensor
+    share: Tensor
+
+
+def class_loss(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, mixed: Mixed | None = None
+) -> Tensor:
+    """Summed cross-entropy of fp32 logits [n, classes, ...] against labels as of `cross_entropy`.
+
+    `label_smoothing` is the probability that is spread over all classes. `mixed` needs labels [n].
+    """
+    if mixed is None:
+        return F.cross_entropy(
+            logits, labels, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
+        )
+    own, other = (
+        F.cross_entropy(logits, each, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing)
+        for each in (labels, mixed.labels)
+    )
+    return torch.lerp(other, own, mixed.share).sum()
+
+
+def cross_entropy(
+    network: nn.Module,
+    batch: Batch,
+    inputs: str = "image",
+    labels: str = "label",
+    label_smoothing: float = 0.0,
+    mixed: Mixed | None = None,
+) -> Loss:
     """Summed cross-entropy of `network(batch[inputs])` [n, classes, ...] against `batch[labels]` [n, ...].
 
     Counts the labels that carry loss: those of int64 that are not IGNORED (-100), or all probabilities of
-    classes (floating-point, of the logits' shape).
+    classes (floating-point, of the logits' shape). The last two are given by train.label_smoothing and
+    data.augment.mixup, as to any loss that has arguments of these names.
     """
     logits, expected = network(batch[inputs]).float(), batch[labels]
     shape, num_samples = logits.shape, len(expected)
@@ -142,7 +177,7 @@ def cross_entropy(network: nn.Module, batch: Batch, inputs: str = "image", label
             f"the model returned the shape {list(shape)} for {num_samples} samples: "
             f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
         )
-    loss_sum = F.cross_entropy(logits, expected, reduction="sum", ignore_index=IGNORED)
+    loss_sum = class_loss(logits, expected, label_smoothing, mixed)
     return Loss(loss_sum, _labels_with_loss(logits, expected), logits.detach())
 
 

@@ -14,6 +14,7 @@ from launcher.errors import ConfigError
 from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
 from launcher.recipe.registry import Registry, look_up, registry_of, unknown
+from launcher.recipe.training_aids import with_training_aids
 
 
 def load_recipe(config: Config) -> Recipe:
@@ -41,6 +42,7 @@ def load_recipe(config: Config) -> Recipe:
             f"Recipe.groups={built.groups!r}: it must be a list of ParameterGroup, for example "
             '[ParameterGroup("*.bias", weight_decay=0.0)].'
         )
+    built = with_training_aids(built, config)
     return built if named is None else replace(built, schedule=named)
 
 

@@ -16,6 +16,7 @@ from launcher.data.tensors import Batch
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
 from launcher.recipe.contract import Loss, Recipe
+from launcher.recipe.training_aids import MIXED_LABEL
 from launcher.training.progress import SinceEvaluation
 
 MOST_KEPT = 64  # micro-batches
@@ -44,6 +45,8 @@ class Answers:
         """Add a micro-batch."""
         labels = batch.get(self.label or "")
         if labels is None or labels.is_floating_point() or not isinstance(loss.outputs, Tensor):
+            return
+        if MIXED_LABEL in batch:  # a mixed image has no one class
             return
         predicted = loss.outputs
         if predicted.is_floating_point() and predicted.ndim == labels.ndim + 1:

@@ -46,6 +46,7 @@ from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
 from launcher.recipe.contract import Recipe, loss_of, set_title
+from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
@@ -145,7 +146,7 @@ def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) 
         num_samples = config.train.max_steps * config.data.batch_size
     else:
         num_samples = len(train)
-    return BatchPlan(
+    plan = BatchPlan(
         num_samples=num_samples,
         batch_size=config.data.batch_size,
         micro_batch=given_micro_batch(config),
@@ -155,6 +156,8 @@ def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) 
         drop_last=config.data.drop_last,
         lengths=None if recipe.lengths is None else sample_lengths(recipe.lengths, num_samples),
     )
+    refuse_split_pairs(plan, config.data.augment.mixup)
+    return plan
 
 
 def given_micro_batch(config: Config) -> int | None:
