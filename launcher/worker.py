@@ -10,12 +10,12 @@ import itertools
 import logging
 import os
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,9 +39,7 @@ from launcher.distributed.process_group import (
     tighten,
 )
 from launcher.distributed.watchdog import Watchdog
-from launcher.engine import EngineWarning
 from launcher.engine.diagnostics.step_timer import PARTS
-from launcher.errors import DataWarning
 from launcher.evaluation.evaluate import Evaluation
 from launcher.process.allocator import keep_freed_memory
 from launcher.recipe.contract import Recipe, Used
@@ -73,11 +71,11 @@ from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
 from launcher.training.signals import Requests, heeded
+from launcher.training.warning_log import warnings_logged
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-SHOWN_AS_EVENTS = (EngineWarning, DataWarning)
 PHASE_AFTER = dict(itertools.pairwise((*PARTS, "report")))
 
 log = logging.getLogger("launcher")
@@ -98,9 +96,16 @@ def run(
     run_dir = Path(config.run.dir)
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
-    with heeded(alone) as requests, rank_log(run_dir, launch.rank), _telemetry(config, launch) as telemetry:
+    with (
+        heeded(alone) as requests,
+        rank_log(run_dir, launch.rank, config.launch.log_level),
+        _telemetry(config, launch) as telemetry,
+    ):
+        log.info(
+            "rank %d of %d, process %d on %s", launch.rank, launch.world_size, os.getpid(), gethostname()
+        )
         try:
-            with _warnings_logged(telemetry, launch.rank):
+            with warnings_logged(telemetry, launch.rank):
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
@@ -120,28 +125,6 @@ def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
     if launch.rank != 0:
         return Telemetry()
     return open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
-
-
-@contextmanager
-def _warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
-    """Send warnings of engine and data sets to the telemetry, which rank 0 has; the others have their logs.
-
-    Warnings of other libraries are shown as ever.
-    """
-    with warnings.catch_warnings():
-        shown = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
-            if not issubclass(category, SHOWN_AS_EVENTS):
-                shown(message, category, *place, **options)
-                return
-            log.warning("rank %d: %s", rank, message)
-            telemetry.warn(str(message))
-
-        for each in SHOWN_AS_EVENTS:
-            warnings.simplefilter("always", each)  # each is given once per Stepper or data set
-        warnings.showwarning = show
-        yield
 
 
 @dataclass

@@ -173,20 +173,23 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def rank_log(run_dir: Path, rank: int) -> Iterator[None]:
-    """Within the context, the `launcher` logger also writes logs/rank<k>.log. Raises OSError."""
+def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
+    """Within the context, the `launcher` logger also writes logs/rank<k>.log. Raises OSError.
+
+    `level` is the least severe that is written: debug, info, warning or error.
+    """
     make_folder(run_dir / LOGS)
     descriptor = open_plain(run_dir / LOGS / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     handler = _LogFile(descriptor, rank)
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("launcher")
-    level = logger.level
+    before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
         logger.removeHandler(handler)
         handler.close()
 

@@ -6,6 +6,7 @@ device: it reads a step one step late.
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from launcher.training.gradient_stats import GradientStats
 from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Votes
+
+log = logging.getLogger("launcher")
 
 
 @dataclass
@@ -118,6 +121,9 @@ class Monitor:
             self.totals.since_evaluation.loss_sum += report.loss * report.count
             self.totals.since_evaluation.loss_count += report.count
         self._telemetry.advance(position.epoch, position.step)
+        if log.isEnabledFor(logging.DEBUG):
+            spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
+            log.debug("step %d: %.2f ms: %s", position.step, 1e3 * seconds, spans)
         if report.skipped:
             self._report_skip(position, report, self._rescue.after(position, report))
         self._divergence.after(position, report)

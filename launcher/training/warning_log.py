@@ -1,0 +1,78 @@
+"""Python warnings of a run: each shown once, and counted.
+
+Owns which rank shows them: those of the engine and the data sets become events, which rank 0 has; those of
+other libraries go to the stderr of rank 0 and to the log of their rank. The user's own filters are respected.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from launcher.engine import EngineWarning
+from launcher.errors import DataWarning
+from launcher.telemetry import Telemetry
+
+SHOWN_AS_EVENTS = (EngineWarning, DataWarning)
+MAX_TEXTS = 1000  # that are told apart; more are counted by their lines of code
+Place = tuple[str, int, str]  # file, line, and what it says
+
+log = logging.getLogger("launcher")
+
+
+@contextmanager
+def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
+    """Within the context warnings are shown once; at its end those that were repeated are counted."""
+    with warnings.catch_warnings():
+        shown = _Shown(telemetry, rank, warnings.showwarning)
+        for each in SHOWN_AS_EVENTS:
+            warnings.simplefilter("always", each)  # each is given once per Stepper or data set
+        warnings.simplefilter("always", append=True)  # after the user's filters; here it is shown once
+        warnings.showwarning = shown.show
+        try:
+            yield
+        finally:
+            shown.count()
+
+
+class _Shown:
+    def __init__(self, telemetry: Telemetry, rank: int, print_it: Any) -> None:
+        self._telemetry = telemetry
+        self._rank = rank
+        self._print = print_it
+        self._counts: Counter[Place] = Counter()
+
+    def show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        """Called by `warnings` in the place of its own."""
+        if issubclass(category, SHOWN_AS_EVENTS):
+            log.warning("rank %d: %s", self._rank, message)
+            self._telemetry.warn(str(message))
+            return
+        text = f"{category.__name__}: {message}"
+        place = (filename, lineno, text if len(self._counts) < MAX_TEXTS else category.__name__)
+        self._counts[place] += 1
+        if self._counts[place] > 1:
+            return
+        log.warning("%s:%d: %s", filename, lineno, text)
+        if self._rank == 0:
+            self._print(message, category, filename, lineno, *more, **options)
+
+    def count(self) -> None:
+        """Log how often the warnings were given that were given more than once."""
+        for (filename, lineno, text), number in self._counts.most_common():
+            if number > 1:
+                name = f"{os.path.basename(filename)}:{lineno}"
+                log.warning("%s: given %d times: %s", name, number, text.partition("\n")[0])
