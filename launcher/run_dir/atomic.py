@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".tmp"
+_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -50,7 +51,11 @@ def restored(value: Any) -> Any:
 
 def json_line(value: Mapping[str, Any]) -> bytes:
     """One line of strict JSON. Raises TypeError for anything but plain numbers, strings, lists and dicts."""
-    return json.dumps(strict(value), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    try:
+        line = _STRICT.encode(value)
+    except ValueError:  # a number that is not finite, which few lines have
+        line = _STRICT.encode(strict(value))
+    return line.encode() + b"\n"
 
 
 def write_json(path: Path, value: Mapping[str, Any], durable: bool = False) -> None:

@@ -20,13 +20,15 @@ from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
 from launcher.telemetry.console.console import Console
 from launcher.telemetry.events import EventLog, last_run_id, recording_of
 from launcher.telemetry.status import StatusFile
-from launcher.telemetry.stream import Telemetry
+from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import is_own, make, refuse_missing
 from launcher.telemetry.tracker.sink import Patience, TrackerSink
 from launcher.telemetry.tracker.wandb_environment import taken_from
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, new_run_id
+
+EVERY_S = 0.1  # until the events of steps are in the files
 
 
 def open_telemetry(
@@ -44,7 +46,8 @@ def open_telemetry(
     clear_away(run_dir)  # rank 0 of this attempt is the only writer
     try:
         before = recording_of(run_dir)
-        telemetry = Telemetry([EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)])
+        files: list[Sink] = [EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)]
+        telemetry = Telemetry(files, every_s=EVERY_S)
     except OSError as error:
         raise StorageError(
             f"The run's files cannot be written to {run_dir}: {error}. Choose another place with run.dir=DIR."

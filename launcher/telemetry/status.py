@@ -33,15 +33,21 @@ class StatusFile:
         self._clock = clock
         self._pace = Pace(clock)
         self._status = Status()
+        self._step: Record | None = None  # the latest, not yet in the status
         self._publish()
 
     def write(self, record: Record) -> None:
-        self._status = self._after(record)
+        if record["event"] == "step":
+            self._step = record
+        else:
+            self._take_step()
+            self._status = self._after(record)
         if record["event"] in AT_ONCE or self._due():
             self._publish()
 
     def advance(self, epoch: int, step: int) -> None:
         if self._due():
+            self._take_step()
             self._status = replace(self._status, epoch=epoch, step=step)
             self._publish()
 
@@ -64,10 +70,15 @@ class StatusFile:
             return replace(status, state=state, exit=record.get("exit"), step=record["step"], eta_s=None)
         return status
 
+    def _take_step(self) -> None:
+        if self._step is not None:
+            self._status, self._step = self._after(self._step), None
+
     def _due(self) -> bool:
         return self._clock() - self._published >= self._every_s
 
     def _publish(self) -> None:
+        self._take_step()
         status = self._status
         eta_s = self._pace.eta_s(status.step, status.total_steps) if status.state == "running" else None
         self._published = self._clock()

@@ -1,7 +1,8 @@
 """The stream of events of a run, and the rule that telemetry never stops training.
 
-Owns the order in which sinks receive an event, and the handling of a sink that fails: it is dropped, with one
-warning to the others. Knows no file format and no tracker. Receives plain numbers, no tensors.
+Owns the order in which sinks receive an event, the thread that writes the events of steps, and the handling
+of a sink that fails: it is dropped, with one warning to the others. Knows no file format and no tracker.
+Receives plain numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -18,6 +20,9 @@ from typing import Any, Protocol, runtime_checkable
 Record = Mapping[
     str, Any
 ]  # event, time (unix seconds), step (updates attempted so far), and the event's fields
+
+PERIODIC = frozenset({"step", "gradients", "gpu"})  # come all the time; only these may wait, or be lost
+LIMIT = 10_000  # of them that may wait, while a disk does not answer
 
 log = logging.getLogger("launcher")
 
@@ -51,16 +56,38 @@ class Telemetry:
     """Sends every event to every sink. Without sinks (on all ranks but 0) it does nothing, at no cost.
 
     May be called from any thread. No method raises because of a sink.
+
+    With `every_s`, a thread writes periodic events and positions that often, so that they cost the caller an
+    append. All other events are written before `emit` returns, after those that wait: what a checkpoint, an
+    evaluation or the end of the run relies on is in the files.
     """
 
-    def __init__(self, sinks: Iterable[Sink] = (), clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        sinks: Iterable[Sink] = (),
+        clock: Callable[[], float] = time.time,
+        every_s: float | None = None,
+        limit: int = LIMIT,
+    ) -> None:
         self._sinks: list[Sink] = []
         self._followers: list[PositionSink] = []
         self._clock = clock
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
+        self._waiting: deque[Record] = deque()
+        self._position: tuple[int, int] | None = None  # the latest that `advance` was given
+        self._limit = limit
+        self._lost = self._reported = 0  # events beyond the limit
+        self._closing = threading.Event()
+        self._writer: threading.Thread | None = None
+        if every_s is not None:
+            self._writer = threading.Thread(
+                target=self._write, args=(every_s,), name="telemetry", daemon=True
+            )
         for sink in sinks:
             self.add(sink)
+        if self._writer is not None:
+            self._writer.start()
 
     @property
     def step(self) -> int:
@@ -79,8 +106,21 @@ class Telemetry:
         self._step = max(self._step, step)  # a sampler's event may be of an earlier step
         if not self._sinks:
             return
+        record = {"event": event, "time": self._clock(), "step": step, **fields}
+        if self._writer is not None and event in PERIODIC:
+            if len(self._waiting) < self._limit:
+                self._waiting.append(record)
+            else:
+                self._lost += 1
+            return
         with self._lock:
-            self._hand_out({"event": event, "time": self._clock(), "step": step, **fields})
+            self._drain()
+            self._hand_out(record)
+
+    def flush(self) -> None:
+        """Write what waits. Called before a checkpoint, so that a run that resumes from it has all events."""
+        with self._lock:
+            self._drain()
 
     def decision(self, topic: str, text: str, /, **fields: Any) -> None:
         """A choice made by the program, with its reason: one line on the console."""
@@ -94,9 +134,9 @@ class Telemetry:
         """Called for every step at little cost: advances the bar and status.json, writes no event."""
         if not self._followers:
             return
-        with self._lock:
-            for sink in list(self._followers):
-                self._attempt(sink, partial(sink.advance, epoch, step))
+        self._position = (epoch, step)
+        if self._writer is None:
+            self.flush()
 
     def rewind(self, step: int, evaluates_again: bool) -> None:
         """The run resumes after `step`: events of later steps are dropped.
@@ -104,13 +144,19 @@ class Telemetry:
         With `evaluates_again`, the evaluation after `step` is dropped too.
         """
         with self._lock:
+            self._drain()
             for sink in list(self._sinks):
                 if isinstance(sink, RewindSink):
                     self._attempt(sink, partial(sink.rewind, step, evaluates_again))
 
     def close(self) -> None:
         """Close all sinks, the last added first, so that its errors still reach the others."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._closing.set()
+            writer.join()
         while self._sinks:
+            self.flush()
             sink = self._sinks[-1]
             try:
                 # Not under the lock: a tracker's thread may need it for a warning while `close` waits.
@@ -128,6 +174,23 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write(self, every_s: float) -> None:
+        while not self._closing.wait(every_s):
+            if self._waiting or self._position is not None:
+                self.flush()
+
+    def _drain(self) -> None:
+        """Hand out what waits; the caller holds the lock."""
+        while self._waiting:
+            self._hand_out(self._waiting.popleft())
+        position, self._position = self._position, None
+        if position is not None:
+            for sink in list(self._followers):
+                self._attempt(sink, partial(sink.advance, *position))
+        if self._lost > self._reported:
+            self._reported = self._lost
+            self.warn(f"the files of the run were not written for a while: {self._lost:,} events are lost.")
 
     def _hand_out(self, record: Record) -> None:
         for sink in list(self._sinks):

@@ -90,6 +90,7 @@ class Checkpoints:
 
     def _save(self, position: Position, metric: Metric | None) -> None:
         self.monitor.flush()  # raises if the run has diverged, which is then not saved
+        self.run.telemetry.flush()
         self.run.heartbeat.beat("consistency check")
         check_replicas(self.run.stepper, self.run.average)
         self.run.heartbeat.beat("checkpoint")

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -139,3 +140,68 @@ def test_events_from_several_threads_all_arrive():
     for thread in threads:
         thread.join()
     assert len(kept.records) == 800
+
+
+def threaded(*sinks, **options):
+    """With a thread that never gets its turn by itself."""
+    return Telemetry(sinks, every_s=3600, **options)
+
+
+def test_events_of_steps_wait_for_the_thread_and_all_others_are_written_after_them():
+    kept = Kept()
+    with threaded(kept) as telemetry:
+        telemetry.emit("step", 1, loss=0.5)
+        telemetry.advance(0, 1)
+        assert (kept.records, kept.positions) == ([], [])
+        telemetry.emit("eval", 1, accuracy=1.0)
+        assert [record["event"] for record in kept.records] == ["step", "eval"]
+        assert kept.positions == [(0, 1)]
+        telemetry.emit("step", 2)
+        telemetry.flush()
+        assert len(kept.records) == 3
+        telemetry.emit("step", 3)
+    assert [record["step"] for record in kept.records] == [1, 1, 2, 3]
+
+
+def test_the_thread_writes_them_by_itself():
+    kept = Kept()
+    with Telemetry([kept], every_s=0.01) as telemetry:
+        telemetry.emit("step", 1)
+        deadline = time.monotonic() + 5
+        while not kept.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(kept.records) == 1
+
+
+def test_a_disk_that_does_not_answer_blocks_no_step_and_what_is_lost_is_counted():
+    stuck, entered = threading.Event(), threading.Event()
+    kept = Kept()
+    slow = Kept("slow")
+
+    def write(record):
+        entered.set()
+        stuck.wait(20)
+
+    slow.write = write
+    with Telemetry([kept, slow], every_s=0.01, limit=5) as telemetry:
+        telemetry.emit("step", 0)
+        assert entered.wait(5)
+        began = time.monotonic()
+        for step in range(1, 101):
+            telemetry.emit("step", step)
+            telemetry.advance(0, step)
+        assert time.monotonic() - began < 1
+        stuck.set()
+        telemetry.emit("end", 100)
+    assert [record["step"] for record in kept.records if record["event"] == "step"] == [0, 1, 2, 3, 4, 5]
+    assert kept.texts() == ["the files of the run were not written for a while: 95 events are lost."]
+    assert kept.records[-1]["event"] == "end" or kept.records[-2]["event"] == "end"
+
+
+def test_a_rewind_comes_after_what_was_emitted_before_it():
+    kept = Kept()
+    kept.rewind = lambda step, evaluates_again: kept.records.append({"event": "rewound"})
+    with threaded(kept) as telemetry:
+        telemetry.emit("step", 1)
+        telemetry.rewind(0, False)
+    assert [record["event"] for record in kept.records] == ["step", "rewound"]

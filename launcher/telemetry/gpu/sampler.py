@@ -89,6 +89,7 @@ class GpuSampler:
 
         Of this node's GPUs, over all attempts of the run. Waits for at most `PATIENCE_S`.
         """
+        self._telemetry.flush()  # the last steps may still wait
         self._ending = True
         self._wake.set()
         self._thread.join(PATIENCE_S)

@@ -1,24 +1,29 @@
 """Feeds one tracker from a thread of its own, so that it can neither delay nor end the training.
 
-Owns the queue between the two and what happens when it is full: rows that come in every interval are dropped
-and counted, what happens once is kept.
+Owns the queue between the two, the share of the processor that a tracker may take while the run trains, and
+what happens when the queue is full: rows that come in every interval are thinned and counted, what happens
+once is kept.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.telemetry.stream import Record
+from launcher.telemetry.stream import PERIODIC, Record
 from launcher.telemetry.tracker.protocol import AbortableTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.telemetry.tracker.used_config import used_config
 
-QUEUE_ROWS = 10_000  # that may wait while the tracker starts, or its service is slow
-PERIODIC = ("step", "gradients", "gpu")  # may be dropped; evaluations, overflows and the end never are
+QUEUE_ROWS = 1_000  # that may wait while the tracker starts, is slow, or has used its share of the time
+# A thread that runs Python keeps the training thread waiting. Rows beyond this share of the time are logged
+# later, at the end of the run at the latest.
+SHARE = 1 / 500
+ALLOWANCE_S = 0.05  # for the first rows
 
 
 class TrackerError(Exception):
@@ -64,6 +69,9 @@ class TrackerSink:
         self._ending = False
         self._closed = False
         self._dropped = 0
+        self._began_s = time.monotonic()
+        self._spent_s = 0.0  # processor time of the thread, without that for rows that come once
+        self._free_s = ALLOWANCE_S
         self._exit_code = 1  # until an `end` event sets it: a run that dies has failed
         self._failure: Exception | None = None
         self._tracker: Tracker | None = None
@@ -78,14 +86,11 @@ class TrackerSink:
             done = record.get("state", "done") == "done"
             self._exit_code = record.get("exit") or (0 if done else 1)
         with self._arrived:
-            if len(self._waiting) >= self._limit and record["event"] in PERIODIC:
-                self._dropped += 1
-                is_first = self._dropped == 1
-            else:
-                is_first = False
-                self._waiting.append(record)
+            self._waiting.append(record)
+            dropped, self._dropped = self._dropped, self._dropped + self._thin()
+            if self._rest_s() <= 0:  # else the thread sleeps until then
                 self._arrived.notify()
-        if is_first:
+        if self._dropped and not dropped:
             self._warn(
                 f"{self.name} is slower than the run: {self._limit:,} rows wait for it, so rows of steps are "
                 "left out there, and counted. metrics.jsonl has all of them."
@@ -108,6 +113,20 @@ class TrackerSink:
         if self._dropped:
             self._warn(f"{self.name}: {self._dropped:,} rows were left out. metrics.jsonl has all of them.")
 
+    def _thin(self) -> int:
+        """If too many rows wait, drop every second periodic one of each kind. Returns how many."""
+        before = len(self._waiting)
+        if before <= self._limit:
+            return 0
+        kept: deque[Record] = deque()
+        seen: Counter[str] = Counter()
+        for record in reversed(self._waiting):  # the newest of each kind stays
+            seen[event := record["event"]] += 1
+            if event not in PERIODIC or seen[event] % 2:
+                kept.appendleft(record)
+        self._waiting = kept
+        return before - len(kept)
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -123,20 +142,30 @@ class TrackerSink:
     def _track(self) -> None:
         if self._early:
             self._tracker = self._make()
+            self._free_s += time.thread_time()
         while (record := self._next()) is not None:
+            began_s = time.thread_time()
             if record["event"] == "start":
                 self._start(record)
             elif self._tracker is not None and self._is_started:
                 self._log(self._tracker, record)
+            now_s = time.thread_time()
+            if record["event"] not in PERIODIC:
+                self._free_s += now_s - began_s
+            self._spent_s = now_s - self._free_s
         if self._tracker is not None and self._is_started:
             self._tracker.finish(self._exit_code)
 
     def _next(self) -> Record | None:
         """The next event; None once all are taken and no more can come."""
         with self._arrived:
-            while not self._waiting and not self._ending:
-                self._arrived.wait()
+            while not self._ending and ((rest_s := self._rest_s()) > 0 or not self._waiting):
+                self._arrived.wait(rest_s if rest_s > 0 else None)
             return self._waiting.popleft() if self._waiting else None
+
+    def _rest_s(self) -> float:
+        """How long the next row waits until the tracker is within its share of the time; 0 or less: not."""
+        return self._spent_s / SHARE - (time.monotonic() - self._began_s)
 
     def _start(self, record: Record) -> None:
         if self._is_started:

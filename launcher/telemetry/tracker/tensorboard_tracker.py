@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,19 +21,29 @@ from launcher.telemetry.tracker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+FLUSH_S = 5.0  # until TensorBoard sees what was logged
+_NUMBERS = itertools.count()
 
 
 class TensorboardTracker:
     """Implements `Tracker`: scalars, texts, pictures and histograms."""
 
     def __init__(self) -> None:
-        self._writer: EventFileWriter | None = None
+        self._writer: RecordWriter | None = None
+        self._flushed_s = 0.0
 
     def start(self, run: TrackedRun) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = EventFileWriter(str(run.directory))
+        # Without tensorboard's EventFileWriter, whose own thread would take processor time unseen.
+        name = (
+            f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        )
+        self._writer = RecordWriter(open(run.directory / name, "wb"))  # noqa: SIM115
+        self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self.media(0, "config", Text(json.dumps(run.config, indent=2)))
         for name in ("notes", "group"):
             if text := getattr(run, name):
@@ -58,7 +71,11 @@ class TensorboardTracker:
         from tensorboard.compat.proto.event_pb2 import Event
 
         assert self._writer is not None, "start comes first"
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        now_s = time.time()
+        self._writer.write(Event(wall_time=now_s, step=step, summary=summary).SerializeToString())
+        if now_s - self._flushed_s > FLUSH_S:
+            self._writer.flush()
+            self._flushed_s = now_s
 
 
 def _value(name: str, item: Media) -> Any:

@@ -88,6 +88,31 @@ def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_p
     assert len([record for record in kept.records if record["event"] == "step"]) == 200
 
 
+def test_a_tracker_that_computes_keeps_to_its_share_until_the_run_ends(tmp_path: Path) -> None:
+    """Its thread would keep the training thread from running. What waits is logged at the end, all of it."""
+    tracker = Recording()
+    keep, spent = tracker.log, []
+
+    def log(step: int, values: dict) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.01:
+            pass
+        spent.append(time.thread_time() - began)
+        keep(step, values)
+
+    tracker.log = log  # type: ignore[method-assign]
+    telemetry, kept = tracked(tmp_path, tracker)
+    telemetry.emit("start", 0)
+    for step in range(1, 101):
+        telemetry.emit("step", step, loss=1.0)
+    time.sleep(0.5)
+    assert sum(spent) < 0.2, "an allowance of 0.05 s, and 1/500 of the time"
+    telemetry.emit("end", 100, state="done", exit=0)
+    telemetry.close()
+    assert [step for step, _ in tracker.rows] == list(range(1, 101))
+    assert kept.texts() == []
+
+
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
 def test_a_tracker_that_raises_is_given_up_with_one_warning(tmp_path: Path, method: str) -> None:
     tracker = Recording()
