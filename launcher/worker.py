@@ -39,6 +39,7 @@ from launcher.distributed.process_group import (
     tighten,
 )
 from launcher.distributed.watchdog import Watchdog
+from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.evaluation.evaluate import Evaluation
 from launcher.process.allocator import keep_freed_memory
@@ -71,6 +72,7 @@ from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
 from launcher.training.signals import Requests, heeded
+from launcher.training.step_times import of_the_slowest, overhead_ms
 from launcher.training.warning_log import warnings_logged
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ class _Job:
     model: nn.Module
     continuity: Continuity
     weights: Loaded | None  # of the file that the config names
+    host_ms: float  # per layer: what the host spends on it, however small
 
     def settle_micro_batch(self, start: Start) -> None:
         """Divide the batches as data.micro_batch says, or as in the run so far. A collective."""
@@ -218,7 +221,9 @@ def _assemble(
     run = Run(config, env, stepper, telemetry, heartbeat, requests, average)
     size = 0 if isinstance(data.train, StreamData) else plan.num_samples
     continuity = Continuity(run, course, size, fingerprint, Answers.of(recipe, env))
-    return _Job(run, recipe, data, Used.of(config, recipe, model), plan, course, model, continuity, weights)
+    host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)
+    used = Used.of(config, recipe, model)
+    return _Job(run, recipe, data, used, plan, course, model, continuity, weights, host_ms)
 
 
 def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
@@ -360,6 +365,10 @@ def _finish(
         run.average,
     )
     steps = job.course.total_steps
+    times = of_the_slowest(run.env, monitor.times)
+    if times is not None:
+        costs = (job.host_ms, num_layers(job.model), plan.micro_batches, run.stepper.num_trainable)
+        result["step_time"] = times | {"overhead_ms": overhead_ms(times, *costs)}
     if result["applied_steps"] < steps / 2:
         run.telemetry.warn(
             f"only {result['applied_steps']} of {steps} steps were applied, the others skipped: lower "
@@ -383,6 +392,7 @@ def _finish(
         samples_per_s=result["samples_per_s"],
         metrics=result["metrics"],
         weights_sha256=result["weights_sha256"],
+        step_time=result.get("step_time"),
     )
     if run.env.is_leader:
         results.mark_end(run_dir, "done", 0)

@@ -23,7 +23,7 @@ from launcher.report.step_lines import PREFIX, StepColumns, columns_of_events, c
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import LOGS
 from launcher.telemetry.events import FILE_NAME, FORMAT
-from launcher.telemetry.step_time import PARTS, TimeShares
+from launcher.telemetry.step_time import PARTS, TimeShares, time_at_end
 
 Event = dict[str, Any]
 
@@ -44,6 +44,7 @@ KNOWN = (
     "decision",
     "report",
     "after_evaluation",
+    "out_of_memory",
 )
 NO_METRICS = frozenset(("event", "time", "step", "epoch", "set", "samples", "tokens", "seconds"))
 MAX_RECORDS = 200  # of each kind; more are counted
@@ -114,7 +115,7 @@ class Recording:
 
     @property
     def time_shares(self) -> TimeShares | None:
-        return self._time.shares()
+        return time_at_end(self.of("end").last or {}) or self._time.shares()
 
     @property
     def warnings(self) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.telemetry.formatting import duration, metric, metric_title, number
-from launcher.telemetry.step_time import TimeShares, time_shares
+from launcher.telemetry.step_time import TimeShares, time_at_end, time_shares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
 WAITS = 0.4  # a part of the step with this share bounds it
@@ -227,6 +227,7 @@ def rows(metric_name: str) -> list[Row]:
         Row("time to the end", lambda run: run.seconds, duration),
         Row("time of a step", lambda run: run.step_ms, milliseconds),
         *parts,
+        Row("... everything else", lambda run: run.shares.other_ms if run.shares else None, milliseconds),
         Row("memory", lambda run: run.memory_bytes, size),
         Row("weights, masters, optimizer", lambda run: run.state_bytes, size),
         Row("sent per step and rank", lambda run: run.wire_bytes, size),
@@ -290,7 +291,7 @@ def measured(seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]]
         seed=seed,
         state=str(ends[-1].get("state") if ends and result["state"] != "done" else result["state"]),
         seconds=result.get("seconds"),
-        shares=time_shares(steps),
+        shares=(time_at_end(ends[-1]) if ends else None) or time_shares(steps),
         memory_bytes=max(memory, default=None),
         wire_bytes=result.get("wire_bytes_per_step"),
         state_bytes=result.get("state_bytes"),

@@ -7,45 +7,81 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.telemetry.stream import Record
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
+OVERHEAD = "overhead"
 LIMIT = 0.3  # a part with this share is reported, even where computing takes longer
+OVERHEAD_LIMIT = 0.4
+OTHERS_WAIT = 0.1  # of a step: with this share of waiting ranks the slowest one is named
 
 ADVICE = {
     "data_ms": (
-        "input-bound: {share} of the step waits for data: "
-        "make the data set's transform cheaper, or raise data.batch_size"
+        "input-bound: {share} of the step{of} waits for data: raise data.workers (sets that are not in "
+        "memory), make the data set's transform cheaper, or raise data.batch_size"
     ),
     "wire_ms": (
-        "wire-bound: {share} of the step waits for the exchange of gradients: "
+        "wire-bound: {share} of the step{of} waits for the exchange of gradients: "
         "raise data.batch_size, or use fewer ranks"
     ),
-    "update_ms": "update-bound: {share} of the step updates the weights: raise data.batch_size",
-    "compute_ms": "compute-bound: {share} of the step is forward and backward",
+    "update_ms": "update-bound: {share} of the step{of} updates the weights: raise data.batch_size",
+    "compute_ms": (
+        "compute-bound: {share} of the step{of} is forward and backward: use more or faster devices, or "
+        "train.compile=true"
+    ),
+    OVERHEAD: (
+        "overhead-bound: {share} of the step{of} is work of the host that does not depend on the size of the "
+        "batch: raise data.batch_size (on a GPU also train.cuda_graph=true)"
+    ),
 }
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Average milliseconds of a step and of its parts, over `num_steps` steps."""
+    """Average milliseconds of a step and of its parts, over `num_steps` steps.
+
+    `overhead_ms` is what the host spends within the parts whatever the size of the batch, as far as it is
+    known. `rank` is the one that the times are of, given where the others wait for it.
+    """
 
     num_steps: int
     step_ms: float
     parts_ms: dict[str, float]
+    overhead_ms: float = field(default=0.0, kw_only=True)
+    rank: int | None = field(default=None, kw_only=True)
 
     def share(self, part: str) -> float:
         return self.parts_ms[part] / self.step_ms
 
     @property
+    def other_ms(self) -> float:
+        """What is in none of the parts: logs, votes, checks, and whatever else the host does between them."""
+        return max(0.0, self.step_ms - math.fsum(self.parts_ms.values()))
+
+    @property
+    def overhead_share(self) -> float:
+        """The share of the step that is no waiting and would not be shorter with fewer samples."""
+        return (self.other_ms + self.overhead_ms) / self.step_ms
+
+    @property
+    def bound(self) -> str:
+        """The largest of data, wire, update and overhead, as far as they reach their limits, else compute."""
+        shares = {part: self.share(part) for part in PARTS if part != "compute_ms"}
+        large = {part: share for part, share in shares.items() if share >= LIMIT}
+        if self.overhead_share >= OVERHEAD_LIMIT:
+            large[OVERHEAD] = self.overhead_share
+        return max(large, key=large.__getitem__, default="compute_ms")
+
+    @property
     def verdict(self) -> str:
-        """The largest of data, wire and update from `LIMIT` on, otherwise the computation."""
-        slow = [part for part in PARTS if part != "compute_ms" and self.share(part) >= LIMIT]
-        worst = max(slow, key=self.share, default="compute_ms")
-        return ADVICE[worst].format(share=f"{self.share(worst):.0%}".replace("%", " %"))
+        """What bounds the step, and what to change."""
+        bound = self.bound
+        share = self.overhead_share if bound == OVERHEAD else self.share(bound)
+        of = "" if self.rank is None else f" of rank {self.rank}, for which the others wait,"
+        return ADVICE[bound].format(share=f"{share:.0%}".replace("%", " %"), of=of)
 
 
 def time_shares(steps: Iterable[Record]) -> TimeShares | None:
@@ -70,6 +106,22 @@ def time_shares(steps: Iterable[Record]) -> TimeShares | None:
     if step_ms <= 0:
         return None
     return TimeShares(total, step_ms, {part: average(part) for part in PARTS})
+
+
+def time_at_end(end: Record) -> TimeShares | None:
+    """The times of the slowest rank from an `end` event; None where it has none, as after a failure."""
+    time = end.get("step_time")
+    keys = ("steps", "step_ms", "overhead_ms", "waited_ms", *PARTS)
+    if not isinstance(time, dict) or not all(_is_time(time.get(key)) for key in keys) or not time["step_ms"]:
+        return None
+    named = time["waited_ms"] >= OTHERS_WAIT * time["step_ms"]
+    return TimeShares(
+        int(time["steps"]),
+        float(time["step_ms"]),
+        {part: float(time[part]) for part in PARTS},
+        overhead_ms=float(time["overhead_ms"]),
+        rank=int(time["rank"]) if named else None,
+    )
 
 
 def _is_time(value: object) -> bool:

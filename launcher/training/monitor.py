@@ -24,6 +24,7 @@ from launcher.training.gradient_stats import GradientStats
 from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Votes
+from launcher.training.step_times import StepTimes, parts_of
 
 log = logging.getLogger("launcher")
 
@@ -67,6 +68,8 @@ class Monitor:
         self._first_step_done = first_step_done
         self._bad_loss_steps = 0  # of this process
         self.totals = totals
+        self.times = StepTimes()
+        self._world_size = run.env.world_size
 
     def record(self, position: Position, result: StepResult) -> None:
         """Record a step; report the one before, which the device has finished by now."""
@@ -120,6 +123,7 @@ class Monitor:
         if not report.bad_losses and report.count:
             self.totals.since_evaluation.loss_sum += report.loss * report.count
             self.totals.since_evaluation.loss_count += report.count
+        self.times.add(seconds, parts_of(report.spans_ms, self._world_size))
         self._telemetry.advance(position.epoch, position.step)
         if log.isEnabledFor(logging.DEBUG):
             spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
@@ -179,6 +183,9 @@ class Monitor:
         finite = [report for report in reports if not report.bad_losses] or reports
         weight = sum(report.count for report in finite) or 1
         latest = reports[-1]
+        spans = {part: sum(report.spans_ms.get(part, 0.0) for report in reports) / steps for part in PARTS}
+        parts_ms = parts_of(spans, self._world_size)
+        step_ms = 1e3 * window.seconds / steps
         self._telemetry.emit(
             "step",
             position.step,
@@ -190,8 +197,9 @@ class Monitor:
             skipped=latest.skipped_steps,
             samples=samples,
             samples_per_s=samples / window.seconds,
-            step_ms=1e3 * window.seconds / steps,
-            **{f"{part}_ms": sum(r.spans_ms.get(part, 0.0) for r in reports) / steps for part in PARTS},
+            step_ms=step_ms,
+            **parts_ms,
+            other_ms=max(0.0, step_ms - sum(parts_ms.values())),
             memory_bytes=_memory_bytes(self._device),
         )
 

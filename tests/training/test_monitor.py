@@ -117,7 +117,7 @@ def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
     (event,) = recorder.of("step")
     assert event["loss"] == pytest.approx((2 * 8 + 5 * 16) / 24)
     assert event["compute_ms"] == 3.0
-    assert event["update_ms"] == 0.0
+    assert (event["update_ms"], event["wire_ms"]) == (1.0, 0.0), "one rank has no wire"
     assert monitor.totals.samples == 24
     assert monitor.totals.wire_bytes_per_step == 100
 

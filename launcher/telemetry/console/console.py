@@ -15,7 +15,7 @@ from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import Bars, Lines, Progress
 from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import evaluation_cells, number, table_lines, table_widths
-from launcher.telemetry.step_time import PARTS, time_shares
+from launcher.telemetry.step_time import PARTS, time_at_end, time_shares
 from launcher.telemetry.stream import Record
 
 
@@ -88,7 +88,8 @@ class Console:
         report, columns = self._report, columns_of(self._out)
         if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
             report = ""  # a table that wraps cannot be read; it is in the run's files
-        self._print(*end_lines(record, report, time_shares(self._steps), self._run_dir, self._sync))
+        shares = time_at_end(record) or time_shares(self._steps)
+        self._print(*end_lines(record, report, shares, self._run_dir, self._sync))
 
     def _print(self, *lines: str) -> None:
         self._widths = {}

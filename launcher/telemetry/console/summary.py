@@ -40,4 +40,4 @@ def _headline(end: Record) -> str:
 
 def _parts(shares: TimeShares) -> str:
     parts = ", ".join(f"{part.removesuffix('_ms')} {shares.parts_ms[part]:.1f}" for part in PARTS)
-    return f"step {shares.step_ms:.1f} ms on average: {parts}"
+    return f"step {shares.step_ms:.1f} ms on average: {parts}, other {shares.other_ms:.1f}"

@@ -15,7 +15,7 @@ import pytest
 
 from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import duration, metric, number
-from launcher.telemetry.step_time import time_shares
+from launcher.telemetry.step_time import time_at_end, time_shares
 
 RUN = """
 import sys, threading
@@ -51,9 +51,9 @@ END = [
     "   class 0      1.00",
     "",
     "done after 24 steps in 1:23 at 1,200 samples/s: loss 0.2500, accuracy 97.50 %",
-    "input-bound: 71 % of the step waits for data: "
+    "input-bound: 71 % of the step waits for data: raise data.workers (sets that are not in memory), "
     "make the data set's transform cheaper, or raise data.batch_size",
-    "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4",
+    "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4, other 0.0",
     "files: /runs/one",
     "upload the offline tracker run: wandb sync /runs/one/wandb/offline-run-*",
 ]
@@ -166,6 +166,38 @@ def timed(step, data, compute, wire, update):
 def test_the_verdict_names_the_part_that_takes_too_much(parts, verdict):
     shares = time_shares([timed(5, *parts), timed(10, *parts)])
     assert shares.verdict.startswith(verdict)
+
+
+def at_end(**changed):
+    parts = {"data_ms": 1.0, "compute_ms": 6.0, "wire_ms": 1.0, "update_ms": 1.0}
+    of_rank = {"steps": 9, "rank": 1, "waited_ms": 0.0, "overhead_ms": 0.0, "step_ms": 10.0}
+    return {"step_time": parts | of_rank | changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({}, "compute-bound: 60 % of the step is forward"),
+        ({"overhead_ms": 3.0}, "overhead-bound: 40 % of the step is work of the host"),
+        ({"overhead_ms": 3.0, "data_ms": 4.5}, "input-bound: 45 % of the step waits for data"),
+        ({"step_ms": 20.0}, "overhead-bound: 55 %"),
+        (
+            {"waited_ms": 1.0},
+            "compute-bound: 60 % of the step of rank 1, for which the others wait, is forward",
+        ),
+        ({"waited_ms": 0.9}, "compute-bound: 60 % of the step is"),
+    ],
+)
+def test_the_slowest_rank_and_the_overhead_are_known_at_the_end(changed, verdict):
+    shares = time_at_end(at_end(**changed))
+    assert shares.verdict.startswith(verdict)
+    parts_ms = sum(shares.parts_ms.values())
+    assert shares.other_ms + parts_ms == pytest.approx(max(parts_ms, shares.step_ms))
+
+
+@pytest.mark.parametrize("end", [{}, {"step_time": None}, at_end(step_ms=0.0), at_end(data_ms="nan")])
+def test_an_end_without_times_has_no_verdict(end):
+    assert time_at_end(end) is None
 
 
 def test_the_first_event_does_not_count_and_the_rest_weigh_by_their_steps():
