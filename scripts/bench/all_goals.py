@@ -86,6 +86,7 @@ def benchmarks() -> list[Benchmark]:
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 3600),
         Benchmark("threads", (str(HERE / "threads.py"),), 1800),
         Benchmark("bookkeeping", (str(HERE / "bookkeeping.py"),), 600),
+        Benchmark("time_split", (str(HERE / "time_split.py"),), 300),
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),

@@ -126,6 +126,15 @@ def test_bookkeeping_compares_numbers_of_ranks(tmp_path) -> None:
     assert "64 ranks" in printed
 
 
+@pytest.mark.slow
+def test_the_cost_of_the_time_split_is_measured_against_a_step_of_5_ms(tmp_path) -> None:
+    file = tmp_path / "time_split.json"
+    run("time_split.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert content["rows"].keys() == {"neither", "split", "on_oom"}
+    assert [(goal["row"], goal["goal"]) for goal in content["goals"]] == [("split", 0.005)] * 2
+
+
 @NETWORKS
 @pytest.mark.slow
 @pytest.mark.timeout(300)
