@@ -21,6 +21,7 @@ from launcher.telemetry.console.console import Console
 from launcher.telemetry.events import EventLog, last_run_id, recording_of
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
+from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import is_own, make, refuse_missing
@@ -28,6 +29,7 @@ from launcher.telemetry.tracker.sink import Patience, TrackerSink
 from launcher.telemetry.tracker.wandb_environment import taken_from
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, new_run_id
 
+UPLOAD_S = 600.0  # for a checkpoint, at the end of the run
 EVERY_S = 0.1  # until the events of steps are in the files
 
 
@@ -106,6 +108,10 @@ def _add_wandb(
         sync=sync_command(directory) if decision.mode == "offline" else None,
     )
     options = WandbOptions(decision.mode == "online", with_gpu, telemetry.warn, patience)
+    if config.tracker.artifacts != "none":
+        patience = replace(patience, finish_s=UPLOAD_S)
+        chosen = partial(checkpoint_artifact, Path(config.run.dir), config.tracker.artifacts)
+        options = replace(options, patience=patience, checkpoint=chosen)
     _add(telemetry, config, "wandb", partial(WandbTracker, options), run, patience)
 
 

@@ -36,6 +36,7 @@ class Checkpoints:
     _failure: str = ""  # of the latest checkpoint, on the leader
     _voted: int = 0  # the latest step in which this rank has voted for saving
     _again: bool = False  # that vote was lost
+    _best_step: int = -1  # of the latest checkpoint that is the best so far
 
     def vote(self, position: Position) -> None:
         """Before a step: cast this rank's votes, which are sent with the counts of the step."""
@@ -72,6 +73,8 @@ class Checkpoints:
             self.monitor.refuse_fruitless_end(position, self.run.stepper.counters(), measured.loss)
         is_best = measured is not None and measured.is_best
         if stops or done or is_best or Question.SAVE in agreed or self.due.after_step(position.step):
+            if is_best:
+                self._best_step = position.step
             self._save(position, None if measured is None else measured.metric)
         if stops or done:
             self._report(self.writer.wait())
@@ -109,7 +112,12 @@ class Checkpoints:
             self._failure = ""
             size, seconds = report.size_bytes, report.seconds
             self.run.telemetry.emit(
-                "checkpoint", report.step, path=str(report.path), seconds=seconds, size_bytes=size
+                "checkpoint",
+                report.step,
+                path=str(report.path),
+                seconds=seconds,
+                size_bytes=size,
+                best=report.step == self._best_step,
             )
         if report.error is not None:
             self._failure = self._failure if report.path else str(report.error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.telemetry.tracker.checkpoint_artifact import CheckpointArtifact
 from launcher.telemetry.tracker.mode import sync_command
 from launcher.telemetry.tracker.protocol import (
     ConfusionMatrix,
@@ -50,6 +51,7 @@ class WandbOptions:
     system_metrics: bool  # wandb's own sampler of processors and memory
     warn: Callable[[str], None]  # problems that do not end tracking
     patience: Patience
+    checkpoint: Callable[[], CheckpointArtifact | None] = lambda: None  # to upload after a run that is done
 
 
 class WandbTracker:
@@ -87,11 +89,25 @@ class WandbTracker:
         try:
             if exit_code == PREEMPTED:
                 self._live.mark_preempting()
+            if exit_code == 0 and (checkpoint := self._options.checkpoint()) is not None:
+                self._upload(checkpoint)
             self._live.finish(exit_code=exit_code)
             if self._live.offline and (loss := unwritten(log)):
                 raise TrackerError(f"could not write all of its offline run: {loss}")
         finally:
             self._shut()
+
+    def _upload(self, checkpoint: CheckpointArtifact) -> None:
+        """The files of a checkpoint, as a version of one artifact per run."""
+        import wandb
+
+        if self._options.online and self._live.offline:
+            self._options.warn(f"{checkpoint.path} is not uploaded, because wandb went offline.")
+            return
+        metadata = {"step": checkpoint.step}
+        artifact = wandb.Artifact(f"checkpoint-{self._live.id}", type="model", metadata=metadata)
+        artifact.add_dir(str(checkpoint.path))
+        self._live.log_artifact(artifact, aliases=["latest", *(["best"] if checkpoint.is_best else [])])
 
     def abort(self) -> str:
         kill_service()
