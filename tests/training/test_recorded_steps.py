@@ -213,7 +213,7 @@ class Indexed(torch.utils.data.Dataset):
 
 REFUSED = {
     "a read": ({"loss": reads}, r"waits for the device at .*test_recorded_steps\.py:\d+, in reads \(\.item"),
-    "a mask": ({"loss": chooses_rows}, r"waits for the device at .*, in <dictcomp> \(\.item"),
+    "a mask": ({"loss": chooses_rows}, r"waits for the device at .*, in (<dictcomp>|chooses_rows) \(\.item"),
     "numpy": ({"transform": mixes}, r"draws from numpy\.random, and a recording would repeat"),
     "random": ({"transform": flips}, r"draws from random, and a recording"),
     "a loader": ({"data": Indexed(), "transform": None}, r"its batches come from loader processes"),
