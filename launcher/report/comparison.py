@@ -21,7 +21,7 @@ from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_lo
 from launcher.report.reading import Warn, evaluations_of, events_of, result_of, silent, text_of
 from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import OVERRIDES
+from launcher.run_dir.records import CONFIG, OVERRIDES
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
@@ -81,8 +81,7 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
     written = [draw(settings, sweep_dir / COMPARISON), table, rows]
     if of_precisions(jobs):
         sides = [
-            Side(s.label, tuple(measured(j.overrides.get(REPEATED, "0"), j.result, j.events) for j in s.jobs))
-            for s in settings
+            Side(s.label, tuple(measured(seed_of(j), j.result, j.events) for j in s.jobs)) for s in settings
         ]
         written.append(sweep_dir / SIDE_BY_SIDE)
         write_text(written[-1], side_by_side(sweep_dir.name, sides))
@@ -119,6 +118,19 @@ def of_precisions(jobs: Sequence[Job]) -> bool:
     """Whether these jobs differ in their precision, and in nothing else but the seed."""
     varied = varied_keys(jobs)
     return "precision" in varied and set(varied) <= {"precision", REPEATED}
+
+
+def seed_of(job: Job) -> str:
+    """The seed of a run: of its command line, else of its config.yaml; "-" where neither says it."""
+    if REPEATED in job.overrides:
+        return job.overrides[REPEATED]
+    import yaml
+
+    try:
+        tree = yaml.safe_load((job.directory / CONFIG).read_text(encoding="utf-8"))
+        return str(tree[REPEATED])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return "-"
 
 
 def varied_keys(jobs: Sequence[Job]) -> list[str]:

@@ -103,5 +103,10 @@ def test_a_sweep_over_precisions_has_the_page_and_others_have_none(tmp_path: Pat
     for number, precision in enumerate(("fp32", "fp16")):
         write_job(tmp_path / "precisions", number, ["recipe=cnn", f"precision={precision}"])
         write_job(tmp_path / "more", number, [f"precision={precision}", f"optim.lr=0.{number}"])
-    assert write_comparison(tmp_path / "precisions")[-1].name == SIDE_BY_SIDE
+    (tmp_path / "precisions" / "0_recipe=cnn,precision=fp32" / "config.yaml").write_text("seed: 7\n")
+    page = write_comparison(tmp_path / "precisions")[-1]
+    assert page.name == SIDE_BY_SIDE
+    assert "| 7 | 90.00 % | - | - |" in page.read_text(), (
+        "the seed of the recipe's YAML, and a run without it"
+    )
     assert SIDE_BY_SIDE not in [path.name for path in write_comparison(tmp_path / "more")]
