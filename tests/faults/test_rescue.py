@@ -84,6 +84,17 @@ def test_after_max_rescues_the_run_ends_with_the_module_named(tmp_path: Path) ->
     assert "precision.max_rescues=1" in ended.warnings[0]
 
 
+def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(tmp_path: Path) -> None:
+    words = ("precision.fp32_modules=[inner]", "precision.scale.max_floor_skips=3", "optim.lr=1e-9")
+    ended = trained(tmp_path / "fp16", "steep", *words)
+    assert ended.codes == [5], ended
+    assert "inner.weight: the module computes in fp32 (precision.fp32_modules), but" in ended.outputs[0]
+    kept = ("precision=amp_fp16", "wire.dtype=fp32", "train.max_steps=6")
+    ended = trained(tmp_path / "kept", "steep", *kept, *words)
+    assert ended.codes == [0], ended
+    assert ended.result["skipped_steps"] == 0
+
+
 def test_data_that_is_not_finite_is_not_rescued(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "bad_rows", "precision.rescue=true")
     assert ended.codes == [5]

@@ -17,6 +17,7 @@ from launcher.errors import DataError, DivergedError, listed
 from launcher.training.divergence.evidence import MAX_NAMES
 from launcher.training.progress import Position
 
+LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
@@ -24,6 +25,8 @@ class Inspector(Protocol):
     """Inspects a failed step. All ranks make the same calls at the same step."""
 
     def broken_weights(self) -> str: ...
+
+    def narrowed(self, parameters: Sequence[str]) -> list[str]: ...
 
     def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str: ...
 
@@ -104,10 +107,22 @@ class DivergenceCheck:
     def _refuse_overflows(self, position: Position, report: StepReport) -> None:
         if report.floor_skips >= self._limits.max_floor_skips:
             at, advice = self._floor(report.scale)
+            advice += self._of_fp32_modules(report)
             raise DivergedError(
                 f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
                 f"{position.step}. {advice}\n{self._evidence(position, report)}"
             )
+
+    def _of_fp32_modules(self, report: StepReport) -> str:
+        """That their gradients are half all the same, where these have overflowed."""
+        names = self._inspector.narrowed(report.culprit_parameters)
+        if not names:
+            return ""
+        return (
+            f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
+            f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
+            "precision=amp_fp16 with wire.dtype=fp32 keeps it in fp32."
+        )
 
     def _floor(self, scale: float) -> tuple[str, str]:
         """At which scale the gradient overflows although the scale cannot fall, and what to do."""

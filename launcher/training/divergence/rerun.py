@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -68,6 +69,16 @@ class DivergenceInspector:
             for name in broken
         ]
         return listed(told, MAX_NAMES)
+
+    def narrowed(self, parameters: Sequence[str]) -> list[str]:
+        """Those of modules that compute in fp32, and whose gradients become fp16 all the same."""
+        of_fp32 = tuple(f"{name}." for name in self._stepper.fp32_modules)
+        sent, weights = self._stepper.own_gradients(), named_parameters(self._stepper.model)
+        return [
+            name
+            for name in parameters
+            if name.startswith(of_fp32) and torch.float16 in (sent[name].dtype, weights[name].dtype)
+        ]
 
     def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where step `step` (from 1) went wrong, as lines of text; the same on all ranks.
