@@ -63,7 +63,7 @@ def snapshot(
         average=AverageState(
             weights={name: tensor * 3 for name, tensor in weights.items()},
             buffers={"norm.mean": torch.full((2,), step + 0.5)},
-            counters={"applied": step, "steps": 1},
+            counters={"applied": step},
         ),
         average_buffers={"norm.mean": torch.tensor([[step], [step + 1.0]]).expand(2, 2)},
         extra={"wandb": "run-1", "best": float("inf")},

@@ -19,15 +19,15 @@ from launcher.engine.flat.names import named_buffers
 from launcher.engine.state import refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
 
-COUNTERS = ("applied", "steps")
+COUNTERS = ("applied",)
 CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less than the activations free by then
 
 
 @dataclass(frozen=True)
 class AverageState:
-    """A WeightAverage by name: fp32 weights, the floating-point buffers of this rank, and counters.
+    """A WeightAverage by name: fp32 weights, the floating-point buffers of this rank, and a counter.
 
-    `applied` is the number of applied steps at the latest pass, `steps` counts the steps since then.
+    `applied` is the number of applied steps at the latest pass.
     """
 
     weights: dict[str, Tensor]
@@ -39,14 +39,16 @@ class WeightAverage:
     """Averages the weights of a Stepper over its applied steps: w_ema = d * w_ema + (1 - d) * w.
 
         average = WeightAverage(stepper, decay=0.999)
-        report = stepper.step().read()     # or the replay of a recorded step
-        average.update()                   # after each step
+        for step in range(1, steps + 1):
+            ...
+            stepper.step()                 # or the replay of a recorded step
+            average.update(step)
         with average.in_model():
             evaluate(model)
 
     `decay` is per applied step; after t of them d = min(decay, (1 + t) / (10 + t)), so that the average soon
-    leaves the initial weights. With `every_steps` n, a pass is made after every n-th step only, with the
-    decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are averaged
+    leaves the initial weights. A pass is made after the steps whose number is a multiple of `every_steps`,
+    with the decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are averaged
     alike, each rank's for itself. Averages are fp32 and start as the present weights.
     """
 
@@ -59,7 +61,6 @@ class WeightAverage:
         self._buffers = [flat.clone() for flat in stepper.buffers.floats()]
         self._applied = stepper.scale.applied.clone()  # at the latest pass
         self._before = self._applied.clone()  # the coming step
-        self._steps = 0
 
     def restart(self) -> None:
         """Forget all steps: the averages are the present weights and buffers."""
@@ -67,14 +68,11 @@ class WeightAverage:
             average.copy_(values)
         self._applied.copy_(self._stepper.scale.applied)
         self._before.copy_(self._applied)
-        self._steps = 0
 
-    def update(self) -> None:
-        """Take the step that has just been made into the average, unless it was skipped."""
-        self._steps += 1
+    def update(self, step: int) -> None:
+        """Take the step that has just been made, number `step`, into the average unless it was skipped."""
         applied = self._stepper.scale.applied
-        if self._steps >= self._every_steps:
-            self._steps = 0
+        if step % self._every_steps == 0:
             with torch.no_grad():
                 if self._stepper.decides_on_host:
                     self._pass_on_host(int(applied), int(self._before), int(self._applied))
@@ -107,11 +105,7 @@ class WeightAverage:
     def state(self) -> AverageState:
         """Views where possible. A collective where the optimizer is sharded. Waits for the device."""
         weights = self._stepper.shards.collect(self._weights)
-        return AverageState(
-            weights,
-            self._named_buffers(),
-            {"applied": int(self._applied), "steps": self._steps},
-        )
+        return AverageState(weights, self._named_buffers(), {"applied": int(self._applied)})
 
     def load(self, state: AverageState) -> None:
         """Continue from `state`, once the Stepper has the state of the same step.
@@ -127,7 +121,6 @@ class WeightAverage:
             buffer.copy_(state.buffers[name])
         self._applied.fill_(state.counters["applied"])
         self._before.copy_(self._stepper.scale.applied)
-        self._steps = state.counters["steps"]
 
     def replicas(self) -> dict[str, Tensor]:
         """Flat averages that must hold the same bits on all ranks, by readable name; none of sharded ones."""

@@ -103,7 +103,7 @@ class Averaged:
     def train_on(self, position: Position) -> StepResult:
         """A step, and its part in the average."""
         result = self.learner.train_on(position)
-        self.average.update()
+        self.average.update(position.step)
         return result
 
 

@@ -37,10 +37,12 @@ class WithAverage(Ours):
     def __init__(self, *arguments: Any, every_steps: int) -> None:
         super().__init__(*arguments)
         self._average = WeightAverage(self._stepper, DECAY, every_steps)
+        self._steps = 0
 
     def step(self) -> None:
         super().step()
-        self._average.update()
+        self._steps += 1
+        self._average.update(self._steps)
 
 
 def measured(shapes: Shapes, optimizer: str, compiled: bool, repeats: int) -> dict[str, float]:

@@ -66,7 +66,7 @@ def test_it_is_that_of_the_formula_and_no_skipped_step_changes_it(options, every
     for number in range(STEPS):
         before = bits(average)
         was_applied = step(stepper, number)
-        average.update()
+        average.update(number + 1)
         assert was_applied == (number not in SKIPPED)
         applied += was_applied
         if not was_applied or (number + 1) % every_steps:
@@ -88,7 +88,7 @@ def test_the_statistics_of_batch_norms_are_averaged_too() -> None:
     expected = {name: buffer.double() for name, buffer in stepper.model.named_buffers()}
     for number in (1, 2):
         step(stepper, number)
-        average.update()
+        average.update(number)
         decay = (1 + number) / (10 + number)
         for name, buffer in stepper.model.named_buffers():
             expected[name] = decay * expected[name] + (1 - decay) * buffer.double()
@@ -104,7 +104,7 @@ def test_the_model_has_the_averages_within_the_context_and_its_own_bits_after_it
     average = WeightAverage(stepper, DECAY)
     for number in (1, 2, 5):
         step(stepper, number)
-        average.update()
+        average.update(number)
         step(alone, number)
     before, averages = state_digest(stepper), bits(average)
     with average.in_model():
@@ -137,7 +137,7 @@ def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
         copies = {f: {n: t.clone() for n, t in getattr(own, f).items()} for f in ("weights", "buffers")}
         states.append((stepper.state().clone(), replace(own, **copies)))
         step(stepper, number, shape)
-        average.update()
+        average.update(number + 1)
     for start in (0, 4, 7, 11):  # after an applied step, a skipped one, and between two passes
         other = stepper_of(build(seed=1))
         again = WeightAverage(other, DECAY, 3)
@@ -145,20 +145,33 @@ def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
         again.load(states[start][1])
         for number in range(start, STEPS):
             step(other, number, shape)
-            again.update()
+            again.update(number + 1)
         assert same(bits(again), bits(average)), start
         assert again.state().counters == average.state().counters
+
+
+def test_a_step_that_was_dropped_and_is_taken_again_makes_one_pass() -> None:
+    dropped, straight = stepper_of(conv_net()), stepper_of(conv_net())
+    averages = [WeightAverage(each, DECAY, 2) for each in (dropped, straight)]
+    for number in (1, 2, 3):
+        if number == 2:
+            dropped.abandon()
+            averages[0].update(number)
+        for stepper, average in zip((dropped, straight), averages, strict=True):
+            step(stepper, number)
+            average.update(number)
+    assert same(bits(averages[0]), bits(averages[1]))
 
 
 def test_it_starts_anew_from_the_present_weights() -> None:
     stepper = stepper_of(conv_net())
     average = WeightAverage(stepper, DECAY, 2)
     step(stepper, 1)
-    average.update()
+    average.update(2)
     average.restart()
     fresh = WeightAverage(stepper, DECAY, 2)
     assert same(bits(average), bits(fresh))
-    assert average.state().counters == fresh.state().counters == {"applied": 1, "steps": 0}
+    assert average.state().counters == fresh.state().counters == {"applied": 1}
 
 
 def test_wrong_values_and_states_are_refused() -> None:
@@ -173,7 +186,7 @@ def test_wrong_values_and_states_are_refused() -> None:
     for wrong in (
         replace(state, weights={}),
         replace(state, buffers={}),
-        replace(state, counters={"applied": 1}),
+        replace(state, counters={}),
         replace(state, weights={name: value.half() for name, value in state.weights.items()}),
     ):
         with pytest.raises(ValueError, match="the state does not fit"):

@@ -102,8 +102,8 @@ def drift() -> None:
 
     update = WeightAverage.update
 
-    def and_drift(self: WeightAverage) -> None:
-        update(self)
+    def and_drift(self: WeightAverage, step: int) -> None:
+        update(self, step)
         if os.environ["RANK"] == "1":
             self.tensors()[0][:] *= 1 + 1e-6
 
