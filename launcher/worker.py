@@ -10,9 +10,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -41,7 +41,6 @@ from launcher.distributed.process_group import (
 from launcher.distributed.watchdog import Watchdog
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.engine.diagnostics.step_timer import PARTS
-from launcher.evaluation.evaluate import Evaluation
 from launcher.process.allocator import keep_freed_memory
 from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
@@ -294,7 +293,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
         Writer(continuity.directory, config.checkpoint.keep) as writer,
     ):
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
-        train(
+        end = train(
             job.course,
             start,
             steps if run.average is None else Averaged(steps, run.average),
@@ -306,7 +305,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
         )
     run.heartbeat.beat("finishing")
     seconds = time.perf_counter() - began
-    _finish(job, batches.plan, monitor, evaluator.latest, seconds, start.step, gpus)
+    _finish(job, batches.plan, monitor, evaluator, seconds, (start.step, end), gpus)
     run.heartbeat.beat("done")
 
 
@@ -344,16 +343,17 @@ def _finish(
     job: _Job,
     plan: BatchPlan,
     monitor: Monitor,
-    evaluations: Mapping[str, Evaluation],
+    evaluator: Evaluator,
     seconds: float,
-    since_step: int,
+    steps_made: tuple[int, int],
     gpus: GpuSampler | None,
 ) -> None:
-    """Report the result. `seconds` are of this process, from `since_step` on.
+    """Report the result. `seconds` are of this process, for the steps after the first of `steps_made`.
 
     All ranks hold the same weights and numbers; rank 0 writes them to files.
     """
-    run, run_dir = job.run, Path(job.run.config.run.dir)
+    run, run_dir, evaluations = job.run, Path(job.run.config.run.dir), evaluator.latest
+    since_step, steps = steps_made
     result: dict[str, Any] = results.result(
         run.config,
         run.env,
@@ -364,7 +364,6 @@ def _finish(
         monitor.totals,
         run.average,
     )
-    steps = job.course.total_steps
     times = of_the_slowest(run.env, monitor.times)
     if times is not None:
         costs = (job.host_ms, num_layers(job.model), plan.micro_batches, run.stepper.num_trainable)
@@ -376,6 +375,8 @@ def _finish(
         )
     if (source := job.continuity.standing.started_from) is not None:
         result["started_from"] = {"file": source[0], "sha256": source[1]}
+    if evaluator.stopped:
+        result["stopped_early"] = {"reason": evaluator.stopped, **asdict(run.config.early_stopping)}
     if gpus is not None and (joules := gpus.finish()) is not None:
         result["energy_kwh"] = joules / 3.6e6  # of the GPUs of this node
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
@@ -391,6 +392,7 @@ def _finish(
         since_step=since_step,
         samples_per_s=result["samples_per_s"],
         metrics=result["metrics"],
+        **({"reason": evaluator.stopped} if evaluator.stopped else {}),
         weights_sha256=result["weights_sha256"],
         step_time=result.get("step_time"),
     )

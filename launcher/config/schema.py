@@ -177,6 +177,15 @@ class ScaleConfig:
 
 
 @dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """When a run ends before its last step."""
+
+    patience: int | None  # evaluations in a row without an improvement; null: never
+    min_delta: float  # that an improvement must exceed
+    metric: str | None  # null: the one that runs are compared by
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     """An exponential moving average of the weights."""
 
@@ -274,6 +283,7 @@ class Config:
     optim: OptimConfig
     schedule: ScheduleConfig
     ema: EmaConfig
+    early_stopping: EarlyStoppingConfig
     precision: PrecisionConfig
     wire: WireConfig
     checkpoint: CheckpointConfig

@@ -48,8 +48,8 @@ class WeightAverage:
 
     `decay` is per applied step; after t of them d = min(decay, (1 + t) / (10 + t)), so that the average soon
     leaves the initial weights. A pass is made after the steps whose number is a multiple of `every_steps`,
-    with the decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are averaged
-    alike, each rank's for itself. Averages are fp32 and start as the present weights.
+    with the decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are
+    averaged alike, each rank's for itself. Averages are fp32 and start as the present weights.
     """
 
     def __init__(self, stepper: Stepper, decay: float, every_steps: int = 1) -> None:

@@ -50,10 +50,15 @@ def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
         )
 
 
+def names_to_compare_by(metrics: Iterable[str], sets: Iterable[str]) -> list[str]:
+    """The loss and the metrics, of the first set and of each that has a name."""
+    known = ["loss", *metrics]
+    return known + [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
+
+
 def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets: Iterable[str]) -> None:
     """Raise ConfigError unless `compare_by` is the loss, or one of the names of the metrics, of some set."""
-    known = ["loss", *names]
-    known += [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
+    known = names_to_compare_by(names, sets)
     if compare_by is None or compare_by in known:
         return
     close = [name for name in known if name.endswith(f"_{compare_by}")]  # f1 for macro_f1

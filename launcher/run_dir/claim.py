@@ -148,12 +148,21 @@ def _finished(config: Config, directory: Path) -> str:
     steps, steps_per_epoch = result.get("steps"), result.get("steps_per_epoch")
     if result.get("state") != "done" or not isinstance(steps, int) or not isinstance(steps_per_epoch, int):
         return ""  # not done, or damaged: the run resumes from its last checkpoint and writes it again
-    if steps < config.train.total_steps(steps_per_epoch) or _was_cut_short(directory, steps):
+    early = _stopped_early(config, result)
+    left = steps < config.train.total_steps(steps_per_epoch) and not early
+    if left or _was_cut_short(directory, steps):
         return ""
     metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps
-    key = "train.max_steps" if limits else "train.epochs"
+    key = "early_stopping.patience" if early else "train.max_steps" if limits else "train.epochs"
     return f"{directory}: the run is done, after {steps} steps{metric}. To train longer, raise {key}."
+
+
+def _stopped_early(config: Config, result: Mapping[str, Any]) -> bool:
+    """Whether the run has ended before its last step, under the rule that this command gives."""
+    early = result.get("stopped_early")
+    wish = dataclasses.asdict(config.early_stopping)
+    return isinstance(early, dict) and all(early.get(key) == value for key, value in wish.items())
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:

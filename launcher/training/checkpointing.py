@@ -64,7 +64,7 @@ class Checkpoints:
         PreemptedError for a run that was asked to stop, StorageError for one that cannot be saved, and
         DivergedError for one that ends with nothing to save.
         """
-        done = self.course.ends_with(position.step) and measured is not None
+        done = measured is not None and (self.course.ends_with(position.step) or bool(measured.stops))
         agreed = self.votes.take()
         stops = Question.STOP in agreed and not done
         if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from launcher.recipe.contract import ONLY_SET, Recipe, set_title
 from launcher.run_dir.records import log_path
 from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.answers import Answers
+from launcher.training.early_stopping import EarlyStopping
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import free_memory
 from launcher.training.progress import Course, Measured, Position, SinceEvaluation, Standing
@@ -52,6 +53,7 @@ class Evaluator:
     answers: Answers
     batches: Batches  # of training: an evaluation's are as large
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
+    stopped: str = ""  # why the run ends early, where it does
     _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
 
     def after(self, position: Position) -> Measured | None:
@@ -90,7 +92,17 @@ class Evaluator:
                 f"by {compared.name} ({way} is better) from here on. The best checkpoint so far is that by "
                 f"{best.name}, whose values cannot be compared with these: the best is found anew",
             )
-        return self.standing.measure(compared, next(iter(self.latest.values())).loss)
+        measured = self.standing.measure(compared, next(iter(self.latest.values())).loss)
+        self.stopped = self._early_stopping.after(self.latest, position.step)
+        if self.stopped and not self.course.ends_with(position.step):
+            self.run.telemetry.decision("early stopping", f"after step {position.step}: {self.stopped}")
+            return replace(measured, stops=self.stopped)
+        self.stopped = ""
+        return measured
+
+    @property
+    def _early_stopping(self) -> EarlyStopping:
+        return EarlyStopping(self.run.config.early_stopping, self.recipe.compare_by, self.standing)
 
     def rehearse(self) -> None:
         """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
@@ -119,6 +131,7 @@ class Evaluator:
                 return  # the names of its values are not known
             found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
         comparison(self.recipe.compare_by, found)
+        self._early_stopping.refuse_unknown(found)
 
     @property
     def _batch_size(self) -> int:

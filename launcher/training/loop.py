@@ -116,8 +116,10 @@ def train(
     replicas: Replicas,
     evaluator: Evaluator,
     relief: Relief,
-) -> None:
-    """Train from `start` to the last step. A collective: all ranks run the same course.
+) -> int:
+    """Train from `start` to the last step, and return its number. A collective.
+
+    Ends earlier where an evaluation says so.
 
     A step that all ranks drop, because one of them ran out of memory, is taken again. Raises PreemptedError,
     on all ranks after the same step, if any of them was asked to stop.
@@ -125,7 +127,10 @@ def train(
     task.network.train()
     if start.owes_evaluation:
         position = course.position_of(start.step)
-        checkpoints.after(position, evaluator.evaluate(position))
+        measured = evaluator.evaluate(position)
+        checkpoints.after(position, measured)
+        if measured is not None and measured.stops:
+            return position.step
     monitor.restart_timer()
     step = start.step
     while step < course.total_steps:
@@ -137,8 +142,11 @@ def train(
             measured = evaluator.after(position)
             checkpoints.after(position, measured)
             step = position.step
+            if measured is not None and measured.stops:
+                break
         except DroppedStepError as dropped:
             relief.halve(dropped.position)
             checkpoints.vote_again(dropped.position)
             monitor.restart_timer()
             step = dropped.position.step - 1
+    return step

@@ -96,6 +96,7 @@ class Measured:
     metric: Metric
     is_best: bool
     loss: float  # mean over the held-out set
+    stops: str = ""  # why the run ends here, before its last step
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,16 @@ class MicroBatch:
 
     wish: str | int | None
     size: int
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What early stopping remembers: the best value, and how many evaluations were no better since then."""
+
+    best: Metric
+    best_step: int
+    waited: int
+    step: int  # of the latest evaluation
 
 
 @dataclass
@@ -115,6 +126,7 @@ class Standing:
     since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
     rescued: list[list[str]] = field(default_factory=list)  # by rescue: patterns of modules now in fp32
     started_from: tuple[str, str] | None = None  # model.weights, and the SHA-256 that the file had
+    watched: Watched | None = None  # None before the first evaluation under early stopping
     micro_batch: MicroBatch | None = None  # None: that of the config
 
     def measure(self, metric: Metric, loss: float) -> Measured:
@@ -135,20 +147,21 @@ class Standing:
             "since_evaluation": since,
             "rescued": self.rescued,
             "started_from": self.started_from,
+            "watched": None if self.watched is None else asdict(self.watched),
             "micro_batch": None if self.micro_batch is None else asdict(self.micro_batch),
         }
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Standing:
         """The inverse of `as_values`; values missing in an older checkpoint are as at the start."""
-        best = values.get("best")
-        since = SinceEvaluation(**values.get("since_evaluation", {}))
-        micro_batch = values.get("micro_batch")
+        best, started_from = values.get("best"), values.get("started_from")
+        watched, micro_batch = values.get("watched"), values.get("micro_batch")
         return cls(
-            None if best is None else Metric(*best),
-            float(values.get("seconds", 0.0)),
-            since,
-            [list(patterns) for patterns in values.get("rescued", ())],
-            None if (started_from := values.get("started_from")) is None else tuple(started_from),
-            None if micro_batch is None else MicroBatch(**micro_batch),
+            best=None if best is None else Metric(*best),
+            seconds=float(values.get("seconds", 0.0)),
+            since_evaluation=SinceEvaluation(**values.get("since_evaluation", {})),
+            rescued=[list(patterns) for patterns in values.get("rescued", ())],
+            started_from=None if started_from is None else tuple(started_from),
+            watched=None if watched is None else Watched(**{**watched, "best": Metric(**watched["best"])}),
+            micro_batch=None if micro_batch is None else MicroBatch(**micro_batch),
         )

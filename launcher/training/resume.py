@@ -78,7 +78,9 @@ class Continuity:
             self.standing.seconds,
             since_evaluation=self.standing.since_evaluation,
         )
-        at_end = step == self.course.total_steps  # killed before its result was written
+        patience, watched = self.run.config.early_stopping.patience, self.standing.watched
+        stopped = patience is not None and watched is not None and watched.waited >= patience
+        at_end = step == self.course.total_steps or stopped  # killed before its result was written
         evaluated = bool(found.snapshot.extra.get("evaluated", False))
         start = Start(step, at_end or (self.course.evaluates_after(step) and not evaluated))
         self._report(found.snapshot, found.path, start, restart_count)
