@@ -17,6 +17,7 @@ TRAIN = TrainConfig(
     compile=False,
     cuda_graph=False,
     channels_last=False,
+    label_smoothing=0.0,
     deterministic=False,
     tf32=False,
 )
