@@ -72,6 +72,7 @@ from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
 from launcher.training.signals import Requests, heeded
 from launcher.training.step_times import of_the_slowest, overhead_ms
+from launcher.training.stragglers import Stragglers
 from launcher.training.warning_log import warnings_logged
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _join_and_run(
         assembled.settle_micro_batch(start)
         heartbeat.beat("data", start.step)
         _announce(assembled, [peer.device for peer in peers], start)
-        _train(assembled, start, watchdog, gpus)
+        _train(assembled, start, watchdog, gpus, [peer.host for peer in peers])
 
 
 def _leeway_s(heartbeat: Heartbeat) -> float:
@@ -250,7 +251,9 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     )
 
 
-def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None) -> None:
+def _train(
+    job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None, hosts: Sequence[str]
+) -> None:
     """All steps from `start` on, and the result."""
     run, config, continuity, stepper = job.run, job.run.config, job.continuity, job.run.stepper
     batches, steps_left = _batches(job), start.step < job.course.total_steps
@@ -258,7 +261,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
     rescue = Rescue(run, continuity.standing, inspector)
     if config.precision.scale.mode == "auto" and not continuity.has_scale:
         _calibrate(job, batches, start)
-    votes = Votes()
+    votes, stragglers = Votes(), Stragglers(run, hosts)
     monitor = Monitor(
         run,
         votes,
@@ -266,6 +269,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
         rescue,
         build.gradient_stats(config, run.env, stepper, run.telemetry),
         continuity.totals,
+        stragglers,
         first_step_done=partial(_first_step_done, run, watchdog),
     )
     evaluator = Evaluator(
@@ -302,6 +306,7 @@ def _train(job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None)
             Replicas(run, job.course),
             evaluator,
             relief,
+            stragglers,
         )
     run.heartbeat.beat("finishing")
     seconds = time.perf_counter() - began

@@ -11,6 +11,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,7 @@ class Peer:
     device: str  # in words
     gpu: str | None  # UUID of its CUDA device
     pid: int
+    host: str
 
 
 def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[Peer]:
@@ -43,7 +45,7 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
         else f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
     )
     gpu = str(torch.cuda.get_device_properties(env.device).uuid) if env.device.type == "cuda" else None
-    own = Peer(device, gpu, os.getpid())
+    own = Peer(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]
     store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))

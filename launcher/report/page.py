@@ -78,6 +78,7 @@ def render(runs: Sequence[RunRecord], title: str = "") -> str:
         section("Config differences", table(difference_rows(runs), texts=("run",)) if not alone else ""),
         _each("Evaluations", runs, _evaluations),
         _each("Skipped steps", runs, _overflows),
+        _each("Ranks that the others waited for", runs, _stragglers),
         _each("Warnings", runs, _warnings),
         _each("Details", runs, _details),
     ]
@@ -188,6 +189,21 @@ def _overflows(run: RunRecord) -> str:
     left_out = records.count - len(rows)
     more = listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
     return table(rows, texts=("first parameters",)) + more
+
+
+def _stragglers(run: RunRecord) -> str:
+    rows = [
+        {
+            "steps": f"{number(one.get('first_step'))} to {number(one.get('last_step'))}",
+            "rank": number(one.get("rank")),
+            "late by, ms": number(one.get("late_ms")),
+            "step, ms": number(one.get("step_ms")),
+            "slow part": str(one.get("cause")),
+            "host": str(one.get("host")),
+        }
+        for one in run.recording.of("straggler").all()[:MAX_OVERFLOWS]
+    ]
+    return table(rows, texts=("host",))
 
 
 def _warnings(run: RunRecord) -> str:

@@ -40,6 +40,7 @@ KNOWN = (
     "restart",
     "gpu",
     "warning",
+    "straggler",
     "end",
     "decision",
     "report",

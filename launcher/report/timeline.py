@@ -45,6 +45,7 @@ def timeline(run: RunRecord) -> str:
             ("checkpoint", run.recording.checkpoint_times.points(200), 5),
             ("skipped", run.recording.skip_times.points(200), 1),
             ("warning", _times(run.recording.of("warning").all()), 4),
+            ("straggler", _times(run.recording.of("straggler").all()), 3),
             ("restart", _times(run.recording.of("restart").all()), 6),
             ("failed", _failures(run), 1),
         )

@@ -25,6 +25,7 @@ from launcher.training.out_of_memory import DroppedStepError, Relief
 from launcher.training.progress import Course, Position, Start
 from launcher.training.replica_check import Replicas
 from launcher.training.run import Question
+from launcher.training.stragglers import Stragglers
 
 
 class Learner(Protocol):
@@ -116,6 +117,7 @@ def train(
     replicas: Replicas,
     evaluator: Evaluator,
     relief: Relief,
+    stragglers: Stragglers,
 ) -> int:
     """Train from `start` to the last step, and return its number. A collective.
 
@@ -137,6 +139,7 @@ def train(
         position = course.position_of(step + 1)
         try:
             checkpoints.vote(position)
+            stragglers.vote(position)
             monitor.record(position, task.train_on(position))
             replicas.check(position)
             measured = evaluator.after(position)

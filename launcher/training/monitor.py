@@ -25,6 +25,7 @@ from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Votes
 from launcher.training.step_times import StepTimes, parts_of
+from launcher.training.stragglers import Stragglers
 
 log = logging.getLogger("launcher")
 
@@ -51,6 +52,7 @@ class Monitor:
         rescue: Rescue,
         gradients: GradientStats,
         totals: Totals,
+        stragglers: Stragglers,
         first_step_done: Callable[[], None] | None = None,
     ) -> None:
         self._telemetry = run.telemetry
@@ -68,6 +70,7 @@ class Monitor:
         self._first_step_done = first_step_done
         self._bad_loss_steps = 0  # of this process
         self.totals = totals
+        self._stragglers = stragglers
         self.times = StepTimes()
         self._world_size = run.env.world_size
 
@@ -116,6 +119,7 @@ class Monitor:
         self._window.reports.append(report)
         self._window.seconds += seconds
         self._votes.count(report)
+        self._stragglers.after(position, report)
         self._count_bad_samples(position, report)
         self.totals.samples += report.count
         self.totals.seconds += seconds

@@ -39,6 +39,9 @@ class Question(IntEnum):
     STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
 
 
+WAIT_SLOT, DATA_SLOT = 5, 6  # no questions: the times of one rank, which `stragglers` sends as votes
+
+
 class Votes:
     """The questions that some rank has voted for, the same on all ranks."""
 

@@ -69,6 +69,20 @@ def slow_set_of_rank_1(config: Config) -> Recipe:
     return recipe_of(nn.Linear(8, 2), Slow(1))
 
 
+class SlowLayer(nn.Linear):
+    """Takes its time in the forward pass of rank 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "1" and self.training:
+            time.sleep(0.02)
+        return super().forward(x)
+
+
+@recipe("slow_layers_of_rank_1")
+def slow_layers_of_rank_1(config: Config) -> Recipe:
+    return recipe_of(SlowLayer(8, 2), classes_of(2048, 8))
+
+
 @recipe("large")
 def large(config: Config) -> Recipe:
     layers = [layer for _ in range(3) for layer in (nn.Linear(768, 768), nn.ReLU())]

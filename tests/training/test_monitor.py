@@ -15,6 +15,7 @@ from launcher.training.gradient_stats import GradientStats
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Votes
+from launcher.training.stragglers import Stragglers
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 from tests.training.runs import run_alone
 
@@ -85,7 +86,10 @@ def monitor_of(
     run = run_alone(Telemetry([recorder]), LIMITS, every)
     gradients = GradientStats(lambda: GRADIENTS, run.telemetry, gradients_every, torch.device("cpu"))
     check = DivergenceCheck(LIMITS, Inspector())
-    monitor = Monitor(run, votes or Votes(), check, NeverRescued(), gradients, Totals(), first_step_done)
+    stragglers = Stragglers(run, ["here"])
+    monitor = Monitor(
+        run, votes or Votes(), check, NeverRescued(), gradients, Totals(), stragglers, first_step_done
+    )
     for step, report in enumerate(reports, 1):
         monitor.record(Position(0, step - 1, step), Ready(report))
     return monitor

@@ -1,0 +1,135 @@
+"""Which rank the others wait for, by how much, and why, over the last steps.
+
+Owns the numbers that travel with the counts of a step, so that they cost no collective: in each step one
+rank, in turn, sends how long it has waited for the exchange of gradients, by its own clock, in the window of
+steps before. The rank that arrives last waits least. All ranks receive the same numbers; rank 0 records them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launcher.engine import StepReport
+from launcher.engine.diagnostics.step_timer import DATA, WIRE
+from launcher.training.progress import Position
+from launcher.training.run import DATA_SLOT, WAIT_SLOT, Run
+
+WINDOW = 50  # steps, or as many as there are ranks
+LAG = 2  # steps after the end of a window until each rank has read its last one
+LATE_SHARE = 0.25  # of a step
+LATE_MS = 1.0
+EVENT = "straggler"
+
+
+@dataclass
+class _Window:
+    """This rank's own times, summed over steps, in milliseconds."""
+
+    steps: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, spans_ms: dict[str, float]) -> None:
+        self.steps += 1
+        for part, value in spans_ms.items():
+            self.sums[part] = self.sums.get(part, 0.0) + value
+
+    def mean_ms(self, part: str) -> float:
+        return self.sums.get(part, 0.0) / self.steps
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.sums.values()) / self.steps
+
+
+class Stragglers:
+    """Follows the steps of a run. All ranks call the same methods at the same steps."""
+
+    def __init__(self, run: Run, hosts: Sequence[str]) -> None:
+        self._run = run
+        self._hosts = hosts  # by rank
+        self._ranks = len(hosts)
+        self._length = max(WINDOW, self._ranks + LAG)
+        self._window = _Window()
+        self._done: _Window | None = None  # the window before, where all its steps were measured
+        self._received: dict[int, tuple[float, float]] = {}  # by rank: waited, and read data, in ms per step
+        self._found: dict[int, int] = {}  # by rank: windows in which it was late
+
+    def vote(self, position: Position) -> None:
+        """Before a step: send this rank's times, if it is its turn."""
+        if self._done is not None and self._turn(position.step) == self._run.env.rank and self._ranks > 1:
+            self._run.stepper.vote(WAIT_SLOT, _votes(self._done.mean_ms(WIRE)))
+            self._run.stepper.vote(DATA_SLOT, _votes(self._done.mean_ms(DATA)))
+
+    def after(self, position: Position, report: StepReport) -> None:
+        """After a step was read, in order."""
+        if self._ranks == 1:
+            return
+        self._receive(position.step, report.votes)
+        self._window.add(report.spans_ms)
+        if position.step % self._length == self._length - 1:
+            is_whole = self._window.steps == self._length
+            self._done, self._window = self._window if is_whole else None, _Window()
+            self._received = {}
+
+    def _turn(self, step: int) -> int:
+        """The rank whose turn it is; others than those that exist in the rest of a window."""
+        return step % self._length - LAG
+
+    def _receive(self, step: int, votes: Sequence[int]) -> None:
+        turn = self._turn(step)
+        if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
+            self._received[turn] = (_milliseconds(votes[WAIT_SLOT]), _milliseconds(votes[DATA_SLOT]))
+        if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
+            self._conclude(step, self._done)
+
+    def _conclude(self, step: int, own: _Window) -> None:
+        """All ranks have sent their times of the window before, of which `own` are those of this rank."""
+        end = step - step % self._length
+        waits = [self._received[rank][0] for rank in range(self._ranks)]
+        latest = min(range(self._ranks), key=waits.__getitem__)
+        late_ms = statistics.median(waits[:latest] + waits[latest + 1 :]) - waits[latest]
+        if late_ms < max(LATE_MS, LATE_SHARE * own.step_ms):
+            return
+        data_ms = [self._received[rank][1] for rank in range(self._ranks)]
+        others_ms = statistics.median(data_ms[:latest] + data_ms[latest + 1 :])
+        by_data = data_ms[latest] - others_ms > late_ms / 2
+        self._found[latest] = self._found.get(latest, 0) + 1
+        self._run.telemetry.emit(
+            EVENT,
+            step,
+            rank=latest,
+            host=self._hosts[latest],
+            late_ms=late_ms,
+            step_ms=own.step_ms,
+            first_step=end - self._length,
+            last_step=end - 1,
+            cause="data" if by_data else "compute",
+        )
+        self._warn(latest, late_ms, own.step_ms, by_data)
+
+    def _warn(self, rank: int, late_ms: float, step_ms: float, by_data: bool) -> None:
+        """The first time, the tenth, the hundredth: all are in metrics.jsonl."""
+        times = self._found[rank]
+        if str(times).strip("0") != "1":
+            return
+        advice = (
+            "It waits for its data: look at its disk, or raise data.workers."
+            if by_data
+            else "Its forward and backward take longer: look for other processes on it, or a low clock."
+        )
+        often = "" if times == 1 else f", {times} times so far"
+        self._run.telemetry.warn(
+            f"rank {rank} on {self._hosts[rank]} arrives last{often}: the other ranks waited {late_ms:.1f} "
+            f"of the {step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
+        )
+
+
+def _votes(milliseconds: float) -> int:
+    """As votes: whole microseconds, and one more, because no vote is 0."""
+    return round(1e3 * milliseconds) + 1
+
+
+def _milliseconds(votes: int) -> float:
+    return (votes - 1) / 1e3
