@@ -162,7 +162,7 @@ class Layout:
         frozen = self.grouping.frozen
         named = named_parameters(model)
         trainable = [(n, p) for n, p in named.items() if p.requires_grad and n not in frozen]
-        _refuse_untrainable(model, trainable)
+        _refuse_untrainable(model, trainable, len(frozen))
         for name in frozen:
             named[name].requires_grad_(False)
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
@@ -290,10 +290,13 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]]) -> None:
+def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]], num_frozen: int) -> None:
+    """`num_frozen`: how many parameters groups freeze."""
     if not trainable:
+        reason = f": parameter groups freeze {num_frozen}" if num_frozen else ""
+        advice = "belong to a group that is not frozen" if num_frozen else "have requires_grad=True"
         raise UnusableError(
-            f"{type(model).__name__} has no trainable parameter. At least one needs requires_grad=True."
+            f"{type(model).__name__} has no trainable parameter{reason}. At least one must {advice}."
         )
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:

@@ -275,7 +275,10 @@ def test_a_group_of_untrained_parameters_is_warned_of() -> None:
             [ParameterGroup("head.*"), ParameterGroup("head.bias")],
             r"groups\[1\] \(head.bias\) is left without a parameter: all 1 .* belong to groups\[0\]",
         ),
-        ([ParameterGroup("*", frozen=True)], "Grouped has no trainable parameter"),
+        (
+            [ParameterGroup("*", frozen=True)],
+            r"Grouped has no trainable parameter: parameter groups freeze 10\. At least one must belong",
+        ),
         ([{"params": [], "lr": 0.1}], "it must be a sequence of ParameterGroup"),
         (ParameterGroup("*"), "it must be a sequence of ParameterGroup"),
     ],
