@@ -45,11 +45,12 @@ def start(
         notes=run.notes,
         config=dict(run.config),
         reinit="finish_previous",
-        settings=_settings(system_metrics, patience, warn),
+        settings=own_settings(system_metrics, patience, warn),
     )
 
 
-def _settings(system_metrics: bool, patience: Patience, warn: Callable[[str], None]) -> Settings:
+def own_settings(system_metrics: bool, patience: Patience, warn: Callable[[str], None]) -> Settings:
+    """The launcher's settings, without those that a variable of wandb sets."""
     import wandb
 
     wants_code = os.environ.get("WANDB_SAVE_CODE", "").lower() in ("true", "1", "yes")

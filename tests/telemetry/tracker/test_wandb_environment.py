@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import get_args
 
@@ -11,8 +12,9 @@ import pytest
 import wandb
 
 from launcher.errors import ConfigError
+from launcher.telemetry.tracker.sink import Patience
 from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
-from launcher.telemetry.tracker.wandb_session import quiet_environment
+from launcher.telemetry.tracker.wandb_session import own_settings, quiet_environment
 from tests.configs import composed
 from tests.forked import launch_forked
 from tests.process.test_shortage import RECIPE, YAML
@@ -49,7 +51,22 @@ def tracked(directory: Path):
     return next(record.run for record in records if record.WhichOneof("record_type") == "run")
 
 
+def clone_with_a_token(directory: Path) -> str:
+    """A clone whose remote's URL has a token in it; returns its commit."""
+
+    def git(*words: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *author, *words], cwd=directory, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    git("init", "-q")
+    git("remote", "add", "origin", f"https://{CANARY}@example.invalid/a.git")
+    git("commit", "-q", "--allow-empty", "-m", "a")
+    return git("rev-parse", "HEAD")
+
+
 def test_all_variables_reach_the_run(tmp_path: Path) -> None:
+    commit = clone_with_a_token(tmp_path)
     out = train(tmp_path, "run.dir=run", **ALL, WANDB_DIR=str(tmp_path / "elsewhere"))
     run = tracked(tmp_path / "elsewhere")
     assert (run.project, run.entity, run.display_name) == ("my project", "my-team", "a name")
@@ -60,8 +77,10 @@ def test_all_variables_reach_the_run(tmp_path: Path) -> None:
     assert f"wandb sync {tmp_path}/elsewhere/wandb/offline-run-*" in out
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert config["tracker"]["project"] == "my project"
+    assert config["git"]["commit"] == commit
     for file in tmp_path.rglob("*"):
-        assert not file.is_file() or CANARY.encode() not in file.read_bytes()
+        if file.is_file() and file != tmp_path / ".git" / "config":
+            assert CANARY.encode() not in file.read_bytes()
 
 
 @pytest.mark.slow
@@ -152,6 +171,34 @@ def test_wandb_reads_no_empty_variable_and_none_that_has_been_read(environ, monk
         wandb.Settings().update_from_env_vars(os.environ)
         assert not environ.keys() & os.environ.keys() - {"WANDB_SILENT"}
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("environ", "key", "value"),
+    [
+        ({}, "x_disable_stats", True),
+        ({"WANDB_X_DISABLE_STATS": "false"}, "x_disable_stats", False),
+        ({"WANDB__DISABLE_STATS": "false"}, "x_disable_stats", False),
+        ({"WANDB_X_DISABLE_META": "false"}, "x_disable_meta", False),
+        ({}, "save_code", False),
+        ({}, "disable_code", True),
+        ({"WANDB_SAVE_CODE": "true"}, "save_code", True),
+        ({"WANDB_SAVE_CODE": "true"}, "disable_code", False),
+        ({"WANDB_DISABLE_GIT": "false"}, "disable_git", False),
+        ({"WANDB_CONSOLE": "wrap"}, "console", "wrap"),
+        ({"WANDB_INIT_TIMEOUT": "99"}, "init_timeout", 99.0),
+    ],
+    ids=str,
+)
+def test_a_variable_of_wandb_wins_over_the_setting_of_the_launcher(environ, key, value, monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    settings = wandb.Settings()
+    settings.update_from_env_vars(os.environ)
+    settings.update_from_settings(own_settings(False, Patience(), print))
+    assert getattr(settings, key) == value
 
 
 @pytest.mark.slow
