@@ -40,6 +40,16 @@ def test_the_shapes_are_those_of_the_architecture(model) -> None:
 
 
 @pytest.mark.slow
+def test_ema_measures_both_rhythms(tmp_path) -> None:
+    file = tmp_path / "ema.json"
+    printed = run("ema.py", "--forms", "plain", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [name.split(", ")[1] for name in rows] == ["adamw", "sgd"]
+    assert all(row["update_ms"] > 0 for row in rows.values())
+    assert all(name in printed for name in rows)
+
+
+@pytest.mark.slow
 def test_update_compares_all_contenders(tmp_path) -> None:
     file = tmp_path / "update.json"
     printed = run("update.py", "--groups", "--per-tensor", "--json", str(file))
