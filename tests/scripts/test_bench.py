@@ -236,6 +236,16 @@ def test_loop_runs_the_launcher_beside_a_loop_by_hand(tmp_path) -> None:
     assert {goal["row"] for goal in content["goals"]} == {"P16", "loader"}
 
 
+@pytest.mark.slow
+def test_telemetry_runs_with_all_sinks_and_none(tmp_path) -> None:
+    file = tmp_path / "telemetry.json"
+    run("telemetry.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    rows = {"wall, all sinks", "wall, none", "calls of the telemetry", "other threads"}
+    assert content["rows"].keys() == rows
+    assert [goal["row"] for goal in content["goals"]] == ["telemetry", "telemetry"]
+
+
 def test_a_side_that_stops_training_while_it_is_timed_ends_the_benchmark() -> None:
     sides = step_cost.sides_of("fp32", step_cost.mlp, ["raw"])
     batch, honest = step_cost.batch_of(), sides["raw"]

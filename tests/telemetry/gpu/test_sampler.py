@@ -116,10 +116,10 @@ def test_ranks_on_other_nodes_share_the_samples_and_not_the_gpus(sample) -> None
     ("visible", "uuids", "indices"),
     [
         ("1,0", (None,), [1, 0]),
-        ("1", (None, None), [1]),
+        pytest.param("1", (None, None), [1], marks=pytest.mark.slow),
         ("GPU-bbbb,0", (None,), [1, 0]),
-        ("0,7,1", (None,), [0]),
-        (None, (None,), [0, 1]),
+        pytest.param("0,7,1", (None,), [0], marks=pytest.mark.slow),
+        pytest.param(None, (None,), [0, 1], marks=pytest.mark.slow),
         ("1,0", (SECOND.removeprefix("GPU-"), FIRST.removeprefix("GPU-")), [1, 0]),
     ],
 )
@@ -129,7 +129,13 @@ def test_gpus_are_those_that_cuda_shows_in_its_order(sample, visible, uuids, ind
     assert [gpu["uuid"] for gpu in found.gpu[-1]["gpus"]] == [(FIRST, SECOND)[index] for index in indices]
 
 
-@pytest.mark.parametrize(("visible", "uuids"), [(SLICE, (None,)), (None, (SLICE.removeprefix("MIG-"),))])
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        pytest.param(SLICE, (None,), marks=pytest.mark.slow),
+        (None, (SLICE.removeprefix("MIG-"),)),
+    ],
+)
 def test_a_slice_is_measured_as_its_gpu(sample, visible, uuids) -> None:
     found = sample("mig", visible=visible, uuids=uuids, steps=8)
     assert [gpu["uuid"] for gpu in found.gpu[-1]["gpus"]] == [SECOND]
@@ -149,7 +155,9 @@ def test_an_old_driver_leaves_fields_out_and_energy_is_integrated(sample) -> Non
     ("words", "says"),
     [
         ("hot0", "lowers its clocks (hw_thermal"),
-        ("narrow0", "has a slower link than it could (x8 instead of x16)"),
+        pytest.param(
+            "narrow0", "has a slower link than it could (x8 instead of x16)", marks=pytest.mark.slow
+        ),
         ("shared0", "is shared with 1 process(es) that are not of this run"),
     ],
 )
@@ -160,6 +168,7 @@ def test_what_is_wrong_is_a_warning_once_and_counted_at_the_end(sample, words, s
     assert f"in {len(found.gpu)} of {len(found.gpu)} intervals" in found.warnings[-1]
 
 
+@pytest.mark.slow
 def test_in_a_container_processes_are_counted_instead_of_named(sample) -> None:
     assert sample("", **{"own pids": False}).warnings == []
     assert "is shared with 1 process(es)" in sample("shared0", **{"own pids": False}).warnings[0]
@@ -174,7 +183,14 @@ def test_a_gpu_that_vanishes_is_left_out_from_then_on(sample) -> None:
     assert found.gpu[-1]["step"] == 30
 
 
-@pytest.mark.parametrize("plan", [{"words": "nodriver"}, {"no library": True}, {"uuids": ("GPU-ffff",)}])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({"words": "nodriver"}, marks=pytest.mark.slow),
+        {"no library": True},
+        pytest.param({"uuids": ("GPU-ffff",)}, marks=pytest.mark.slow),
+    ],
+)
 def test_without_a_driver_nothing_is_said_unless_it_was_asked_for(sample, plan) -> None:
     found = sample(**plan, steps=3)
     assert (found.gpu, found.warnings, found.decisions, found.joules) == ([], [], [], None)

@@ -66,7 +66,7 @@ def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert checkpoint_artifact(tmp_path, "best") is None
 
 
-@pytest.mark.parametrize("exit_code", [0, 5])
+@pytest.mark.parametrize("exit_code", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_files_and_aliases_are_in_the_run_of_wandb(tmp_path: Path, exit_code: int) -> None:
     """Read from the file of a run, which is what would be sent. A run that failed keeps nothing."""
     saved(tmp_path, (5, True), (10, False))

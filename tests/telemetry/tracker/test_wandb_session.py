@@ -232,7 +232,9 @@ def test_the_summary_has_the_best_values_of_the_evaluations(offline):
     assert (metrics["eval/loss"].summary.min, metrics["eval/loss"].summary.max) == (True, False)
 
 
-@pytest.mark.parametrize(("state", "code"), [("diverged", 5), ("preempted", 75)])
+@pytest.mark.parametrize(
+    ("state", "code"), [pytest.param("diverged", 5, marks=pytest.mark.slow), ("preempted", 75)]
+)
 def test_wandb_gets_the_exit_code_of_the_run(tmp_path, state, code):
     trained = train(tmp_path, {"steps": 1, "end": [state, code]})
     records = list(offline_records(trained.dirs[0]))
