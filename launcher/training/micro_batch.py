@@ -21,6 +21,7 @@ from launcher.errors import OutOfMemoryError, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
+from launcher.training.micro_batch_sizes import sizes_to_try
 from launcher.training.out_of_memory import free_memory
 from launcher.training.progress import MicroBatch, Standing
 from launcher.training.recorded_config import record_config
@@ -59,20 +60,12 @@ def settled(
     return chosen
 
 
-def sizes_to_try(largest_share: int) -> list[int]:
-    """The sizes that differ in the number of micro-batches per step, largest first; the last is 1.
-
-    They are about twice the square root of the share: 8 trials by halves decide for a share of up to 16,000.
-    """
-    return sorted({-(-largest_share // number) for number in range(1, largest_share + 1)}, reverse=True)
-
-
 def largest_that_fits(
     sizes: Sequence[int], fits: Callable[[int], bool], trials: int = MOST_TRIALS
 ) -> int | None:
-    """The first of `sizes`, which fall to 1, that `fits`, by at most so many calls; None where 1 does not.
+    """The first of `sizes`, which fall, that `fits`, by at most so many calls; None where none does.
 
-    The whole share comes first: it usually fits. The last call is for 1 if nothing has fitted until then.
+    The whole share comes first: it usually fits. The last call is for the last size if none has fitted yet.
     """
     index, low, high = 0, 0, len(sizes)  # sizes before `low` do not fit, sizes from `high` on do
     for left in reversed(range(trials)):
@@ -101,13 +94,14 @@ class Trials:
     def search(self) -> int:
         """The largest size that fits on all ranks. A collective; raises OutOfMemoryError on all ranks."""
         tried: dict[int, str] = {}
-        size = largest_that_fits(sizes_to_try(self.plan.largest_share), lambda size: self._fits(size, tried))
+        sizes = sizes_to_try(self.plan, self.run.config.data.augment.mixup)
+        size = largest_that_fits(sizes, lambda size: self._fits(size, tried))
         last = next(reversed(tried.values()))
         if size is None:
             raise OutOfMemoryError(
-                f"data.micro_batch=auto: not even one sample per rank and forward pass fits in memory: {last}"
-                ". Choose a smaller model or smaller samples, divide the optimizer's states among the ranks "
-                "with wire.shard=true, or use devices with more memory."
+                f"data.micro_batch=auto: not even {sizes[-1]} sample(s) per rank and forward pass fit in "
+                f"memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's states "
+                "among the ranks with wire.shard=true, or use devices with more memory."
             )
         too_large = min((each for each, failure in tried.items() if failure), default=None)
         parts = replace(self.plan, micro_batch=size).micro_batches

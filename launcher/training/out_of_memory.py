@@ -22,6 +22,7 @@ from launcher.errors import OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.training.answers import Answers
+from launcher.training.micro_batch_sizes import half_of
 from launcher.training.progress import MicroBatch, Position, Standing
 from launcher.training.recorded_config import record_config
 from launcher.training.run import Run
@@ -60,6 +61,11 @@ class Relief:
         """Whether this rank abandons the coming step, because it has abandoned the one before."""
         return bool(self._shortage)
 
+    @property
+    def _half(self) -> int | None:
+        """The size after halving; None where it cannot be smaller."""
+        return half_of(self._batches.plan, self._run.config.data.augment.mixup)
+
     def begin(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
         if self._active and not self._halved:
@@ -73,7 +79,7 @@ class Relief:
         done already.
         """
         shortage = ran_out(error)
-        if not (shortage and self._active) or self._batches.plan.largest_micro_batch == 1:
+        if not (shortage and self._active) or self._half is None:
             return False
         if self._halved:
             raise OutOfMemoryError(
@@ -91,7 +97,7 @@ class Relief:
         """Divide the batches from `position` on into smaller pieces, and return there. A collective."""
         texts = exchange_texts(self._run.env, self._shortage)
         plan = self._batches.plan
-        smaller = replace(plan, micro_batch=-(-plan.largest_micro_batch // 2))
+        smaller = replace(plan, micro_batch=self._half)
         free_memory(self._run.env.device)
         self._batches.divide(smaller, position.epoch, position.step_of_epoch)
         self._run.stepper.set_micro_batches(smaller.micro_batches)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.training.micro_batch import MOST_TRIALS, largest_that_fits, sizes_to_try
+from launcher.data.batch_plan import BatchPlan
+from launcher.recipe.training_aids import refuse_split_pairs
+from launcher.training.micro_batch import MOST_TRIALS, largest_that_fits
+from launcher.training.micro_batch_sizes import half_of, sizes_to_try
+
+
+def plan_of(share: int, micro_batch: int | None = None, ranks: int = 1) -> BatchPlan:
+    return BatchPlan(10 * share * ranks, share * ranks, micro_batch, ranks, 0, 0, drop_last=False)
 
 
 def searched(share: int, limit: int) -> tuple[int | None, list[int]]:
@@ -14,12 +21,12 @@ def searched(share: int, limit: int) -> tuple[int | None, list[int]]:
         tried.append(size)
         return size <= limit
 
-    return largest_that_fits(sizes_to_try(share), fits), tried
+    return largest_that_fits(sizes_to_try(plan_of(share)), fits), tried
 
 
 @pytest.mark.parametrize("share", [1, 2, 3, 8, 10, 97, 128, 1000, 4096])
 def test_it_finds_the_largest_size_that_makes_a_difference(share) -> None:
-    sizes = sizes_to_try(share)
+    sizes = sizes_to_try(plan_of(share))
     for limit in {0, 1, 2, share // 3, share // 2, share - 1, share}:
         found, tried = searched(share, limit)
         assert found == max((size for size in sizes if size <= limit), default=None)
@@ -30,8 +37,8 @@ def test_it_finds_the_largest_size_that_makes_a_difference(share) -> None:
 
 
 def test_every_number_of_micro_batches_has_its_smallest_size() -> None:
-    assert sizes_to_try(10) == [10, 5, 4, 3, 2, 1]
-    assert sizes_to_try(1) == [1]
+    assert sizes_to_try(plan_of(10)) == [10, 5, 4, 3, 2, 1]
+    assert sizes_to_try(plan_of(1)) == [1]
 
 
 def test_where_eight_trials_do_not_decide_it_takes_one_that_fits() -> None:
@@ -43,3 +50,22 @@ def test_where_eight_trials_do_not_decide_it_takes_one_that_fits() -> None:
         assert found <= limit
         assert len(tried) == MOST_TRIALS
     assert searched(share, 0)[1][-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "micro_batch", "half"),
+    [(12, None, 6), (10, 8, 3), (12, 6, 3), (9, None, 5), (2, None, 1), (1, None, None)],
+)
+def test_half_is_of_what_the_largest_micro_batch_really_has(share, micro_batch, half) -> None:
+    """A share of 10 in pieces of at most 8 is 5 and 5."""
+    assert half_of(plan_of(share, micro_batch)) == half
+
+
+def test_samples_that_are_mixed_in_pairs_stay_together() -> None:
+    """As with a number given by hand, which is refused where it would part them."""
+    assert sizes_to_try(plan_of(12), mixup=0.2) == [12, 6, 4, 2]
+    assert sizes_to_try(plan_of(6, ranks=2), mixup=0.2) == [6, 2]
+    assert half_of(plan_of(6, ranks=2), mixup=0.2) == 2, "not 3"
+    assert half_of(plan_of(2, ranks=2), mixup=0.2) is None, "not 1"
+    for size in sizes_to_try(plan_of(36, ranks=3), mixup=0.2):
+        refuse_split_pairs(plan_of(36, size, ranks=3), 0.2)
