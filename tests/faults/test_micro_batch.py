@@ -82,11 +82,12 @@ def test_where_not_even_one_sample_fits_all_ranks_leave_with_exit_4(tmp_path: Pa
 # train.on_oom
 
 
+AVERAGED = "ema={decay: 0.9, every_steps: 2}"
 HALVED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int]] = {
     # ranks, words, which of them lack memory, and in which pass first
     "one of two, in mid-run": (2, (), (1,), 6),
     "both, in the first step": (2, ("wire.shard=true",), (0, 1), 0),
-    "the leader, before an evaluation": (2, ("wire.sum=fp32", "train.eval_every_steps=7"), (0,), 6),
+    "the leader, before an evaluation": (2, ("wire.sum=fp32", "train.eval_every_steps=7", AVERAGED), (0,), 6),
     "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 6),
     "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=1"), (0,), 6),
     "alone, in micro-batches already": (1, ("data.micro_batch=8", "precision=fp32"), (0,), 13),
@@ -118,7 +119,10 @@ def test_a_halved_run_ends_as_one_that_starts_halved_from_the_step_before(tmp_pa
 
     from_there = () if step == 1 else (f"checkpoint.resume={ended.checkpoints[step - 1]}",)
     halved = (*common, f"data.micro_batch={micro // 2}", *from_there)
-    assert run(tmp_path / "halved", *halved, ranks=ranks).digest == ended.digest
+    from_the_start = run(tmp_path / "halved", *halved, ranks=ranks)
+    assert from_the_start.digest == ended.digest
+    assert from_the_start.result.get("ema_sha256") == ended.result.get("ema_sha256")
+    assert ("ema_sha256" in ended.result) == (AVERAGED in words)
 
 
 @pytest.mark.slow
