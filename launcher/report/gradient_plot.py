@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.report.plots import FAINT, INK, SKIPPED, TRAIN, figure_of, save
-from launcher.telemetry.events import FILE_NAME, read_events
+from launcher.report.recording import read_recording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +29,9 @@ VISIBLE_PERCENT = 0.005
 
 def draw_exponents(run_dir: Path) -> Path | None:
     """gradients.png from the latest `gradients` event; None without one. Raises OSError, ValueError."""
-    events = [event for event in read_events(run_dir / FILE_NAME) if event["event"] == "gradients"]
-    if not events:
+    latest = read_recording(run_dir).gradients
+    if latest is None:
         return None
-    latest = events[-1]
     layers = worst_layers(latest)
     height_inches = max(4.6, 1.6 + 0.21 * len(layers))
     figure = figure_of(12.4, height_inches)

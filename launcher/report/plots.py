@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.report.reading import evaluations_of
+from launcher.report.curve import Curve
+from launcher.report.recording import Recording, read_recording
 from launcher.run_dir.atomic import read_json, write_content
 from launcher.run_dir.records import RESULT
-from launcher.telemetry.events import FILE_NAME, read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,6 @@ Event = dict[str, Any]
 CURVES = "curves.png"
 CONFUSION_MATRIX = "confusion_matrix.png"
 TRAIN, HELD_OUT, SKIPPED, INK, FAINT = "#2f6ca3", "#d4722a", "#b3261e", "#222222", "#8a8a8a"
-MAX_POINTS = 4000  # more are not visible at this size
 MAX_NAMED_CLASSES = 60
 MAX_COUNTED_CLASSES = 30
 
@@ -37,21 +36,19 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 def draw_curves(run_dir: Path) -> Path | None:
     """curves.png from metrics.jsonl; None without a training step to show. Raises OSError, ValueError."""
-    events = read_events(run_dir / FILE_NAME)
-    steps = [event for event in events if event["event"] == "step"]
-    if not steps:
+    recording = read_recording(run_dir)
+    if not recording.last_step:
         return None
-    evaluations = evaluations_of(events)
-    overflows = [event for event in events if event["event"] == "overflow"]
+    steps = recording.steps
     figure = figure_of(10.0, 6.6)
     loss, metric, rate, last = figure.subplots(2, 2, sharex=True).flat
-    _draw_loss(loss, steps, evaluations)
-    _draw_metric(metric, steps, evaluations)
-    _draw_series(rate, steps, "lr", "learning rate")
-    if len({event.get("scale") for event in steps} - {None}) > 1 or overflows:
-        _draw_scale(last, steps, overflows)
+    _draw_loss(loss, steps["loss"], recording.evaluations.get("loss", Curve()))
+    _draw_metric(metric, recording)
+    _draw_series(rate, steps["lr"], "learning rate")
+    if len({value for _, value in _points(steps["scale"])}) > 1 or recording.skips.num_points:
+        _draw_scale(last, steps["scale"], recording.skips)
     else:
-        _draw_series(last, steps, "grad_norm", "gradient norm", logarithmic=True)
+        _draw_series(last, steps["grad_norm"], "gradient norm", logarithmic=True)
     for axes in (rate, last):
         axes.set_xlabel("step")
     return save(figure, run_dir / CURVES)
@@ -85,22 +82,22 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
     return save(figure, run_dir / CONFUSION_MATRIX)
 
 
-def _draw_loss(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
-    _draw_series(axes, steps, "loss", "loss")
-    points = points_of(evaluations, "loss")
+def _draw_loss(axes: Axes, training: Curve, held_out: Curve) -> None:
+    _draw_series(axes, training, "loss")
+    points = _points(held_out)
     if points:
         axes.plot(*zip(*points, strict=True), color=HELD_OUT, marker="o", markersize=3.5, label="held out")
-    values = [value for _, value in points_of(steps, "loss") + points]
+    values = [value for _, value in _points(training) + points]
     if values and min(values) > 0 and max(values) / min(values) > 20:
         use_log_scale(axes, values)
     axes.legend(frameon=False)
 
 
-def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event]) -> None:
+def _draw_metric(axes: Axes, recording: Recording) -> None:
     """Plot the accuracy where the task has it, otherwise the speed."""
-    points = points_of(evaluations, "accuracy")
+    points = _points(recording.evaluations.get("accuracy", Curve()))
     if not points:
-        _draw_series(axes, steps, "samples_per_s", "samples / s")
+        _draw_series(axes, recording.steps["samples_per_s"], "samples / s")
         return
     axes.plot(
         [step for step, _ in points],
@@ -114,9 +111,9 @@ def _draw_metric(axes: Axes, steps: Sequence[Event], evaluations: Sequence[Event
     axes.set_title(f"best {best:.2%} at step {step:,}".replace("%", " %"), loc="left", fontsize=10, color=INK)
 
 
-def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) -> None:
+def _draw_scale(axes: Axes, scale: Curve, skips: Curve) -> None:
     """The loss scale in powers of two, and the steps that were skipped on overflow."""
-    changes = sorted(points_of(steps, "scale") + points_of(overflows, "scale"))
+    changes = sorted(_points(scale) + _points(skips))
     axes.step(
         [step for step, _ in changes],
         [value for _, value in changes],
@@ -126,7 +123,7 @@ def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) 
     )
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")
-    skipped = points_of(overflows, "scale")
+    skipped = _points(skips)
     if skipped:
         axes.plot(
             [step for step, _ in skipped],
@@ -134,13 +131,13 @@ def _draw_scale(axes: Axes, steps: Sequence[Event], overflows: Sequence[Event]) 
             linestyle="none",
             marker="x",
             color=SKIPPED,
-            label=f"skipped steps: {len(skipped):,}",
+            label=f"skipped steps: {skips.num_points:,}",
         )
         axes.legend(frameon=False)
 
 
-def _draw_series(axes: Axes, steps: Sequence[Event], key: str, label: str, logarithmic: bool = False) -> None:
-    points = _thinned(points_of(steps, key))
+def _draw_series(axes: Axes, curve: Curve, label: str, logarithmic: bool = False) -> None:
+    points = _points(curve)
     axes.set_ylabel(label)
     if not points:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=FAINT)
@@ -191,9 +188,10 @@ def points_of(events: Sequence[Event], key: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    every = 1 + len(points) // MAX_POINTS
-    return points if every == 1 else [*points[::every], points[-1]]
+def _points(curve: Curve) -> list[tuple[float, float]]:
+    """(step, value), thinned."""
+    x, y = curve.points()
+    return list(zip(x.tolist(), y.tolist(), strict=True))
 
 
 def figure_of(width_inches: float, height_inches: float) -> Figure:
