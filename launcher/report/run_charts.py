@@ -100,7 +100,8 @@ class _Drawing:
             skipped += run.recording.of("overflow").count
             lines.append(Line("skipped steps", 0, x, y, "cross"))
         positive = [Line(n.name, n.color, n.x[n.y > 0], n.y[n.y > 0], n.style) for n in lines]
-        note = f"{skipped:,} steps were skipped (dots)." if skipped else ""
+        were = "step was" if skipped == 1 else "steps were"
+        note = f"{skipped:,} {were} skipped (dots)." if skipped else ""
         return self._chart("Loss scale", "", positive, base=2, note=note)
 
     def _chart(
