@@ -112,6 +112,8 @@ def test_an_experiment_runs_and_is_compared_without_a_further_flag(tmp_path) -> 
     assert {path.name for path in sweep.iterdir() if path.is_file()} == {
         "comparison.png",
         "multirun.yaml",  # Hydra's own
+        "report.html",
+        "side_by_side.md",
         "summary.csv",
         "summary.md",
     }
