@@ -111,7 +111,7 @@ def recipe_failure(
     renamed = RENAMED.get(str(error), "")
     rule = _rule(error, batch or {})
     lacks_module = isinstance(error, ModuleNotFoundError)
-    kind = ConfigError if of_metric or lacks_module else DataError if rule else RecipeError
+    kind = ConfigError if lacks_module else DataError if rule else ConfigError if of_metric else RecipeError
     place = place_of(error) or (innermost(error) if of_metric else "")
     return kind(
         f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
