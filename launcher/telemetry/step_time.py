@@ -29,8 +29,8 @@ ADVICE = {
     ),
     "update_ms": "update-bound: {share} of the step{of} updates the weights: raise data.batch_size",
     "compute_ms": (
-        "compute-bound: {share} of the step{of} is forward and backward: use more or faster devices, or "
-        "train.compile=true"
+        "compute-bound: {share} of the step{of} is forward and backward: use more or faster devices (on a "
+        "GPU also train.compile=true)"
     ),
     OVERHEAD: (
         "overhead-bound: {share} of the step{of} is work of the host that does not depend on the size of the "
