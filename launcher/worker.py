@@ -52,16 +52,12 @@ from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
-from launcher.training.data_check import compare_data, nan_warnings
-from launcher.training.decisions import decisions
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.divergence.rescue import Rescue
 from launcher.training.evaluator import Evaluator
 from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
-from launcher.training.initial_weights import Loaded, load_weights, settle
 from launcher.training.loop import Averaged, Task, train
-from launcher.training.micro_batch import settled
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Course, Start
@@ -70,6 +66,10 @@ from launcher.training.recorded_steps import recorded
 from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
+from launcher.training.setup.data_check import compare_data, nan_warnings
+from launcher.training.setup.decisions import decisions
+from launcher.training.setup.initial_weights import Loaded, load_weights, settle
+from launcher.training.setup.micro_batch import settled
 from launcher.training.signals import Requests, heeded
 from launcher.training.step_times import of_the_slowest, overhead_ms
 from launcher.training.stragglers import Stragglers

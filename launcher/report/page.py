@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.errors import listed
-from launcher.report.confusion_table import confusion_part
-from launcher.report.gpu_charts import gpu_charts
-from launcher.report.gradient_chart import gradient_part
+from launcher.report.charts.confusion_table import confusion_part
+from launcher.report.charts.gpu_charts import gpu_charts
+from launcher.report.charts.gradient_chart import gradient_part
+from launcher.report.charts.run_charts import charts_of, restart_note
+from launcher.report.charts.time_split import time_split
+from launcher.report.charts.timeline import timeline
 from launcher.report.html import (
     cells,
     facts,
@@ -30,11 +33,8 @@ from launcher.report.html import (
     tiles,
 )
 from launcher.report.reading import Warn, silent
-from launcher.report.run_charts import charts_of, restart_note
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import difference_rows, run_settings, setting_rows
-from launcher.report.time_split import time_split
-from launcher.report.timeline import timeline
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import REPORT
 from launcher.telemetry.events import FILE_NAME

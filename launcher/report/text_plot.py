@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from launcher.report.axis import axis_of, short
+from launcher.report.charts.axis import axis_of, short
 from launcher.report.curve import Curve, FloatArray
 
 LABEL_WIDTH = 7

@@ -49,8 +49,8 @@ from launcher.recipe.contract import Recipe, loss_of, set_title
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
-from launcher.training.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
-from launcher.training.parameter_groups import parameter_groups
+from launcher.training.setup.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
+from launcher.training.setup.parameter_groups import parameter_groups
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

@@ -22,10 +22,10 @@ from launcher.errors import OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.training.answers import Answers
-from launcher.training.micro_batch_sizes import half_of
 from launcher.training.progress import MicroBatch, Position, Standing
 from launcher.training.recorded_config import record_config
 from launcher.training.run import Run
+from launcher.training.setup.micro_batch_sizes import half_of
 
 log = logging.getLogger("launcher")
 

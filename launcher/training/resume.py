@@ -17,9 +17,9 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError
 from launcher.training.answers import Answers
-from launcher.training.data_check import changes
 from launcher.training.progress import Course, Position, Standing, Start, Totals
 from launcher.training.run import Run
+from launcher.training.setup.data_check import changes
 
 
 @dataclass

@@ -22,8 +22,8 @@ from launcher.errors import ConfigError, DataError
 from launcher.evaluation.evaluate import evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.run_dir.atomic import read_json
-from launcher.training.data_check import COMPARED, changes, compare_data, refuse_other_data
-from launcher.training.data_check import fingerprint as fingerprint_of
+from launcher.training.setup.data_check import COMPARED, changes, compare_data, refuse_other_data
+from launcher.training.setup.data_check import fingerprint as fingerprint_of
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks

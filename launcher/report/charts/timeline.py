@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from launcher.report.axis import Axis
-from launcher.report.chart import Chart, Line
+from launcher.report.charts.axis import Axis
+from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import Curve, FloatArray
 from launcher.report.html import table
 from launcher.report.run_record import RunRecord

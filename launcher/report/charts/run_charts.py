@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from launcher.errors import listed
-from launcher.report.axis import axis_of, steps_axis
-from launcher.report.chart import Chart, Line
+from launcher.report.charts.axis import axis_of, steps_axis
+from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import RunSetting

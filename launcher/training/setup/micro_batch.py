@@ -21,11 +21,11 @@ from launcher.errors import OutOfMemoryError, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
-from launcher.training.micro_batch_sizes import sizes_to_try
 from launcher.training.out_of_memory import free_memory
 from launcher.training.progress import MicroBatch, Standing
 from launcher.training.recorded_config import record_config
 from launcher.training.run import Run
+from launcher.training.setup.micro_batch_sizes import sizes_to_try
 
 MOST_TRIALS = 8
 PASSES = 2  # per trial: the second adds to the sums of the first

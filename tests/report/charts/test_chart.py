@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from launcher.report.axis import Axis
-from launcher.report.chart import Chart, Line
+from launcher.report.charts.axis import Axis
+from launcher.report.charts.chart import Chart, Line
 
 
 @pytest.mark.parametrize("style", ["line", "mean", "steps", "dots"])

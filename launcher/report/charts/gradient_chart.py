@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from launcher.report.axis import Axis
-from launcher.report.chart import HEIGHT, WIDTH, Chart, Line
+from launcher.report.charts.axis import Axis
+from launcher.report.charts.chart import HEIGHT, WIDTH, Chart, Line
 from launcher.report.html import folded, paragraph, table
 from launcher.report.run_record import RunRecord
 

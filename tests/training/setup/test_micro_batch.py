@@ -6,8 +6,8 @@ import pytest
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.recipe.training_aids import refuse_split_pairs
-from launcher.training.micro_batch import MOST_TRIALS, largest_that_fits
-from launcher.training.micro_batch_sizes import half_of, sizes_to_try
+from launcher.training.setup.micro_batch import MOST_TRIALS, largest_that_fits
+from launcher.training.setup.micro_batch_sizes import half_of, sizes_to_try
 
 
 def plan_of(share: int, micro_batch: int | None = None, ranks: int = 1) -> BatchPlan:

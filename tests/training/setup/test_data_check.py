@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import launcher.training.data_check as data_check
+import launcher.training.setup.data_check as data_check
 from launcher.data.indexed import IndexedData
 from launcher.data.loader import Loading
 from launcher.data.tensors import TensorData
 from launcher.errors import DataWarning
-from launcher.training.data_check import warn_unless_repeatable
+from launcher.training.setup.data_check import warn_unless_repeatable
 
 
 class Samples(Dataset):

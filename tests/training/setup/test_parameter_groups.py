@@ -11,7 +11,7 @@ from torch import nn
 from launcher.config.schema import GroupConfig, OptimConfig
 from launcher.engine import SGD, ParameterGroup, Stepper
 from launcher.errors import ConfigError
-from launcher.training.parameter_groups import layers_of, parameter_groups
+from launcher.training.setup.parameter_groups import layers_of, parameter_groups
 from tests.configs import composed
 from tests.models import conv_net
 

@@ -12,7 +12,7 @@ from html import escape
 
 import numpy as np
 
-from launcher.report.axis import Axis
+from launcher.report.charts.axis import Axis
 from launcher.report.curve import FloatArray
 from launcher.report.html import table
 from launcher.telemetry.formatting import number

@@ -23,7 +23,7 @@ from launcher.training.build import (
     rates_of,
     shares_communicator,
 )
-from launcher.training.parameter_groups import parameter_groups
+from launcher.training.setup.parameter_groups import parameter_groups
 
 
 def decisions(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import ConfigError
-from launcher.training.lr_schedule import learning_rates, own_rates
+from launcher.training.setup.lr_schedule import learning_rates, own_rates
 
 NAMES = ["constant", "linear", "cosine", "onecycle"]
 

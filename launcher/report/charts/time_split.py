@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from launcher.report.axis import steps_axis
-from launcher.report.chart import stacked
+from launcher.report.charts.axis import steps_axis
+from launcher.report.charts.chart import stacked
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.step_time import PARTS

@@ -1,0 +1,1 @@
+"""What is built, checked and decided before the first step."""
