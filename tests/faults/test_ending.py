@@ -6,6 +6,7 @@ import contextlib
 import math
 import resource
 import subprocess
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,7 @@ def full_for_status(network: Any, batch: Any, begins: int, ends: int) -> None:
     if is_here(network, begins):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     elif is_here(network, ends):
+        time.sleep(0.5)  # the thread that writes it wakes every 0.1 s
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
