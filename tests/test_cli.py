@@ -80,8 +80,8 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
         ("recipies", "recipies: there is no such command. Nearest: recipes."),
         (
             "plna recipe=resnet18",
-            "plna: there is no such command. Commands: recipes, report, watch, export, new, compare. To train: "
-            "recipe=<name>",
+            "plna: there is no such command. Commands: recipes, report, watch, export, new, compare. "
+            "To train: recipe=<name>",
         ),
     ],
 )

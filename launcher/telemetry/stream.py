@@ -77,6 +77,7 @@ class Telemetry:
         self._waiting: deque[Record] = deque()
         self._position: tuple[int, int] | None = None  # the latest that `advance` was given
         self._limit = limit
+        self._draining = False
         self._lost = self._reported = 0  # events beyond the limit
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
@@ -181,9 +182,15 @@ class Telemetry:
                 self.flush()
 
     def _drain(self) -> None:
-        """Hand out what waits; the caller holds the lock."""
-        while self._waiting:
-            self._hand_out(self._waiting.popleft())
+        """Hand out what waits, in order; the caller holds the lock."""
+        if self._draining:
+            return  # the warning about a sink that has just failed
+        self._draining = True
+        try:
+            while self._waiting:
+                self._hand_out(self._waiting.popleft())
+        finally:
+            self._draining = False
         position, self._position = self._position, None
         if position is not None:
             for sink in list(self._followers):

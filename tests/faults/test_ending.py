@@ -151,7 +151,7 @@ def test_status_tells_the_end_though_it_was_given_up_on_the_way(tmp_path: Path) 
     words = (*WORDS, "checkpoint.every_steps=null")
     code = partial(full_for_status, begins=4, ends=7)
     ended = run(tmp_path / "run", *words, user_code=code, prepare=often)
-    assert "status.json is given up" in ended.outputs[0]
+    assert ended.status["step"] < LAST, "nobody has written it after that moment but the end of the run"
     assert (ended.codes, ended.status["state"], ended.status["exit"]) == ([0], "done", 0)
 
 

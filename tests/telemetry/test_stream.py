@@ -54,6 +54,16 @@ def test_an_event_reaches_every_sink_with_time_and_step():
     assert first.records == second.records == [{"event": "step", "time": 12.5, "step": 3, "loss": 0.5}]
 
 
+def test_events_that_waited_stay_in_order_where_a_sink_fails():
+    kept = Kept()
+    telemetry = Telemetry([Broken(ERRORS[0], "write"), kept], every_s=3600)
+    for step in (1, 2, 3):
+        telemetry.emit("step", step)
+    telemetry.close()
+    assert [record["step"] for record in kept.records if record["event"] == "step"] == [1, 2, 3]
+    assert len(kept.texts()) == 1
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_broken_sink_is_dropped_after_one_warning_to_the_others(error, position):
