@@ -66,6 +66,7 @@ from launcher.training.recorded_steps import recorded
 from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
+from launcher.training.setup.compilation import compiled
 from launcher.training.setup.data_check import compare_data, nan_warnings
 from launcher.training.setup.decisions import decisions
 from launcher.training.setup.initial_weights import Loaded, load_weights, settle
@@ -287,7 +288,7 @@ def _train(
     if steps_left and not start.owes_evaluation:
         evaluator.rehearse()
         run.heartbeat.beat("data")
-    network = build.compiled(job.model, stepper) if config.train.compile else job.model
+    network = compiled(config.train.compile, job.model, stepper)
     began = time.perf_counter()
     stepper.clock.on_mark(job.beat_after)
     relief = Relief(run, continuity.standing, batches, continuity.answers)

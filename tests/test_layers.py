@@ -31,7 +31,7 @@ LAYERS = (
     {"__main__"},
 )
 ENGINE_LAYERS = (
-    {"errors", "limits", "works", "recorder"},
+    {"errors", "limits", "works", "recorder", "uncompiled"},
     {"precision", "flat"},
     {"wire", "state"},
     {"verdict"},

@@ -17,6 +17,7 @@ from launcher.config.schema import OPTIMIZERS
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
 TRACKERS = ("wandb", "tensorboard", "trackio", "none")
 PRECISIONS = ("fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16")
+BLOCKS = "blocks"  # train.compile: each repeated block instead of the whole model
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ def optional(rule: Rule) -> Rule:
 
 def auto_or(rule: Rule) -> Rule:
     return Rule(f"auto or {rule.text}", lambda value: value == "auto" or rule.holds(value), rule.nearest)
+
+
+def flag_or(word: str) -> Rule:
+    return Rule(
+        f"true, false or {word}",
+        lambda value: isinstance(value, bool) or value == word,
+        lambda value: nearest(show(value), ("true", "false", word)),
+    )
 
 
 def power_of_two(high: int) -> Rule:
@@ -191,7 +200,7 @@ RULES: Mapping[str, Rule] = {
     "train.eval_every_steps": optional(whole(1)),
     "train.log_every_steps": whole(1),
     "train.on_oom": one_of("halve", "stop"),
-    "train.compile": flag,
+    "train.compile": flag_or(BLOCKS),
     "train.cuda_graph": auto_or(flag),
     "train.channels_last": auto_or(flag),
     "train.label_smoothing": share,

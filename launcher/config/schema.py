@@ -64,7 +64,7 @@ class TrainConfig:
     eval_every_steps: int | None  # also after every so many steps; null: after epochs only
     log_every_steps: int
     on_oom: str  # halve the micro-batch of all ranks once, or stop the run
-    compile: bool
+    compile: str | bool  # blocks: each repeated block instead of the whole model
     cuda_graph: str | bool  # auto: where the run can be captured
     channels_last: str | bool  # auto: on CUDA
     label_smoothing: float  # probability that is spread over all classes, in training

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.config import parameter_groups
 from launcher.config.messages import show, summary, unknown_key
-from launcher.config.rules import PRECISIONS, RULES, is_number, value_problem
+from launcher.config.rules import BLOCKS, PRECISIONS, RULES, is_number, value_problem
 from launcher.config.schema import Config, from_dict, section_types, types_of
 from launcher.errors import ConfigError
 
@@ -133,10 +133,12 @@ def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             {"optim.name", "precision.name"},
             f"precision=pure_fp16: excludes optim={name}, which needs fp32 masters. Use sgd or adamw.",
         )
-    if leaves["model.sync_bn"] is True and leaves["train.compile"] is True:
+    compiles = leaves["train.compile"]
+    if leaves["model.sync_bn"] is True and compiles in (True, BLOCKS):
         yield (
             {"model.sync_bn", "train.compile"},
-            "model.sync_bn=true: excludes train.compile=true, because its collectives cannot be compiled.",
+            f"model.sync_bn=true: excludes train.compile={show(compiles)}, because its collectives cannot be "
+            "compiled.",
         )
     if leaves["model.sync_bn"] is True and leaves["data.micro_batch"] == "auto":
         yield (
@@ -145,11 +147,11 @@ def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
             "trial would leave the others waiting in the batch norms. Give data.micro_batch a number.",
         )
     for key, off in (("precision.fp32_modules", []), ("precision.rescue", False)):
-        if leaves[key] != off and leaves["train.compile"] is True:
+        if leaves[key] != off and compiles in (True, BLOCKS):
             yield (
                 {key, "train.compile"},
-                f"{key}={show(leaves[key])}: excludes train.compile=true, because a compiled graph would not "
-                "run the hooks that change the arithmetic.",
+                f"{key}={show(leaves[key])}: excludes train.compile={show(compiles)}, because a compiled "
+                "graph would not run the hooks that change the arithmetic.",
             )
     trackers = leaves["tracker.name"]
     if leaves["tracker.artifacts"] != "none" and trackers != "wandb" and "wandb" not in (trackers or ()):

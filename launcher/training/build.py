@@ -14,13 +14,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from launcher.config.rules import SCHEDULES
+from launcher.config.rules import BLOCKS, SCHEDULES
 from launcher.config.schema import AdamWConfig, Config, OptimConfig, SgdConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.labels import Labels
@@ -49,6 +48,7 @@ from launcher.recipe.contract import Recipe, loss_of, set_title
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
+from launcher.training.setup.compilation import repeated_blocks
 from launcher.training.setup.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
 from launcher.training.setup.parameter_groups import parameter_groups
 
@@ -208,6 +208,8 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
             f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
             "model, and build what is a class."
         )
+    if config.train.compile == BLOCKS:
+        repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)
     if uses_channels_last(config, env.device):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -360,11 +362,6 @@ def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequenc
     if found is None:
         return "auto: the first batch gives no usable gradient; starts at precision.scale.init"
     return f"auto: starts at 2^{found} = {2**found}, safe for the first batch, within scale.min and scale.max"
-
-
-def compiled(model: nn.Module, stepper: Stepper) -> nn.Module:
-    """The model compiled with torch.compile, keeping all rounding if half arithmetic is emulated."""
-    return cast(nn.Module, torch.compile(model, options={"emulate_precision_casts": stepper.emulation.used}))
 
 
 def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:

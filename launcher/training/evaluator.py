@@ -16,8 +16,10 @@ from pathlib import Path
 
 from torch import nn
 
+from launcher.config.rules import BLOCKS
 from launcher.data.sources import Batches, Readable
 from launcher.data.tensors import Batch
+from launcher.engine.uncompiled import uncompiled
 from launcher.errors import DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
@@ -69,7 +71,7 @@ class Evaluator:
         self.answers.settle(since)
         average = self.run.average
         try:
-            with nullcontext() if average is None else average.in_model():
+            with self._plain(), nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position, since) for name in self.data}
                 AfterEvaluation(self.run, self.recipe, self.model).show(position)
         except Interrupted:
@@ -99,6 +101,10 @@ class Evaluator:
             return replace(measured, stops=self.stopped)
         self.stopped = ""
         return measured
+
+    def _plain(self) -> AbstractContextManager[object]:
+        """Evaluations run uncompiled: graphs of their own would take time, and depend on their batches."""
+        return uncompiled() if self.run.config.train.compile == BLOCKS else nullcontext()
 
     @property
     def _early_stopping(self) -> EarlyStopping:

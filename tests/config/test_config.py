@@ -82,7 +82,22 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
             {"model__weights_sha256": "0" * 64},
             "model.weights_sha256: is that of a file, but model.weights=null",
         ),
+        ({"train__compile": "block"}, "train.compile=block: must be true, false or blocks. Nearest: blocks."),
+        ({"train__compile": None}, "train.compile=null: must be true, false or blocks."),
+        ({"train__compile": 1}, "train.compile=1: must be true, false or blocks."),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn=true: excludes train.compile=true"),
+        (
+            {"model__sync_bn": True, "train__compile": "blocks"},
+            "model.sync_bn=true: excludes train.compile=blocks, because its collectives",
+        ),
+        (
+            {"precision__fp32_modules": ["fc"], "train__compile": "blocks"},
+            "precision.fp32_modules=[fc]: excludes train.compile=blocks, because",
+        ),
+        (
+            {"precision__rescue": True, "train__compile": "blocks"},
+            "precision.rescue=true: excludes train.compile=blocks, because",
+        ),
         ({"optim__momentum": 0}, "optim.nesterov=true: needs optim.momentum above 0."),
         (
             {"optim__name": "adamv"},

@@ -6,17 +6,17 @@ neither weights nor buffers.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from launcher.engine.flat.names import named_buffers, named_modules, named_parameters
+from launcher.engine.uncompiled import uncompiled
 
 Kind = Literal["nan", "inf"]
 MAX_ROWS = 64  # rows of an output that are listed; more would not help
@@ -81,7 +81,7 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
     so an inner module is named before its parent.
     """
     observer = _Observer()
-    with torch.no_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
+    with torch.no_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
             for hook in (
                 module.register_forward_pre_hook(observer.enter, with_kwargs=True),
@@ -104,7 +104,7 @@ def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]])
     Buffers that it updates are restored.
     """
     observer = _BackwardObserver()
-    with torch.enable_grad(), buffers_kept(model), _uncompiled(), ExitStack() as hooks:
+    with torch.enable_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
             hooks.callback(module.register_forward_hook(observer.watcher(name)).remove)
         gradients = run()
@@ -127,13 +127,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for name, buffer in named_buffers(model).items():
                 buffer.copy_(before[name])
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Run compiled modules eagerly: a compiler would trace the hooks, or skip them."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
@@ -23,6 +24,7 @@ from launcher.training.build import (
     rates_of,
     shares_communicator,
 )
+from launcher.training.setup.compilation import kinds_of_blocks
 from launcher.training.setup.parameter_groups import parameter_groups
 
 
@@ -72,11 +74,18 @@ def decisions(
             "wire",
             "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator",
         )
-    if config.train.compile and config.wire.overlap and env.world_size > 1:
+    if config.train.compile == BLOCKS:
+        yield (
+            "compile",
+            f"by block: {kinds_of_blocks(stepper.model)}; blocks of one class and shape share a graph. The "
+            "rest of the model and all evaluations run uncompiled",
+        )
+    if config.train.compile is True and config.wire.overlap and env.world_size > 1:
         yield (
             "compile",
             "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "
-            "whole model returns them at its end (train.compile=false reduces them during the pass)",
+            "whole model returns them at its end (train.compile=false or blocks reduces them during the "
+            "pass)",
         )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"

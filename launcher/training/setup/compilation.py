@@ -1,0 +1,89 @@
+"""The model as the training steps call it: plain, compiled as a whole, or compiled by block (train.compile).
+
+Owns the search for blocks. Evaluations and the search for a failure's cause always run uncompiled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from launcher.config.rules import BLOCKS
+from launcher.engine import Stepper
+from launcher.errors import ConfigError
+
+GRAPHS_PER_BLOCK = 4  # for its first shape, for others, and with and without gradients
+
+
+def compiled(how: str | bool, model: nn.Module, stepper: Stepper) -> nn.Module:
+    """The model to train, keeping all rounding of half arithmetic that is emulated.
+
+    By block, it is `model` itself, whose names stay as they are. Raises ConfigError as `repeated_blocks`.
+    """
+    if how is False:
+        return model
+    options: dict[str, str | int | bool | Callable[..., Any]] = {
+        "emulate_precision_casts": stepper.emulation.used
+    }
+    if how is True:
+        return cast(nn.Module, torch.compile(model, options=options))
+    blocks = repeated_blocks(model)
+    for block in blocks:
+        block.compile(options=options)
+    limits = torch._dynamo.config
+    # Modules compiled in place share one cache of graphs. What exceeds its limit, 8, would run uncompiled.
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_PER_BLOCK * len(blocks))
+    return model
+
+
+def kinds_of_blocks(model: nn.Module) -> str:
+    """How many blocks of which classes are compiled, in words. Raises ConfigError as `repeated_blocks`."""
+    counts = Counter(type(block).__name__ for block in repeated_blocks(model))
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that train.compile=blocks compiles: the outermost that repeat, as registered.
+
+    They are entries of an nn.ModuleList or nn.Sequential, have children, and share their class with another
+    one. A plain nn.Sequential is one only if its children have none. Raises ConfigError if there are none.
+    """
+    entries = {id(entry): entry for entry in _entries(model)}
+    counts = Counter(map(type, entries.values()))
+    repeated = {key for key, entry in entries.items() if counts[type(entry)] > 1}
+    blocks = list(dict.fromkeys(_outermost(model, repeated)))
+    if not blocks:
+        raise ConfigError(
+            f"train.compile={BLOCKS}: the model {type(model).__name__} has no repeated blocks. They are two "
+            "or more modules of one class, with children, in an nn.ModuleList or nn.Sequential. Use "
+            "train.compile=true, which compiles the whole model."
+        )
+    return blocks
+
+
+def _entries(model: nn.Module) -> Iterator[nn.Module]:
+    """The entries of lists of modules that may be blocks."""
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            for entry in parent.children():
+                if list(entry.children()) and not _only_holds(entry):
+                    yield entry
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is a list of blocks rather than one."""
+    if type(module) is nn.Sequential:
+        return any(list(child.children()) for child in module.children())
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _outermost(module: nn.Module, repeated: set[int]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if id(child) in repeated:
+            yield child
+        else:
+            yield from _outermost(child, repeated)
