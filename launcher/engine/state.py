@@ -186,7 +186,8 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
     refuse_misfits("weights", {n: p.shape for n, p in parameters.items()}, state.weights)
     refuse_misfits("buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
     for name, p in parameters.items():
-        _refuse_dtype("weights", name, exact(p).dtype, state.weights[name].dtype)
+        expected = torch.float32 if p.dtype in HALF else p.dtype
+        _refuse_dtype("weights", name, expected, state.weights[name].dtype)
     for name, buffer in buffers.items():
         given = state.buffers[name].dtype
         if not (given in HALF and buffer.dtype == torch.float32):

@@ -63,12 +63,14 @@ class Shards:
     def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
         """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
         for segment in self._layout.segments:
-            whole = torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
+            own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
+            divided = isinstance(self._transports[segment.name], ShardedSum)
+            whole = torch.zeros(segment.numel, device=self._layout.device) if divided else own[0]
             for slot in segment.slots:
                 slot.view(whole).copy_(named[slot.name])
-            own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
-            for tensor, part in zip(own, self._parts(segment), strict=True):
-                tensor.copy_(whole[part])
+            if divided:
+                for tensor, part in zip(own, self._parts(segment), strict=True):
+                    tensor.copy_(whole[part])
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
