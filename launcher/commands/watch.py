@@ -43,8 +43,8 @@ def watch(arguments: Arguments) -> int:
     directory = checked("watch", arguments.words[0])
     on_terminal = sys.stdout.isatty()
     every_s = interval(arguments, EVERY_S if on_terminal else EVERY_LINE_S)
-    source = Sweep(directory) if is_sweep(directory) else Run(directory)
     try:
+        source = Sweep(directory) if is_sweep(directory) else Run(directory)
         with stopping() as stop:
             if on_terminal:
                 with full_screen():

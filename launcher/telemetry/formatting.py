@@ -128,7 +128,7 @@ def scale_text(scale: float) -> str:
 
 def _shown_epoch(record: Mapping[str, Any]) -> int | None:
     epoch = record.get("epoch")
-    return None if epoch is None else epoch + 1
+    return epoch + 1 if type(epoch) is int else None
 
 
 def _of(value: Any, total: int | None) -> str:

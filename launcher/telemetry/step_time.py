@@ -114,15 +114,16 @@ def time_at_end(end: Record) -> TimeShares | None:
     keys = ("steps", "step_ms", "overhead_ms", "waited_ms", *PARTS)
     if not isinstance(time, dict) or not all(_is_time(time.get(key)) for key in keys) or not time["step_ms"]:
         return None
-    named = time["waited_ms"] >= OTHERS_WAIT * time["step_ms"]
+    rank = time.get("rank")
+    named = type(rank) is int and time["waited_ms"] >= OTHERS_WAIT * time["step_ms"]
     return TimeShares(
         int(time["steps"]),
         float(time["step_ms"]),
         {part: float(time[part]) for part in PARTS},
         overhead_ms=float(time["overhead_ms"]),
-        rank=int(time["rank"]) if named else None,
+        rank=rank if named else None,
     )
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -189,11 +189,13 @@ def test_a_result_without_its_parts_is_a_row_of_the_comparison(tmp_path, capsys,
 def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path, capsys, name, make):
     (tmp_path / ("result.json" if name == "env.json" else "env.json")).write_text("{}")
     make(tmp_path / name)
-    assert main(["report", str(tmp_path)]) == 8
-    err = capsys.readouterr().err
     kind = "a pipe" if make == os.mkfifo else "a directory"
-    place = f"error: report {tmp_path}: {tmp_path / name}"
-    assert err == f"{place}: {name} is {kind}; it must be a plain file.\n"
+    for command in (
+        ("report", "watch") if name in ("metrics.jsonl", "status.json", "config.yaml") else ("report",)
+    ):
+        assert main([command, str(tmp_path)]) == 8
+        place = f"error: {command} {tmp_path}: {tmp_path / name}"
+        assert capsys.readouterr().err == f"{place}: {name} is {kind}; it must be a plain file.\n"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])

@@ -16,9 +16,12 @@ from launcher.cli import main
 from launcher.report.run_record import RunRecord
 from launcher.report.run_table import run_table
 from launcher.report.settings import difference_rows, run_settings, setting_rows
+from launcher.report.watching import Watched, run_screen
 from launcher.run_dir.atomic import json_line, write_json
 from tests.report.test_page import HOSTILE, Page
 
+TIMES = dict.fromkeys(("step_ms", "data_ms", "compute_ms", "wire_ms", "update_ms", "overhead_ms"), 10.0)
+STEP_TIME = {**TIMES, "steps": 9, "rank": 0, "waited_ms": 5.0}
 SERIES = re.compile(r'data-name="([^"]*)" data-x="([^"]*)" data-y="([^"]*)"')
 
 
@@ -210,7 +213,12 @@ def test_many_classes_are_a_list_of_mistakes(tmp_path):
         {"event": "restart", "step": 1, "time": "x"},
         {"event": "start", "step": 1, "time": 1e300, "total_steps": "many", "model": []},
         {"event": "eval", "step": 1, "loss": [1], "accuracy": "x"},
+        {"event": "eval", "step": 1, "epoch": "x", "loss": 0.5},
+        {"event": "eval", "step": 1, "epoch": [0], "set": [1], "loss": 0.5},
         {"event": "end", "step": 1, "state": 3, "error": []},
+        {"event": "end", "step": 1, "state": "done", "step_time": {**STEP_TIME, "rank": None}},
+        {"event": "end", "step": 1, "state": "done", "step_time": {**STEP_TIME, "rank": "first"}},
+        {"event": "end", "step": 1, "state": "done", "step_time": {**STEP_TIME, "steps": "inf"}},
         {"event": "checkpoint", "step": 1},
         {"event": "gpu", "step": 1, "devices": "x"},
         {"event": "decision", "step": 1},
@@ -226,6 +234,7 @@ def test_events_of_another_form_break_nothing(tmp_path, event, capsys):
     assert main(["report", str(run)]) == 0
     assert "Traceback" not in capsys.readouterr().err
     assert "Loss" in Page(run / "report.html").text
+    assert run_screen(Watched(run).view(), 80, 24)
 
 
 def test_a_sweep_has_a_page_of_its_runs(tmp_path, capsys):
