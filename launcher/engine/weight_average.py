@@ -43,6 +43,7 @@ class WeightAverage:
             ...
             stepper.step()                 # or the replay of a recorded step
             average.update(step)
+        average.settle()                   # the steps since the last pass, too
         with average.in_model():
             evaluate(model)
 
@@ -71,14 +72,16 @@ class WeightAverage:
 
     def update(self, step: int) -> None:
         """Take the step that has just been made, number `step`, into the average unless it was skipped."""
-        applied = self._stepper.scale.applied
         if step % self._every_steps == 0:
-            with torch.no_grad():
-                if self._stepper.decides_on_host:
-                    self._pass_on_host(int(applied), int(self._before), int(self._applied))
-                else:
-                    self._pass_on_device(applied, self._before, self._applied)
-        self._before.copy_(applied)
+            self._pass(self._before)
+        self._before.copy_(self._stepper.scale.applied)
+
+    def settle(self) -> None:
+        """Take all steps so far into the average. Before an evaluation, or the end.
+
+        Part of the average's course: make it at the same steps wherever the same bits are wanted.
+        """
+        self._pass(self._applied)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -140,6 +143,15 @@ class WeightAverage:
         """Each average and what it averages, flat."""
         yield from zip(self._weights, self._stepper.shards.masters(), strict=True)
         yield from zip(self._buffers, self._stepper.buffers.floats(), strict=True)
+
+    @torch.no_grad()
+    def _pass(self, before: Tensor) -> None:
+        """If a step was applied since there were `before`: a pass for all that came after the latest."""
+        applied = self._stepper.scale.applied
+        if self._stepper.decides_on_host:
+            self._pass_on_host(int(applied), int(before), int(self._applied))
+        else:
+            self._pass_on_device(applied, before, self._applied)
 
     def _pass_on_host(self, applied: int, before: int, at_pass: int) -> None:
         if applied == before:

@@ -69,7 +69,8 @@ class Evaluator:
         self.run.stepper.average_buffers()
         since = self.monitor.totals.since_evaluation
         self.answers.settle(since)
-        average = self.run.average
+        if (average := self.run.average) is not None:
+            average.settle()
         try:
             with self._plain(), nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position, since) for name in self.data}

@@ -192,3 +192,24 @@ def test_wrong_values_and_states_are_refused() -> None:
         with pytest.raises(ValueError, match="the state does not fit"):
             average.load(wrong)
     assert same(bits(average), before)
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["on the host", "on a device"])
+def test_settling_takes_the_steps_since_the_last_pass_and_no_step_twice(capturable) -> None:
+    stepper = stepper_of(conv_net(), capturable=capturable)
+    first = masters(stepper)
+    average = WeightAverage(stepper, DECAY, every_steps=10)
+    for number in (1, 2, 5):
+        assert step(stepper, number)
+        average.update(number)
+    average.settle()
+    applied, now = 3, masters(stepper)
+    weight = 1 - min(DECAY, (1 + applied) / (10 + applied)) ** applied
+    for name, values in average.state().weights.items():
+        assert torch.allclose(values, first[name].lerp(now[name], weight), atol=1e-7), name
+    before = bits(average)
+    average.settle()
+    assert not step(stepper, SKIPPED[0])
+    average.update(10)
+    average.settle()
+    assert same(bits(average), before), "nothing has been applied since"

@@ -14,7 +14,7 @@ from tests.faults.launching import Ended, run
 from tests.snapshots import comparable
 
 LENGTH = ("train.max_steps=8", "checkpoint.every_steps=3", "train.eval_every_steps=4")
-EMA = ("ema.decay=0.8", "ema.every_steps=2")
+EMA = ("ema.decay=0.8", "ema.every_steps=3")
 # A scale at which the first gradients overflow: its steps are skipped.
 SKIPPING = "precision.scale.init=2097152"
 
@@ -51,6 +51,7 @@ def test_it_changes_no_step_is_evaluated_and_exported_and_resumes_bit_for_bit(tm
     file = tmp_path / "weights.safetensors"
     assert export(whole.directory, file).averaged
     exported, snapshot = load_file(file), load(whole.checkpoints[8])
+    assert snapshot.average.counters["applied"] == whole.result["applied_steps"], "of the last steps, too"
     for name, value in (snapshot.average.weights | snapshot.average.buffers).items():
         assert torch.equal(exported[name], value), name
     assert not export(whole.directory, file, averaged=False).averaged
