@@ -26,6 +26,7 @@ RESERVED = (
     "time",
     "event",
     "set",
+    "higher_is_better",
 )  # other fields of a record
 
 

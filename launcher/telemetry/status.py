@@ -62,7 +62,7 @@ class StatusFile:
         if event == "eval" and known.get("set") != record.get("set"):
             return status  # of several sets the first is shown
         if event in ("step", "eval"):
-            last = {**status.last, event: _without(record, "event", "time", "epoch")}
+            last = {**status.last, event: _without(record, "event", "time", "epoch", "higher_is_better")}
             epoch = record.get("epoch", status.epoch)
             return replace(status, epoch=epoch, step=record["step"], last=last)
         if event == "end":

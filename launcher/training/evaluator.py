@@ -33,7 +33,7 @@ from launcher.training.answers import Answers
 from launcher.training.early_stopping import EarlyStopping
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import free_memory
-from launcher.training.progress import Course, Measured, Position, SinceEvaluation, Standing
+from launcher.training.progress import HIGHER_IS_BETTER, Course, Measured, Position, SinceEvaluation, Standing
 from launcher.training.recipe_errors import guarding
 from launcher.training.run import Question, Run, Votes
 
@@ -196,6 +196,11 @@ class Evaluator:
             **since.metrics(),
             samples=found.samples,
             seconds=time.perf_counter() - began,
+            higher_is_better={
+                metric: higher
+                for metric, higher in (found.higher_is_better | HIGHER_IS_BETTER).items()
+                if higher is not None
+            },
         )
         return found
 

@@ -64,6 +64,9 @@ class Course:
         return by_epochs or by_steps or self.ends_with(step)
 
 
+HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
+
+
 @dataclass
 class SinceEvaluation:
     """The training samples (or tokens) since the last evaluation, over all ranks, as they were trained on."""

@@ -81,6 +81,8 @@ def test_each_set_has_its_own_evaluation_and_any_may_be_compared_by(ended: Ended
         each["set"]: {name: each[name] for name in result["metrics"]} for each in (near, far)
     }
     assert result["metrics"]["margin"] == near["margin"] != far["margin"]
+    higher = far["higher_is_better"]
+    assert (higher["margin"], higher["loss"], higher["train_loss"]) == (True, False, False)
     assert sum(map(sum, result["confusion_matrix"])) == 30
     checkpoints = sorted((ended.directory / "checkpoints").iterdir())
     state = json.loads((checkpoints[-1] / "state.json").read_text())

@@ -83,6 +83,14 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
+class DirectedTracker(Tracker, Protocol):
+    """A tracker that uses which way a metric is better."""
+
+    def directions(self, higher_is_better: Mapping[str, bool]) -> None:
+        """By the names of the next `log`; without the metrics that do not declare it."""
+
+
+@runtime_checkable
 class AbortableTracker(Tracker, Protocol):
     """A tracker that can be stopped from another thread while one of its methods does not return."""
 

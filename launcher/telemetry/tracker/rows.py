@@ -14,7 +14,7 @@ from launcher.telemetry.tracker.protocol import ConfusionMatrix, Histogram, Medi
 GROUPS = ("train", "scale", "time", "eval", "after_evaluation", "gradients", "gpu")
 SCALE_NAMES = {"scale": "scale/value", "skipped": "scale/skipped"}
 MEDIA = (Text, Picture, Histogram, Table, ConfusionMatrix)
-UNNAMED = ("event", "time", "step", "set")
+UNNAMED = ("event", "time", "step", "set", "higher_is_better")
 
 
 def row_of(record: Record) -> dict[str, Any]:
@@ -25,6 +25,13 @@ def row_of(record: Record) -> dict[str, Any]:
 def media_of(record: Record) -> dict[str, Media]:
     """Texts, pictures, histograms and tables of the event."""
     return {name: value for name, value in _named(record) if isinstance(value, MEDIA)}
+
+
+def directions_of(record: Record) -> dict[str, bool]:
+    """Whether a higher value is better, by name in the row; without those that do not declare it."""
+    return {
+        _in_evaluation(record, name): higher for name, higher in record.get("higher_is_better", {}).items()
+    }
 
 
 def _named(record: Record) -> Iterator[tuple[str, Any]]:
@@ -46,9 +53,13 @@ def _named(record: Record) -> Iterator[tuple[str, Any]]:
             as_media = {"texts": Text, "pictures": Picture}.get(key, lambda plain: plain)
             yield from ((f"{event}/{name}", as_media(item)) for name, item in value.items())
         elif event == "eval":
-            yield f"eval/{record['set']}/{key}" if "set" in record else f"eval/{key}", value
+            yield _in_evaluation(record, key), value
         elif event == "gpu":
             yield from _gpus(value) if key == "gpus" else ((f"gpu/{key}", value),)
+
+
+def _in_evaluation(record: Record, name: str) -> str:
+    return f"eval/{record['set']}/{name}" if "set" in record else f"eval/{name}"
 
 
 def _report(record: Record) -> Iterator[tuple[str, Any]]:

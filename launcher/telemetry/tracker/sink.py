@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.telemetry.stream import PERIODIC, Record
-from launcher.telemetry.tracker.protocol import AbortableTracker, TrackedRun, Tracker
-from launcher.telemetry.tracker.rows import media_of, row_of
+from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
+from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 from launcher.telemetry.tracker.used_config import used_config
 
 QUEUE_ROWS = 1_000  # that may wait while the tracker starts, is slow, or has used its share of the time
@@ -177,6 +177,8 @@ class TrackerSink:
         self._tracker.start(replace(self._run, config=config))
 
     def _log(self, tracker: Tracker, record: Record) -> None:
+        if isinstance(tracker, DirectedTracker) and (directions := directions_of(record)):
+            tracker.directions(directions)
         if row := row_of(record):
             tracker.log(record["step"], row)
         for name, item in media_of(record).items():

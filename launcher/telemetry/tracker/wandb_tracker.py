@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 PREEMPTED = 75
-LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,14 @@ class WandbOptions:
 
 
 class WandbTracker:
-    """Implements `Tracker`."""
+    """Implements `DirectedTracker` and `AbortableTracker`."""
 
     def __init__(self, options: WandbOptions) -> None:
         self._options = options
         self._resources = contextlib.ExitStack()
         self._directory = Path()
         self._run: Run | None = None
-        self._seen: set[str] = set()
+        self._directed: dict[str, bool] = {}
 
     def start(self, run: TrackedRun) -> None:
         self._directory = run.directory
@@ -74,10 +73,17 @@ class WandbTracker:
             for group in GROUPS:
                 self._run.define_metric(f"{group}/*", step_metric="step")
 
+    def directions(self, higher_is_better: Mapping[str, bool]) -> None:
+        """The summary of a metric is its best value, besides the last one."""
+        with self._shut_on_error():
+            for name, higher in higher_is_better.items():
+                if self._directed.get(name) is not higher:
+                    self._directed[name] = higher
+                    best = "max" if higher else "min"
+                    self._live.define_metric(name, step_metric="step", summary=f"{best},last")
+
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         with self._shut_on_error():
-            for name in values.keys() - self._seen:
-                self._define(name, values[name])
             self._live.log({"step": step, **values})
 
     def media(self, step: int, name: str, item: Media) -> None:
@@ -130,13 +136,6 @@ class WandbTracker:
                     f"later: {sync_command(run.directory)}"
                 )
         return start(run, False, options.system_metrics, options.patience, options.warn)
-
-    def _define(self, name: str, value: Any) -> None:
-        """The summary of a metric of an evaluation is its best value, besides the last one."""
-        self._seen.add(name)
-        if name.startswith("eval/") and isinstance(value, float):
-            best = "min" if name.rpartition("/")[2] in LOWER_IS_BETTER else "max"
-            self._live.define_metric(name, step_metric="step", summary=f"{best},last")
 
     @contextlib.contextmanager
     def _shut_on_error(self) -> Iterator[None]:
