@@ -16,6 +16,7 @@ from launcher.telemetry.formatting import duration, metric, metric_title, number
 from launcher.telemetry.step_time import TimeShares, time_at_end, time_shares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
+FEW_STEPS = 5  # with fewer measured ones nothing is said of the time
 WAITS = 0.4  # a part of the step with this share bounds it
 # Student's t at 95 %, by the number of pairs less one: standard errors from which on a difference is one.
 CERTAIN = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -36,6 +37,7 @@ class Measured:
     state: str
     seconds: float | None
     shares: TimeShares | None
+    windows_ms: tuple[float, ...]  # of a step, by log line; the first, which compiles, left out
     memory_bytes: float | None
     wire_bytes: float | None
     state_bytes: float | None
@@ -72,6 +74,15 @@ class Side:
 
     def parts_ms(self) -> dict[str, float]:
         return {part: self.mean(part_of(part)) or 0.0 for part in PARTS}
+
+    def share(self, part: str) -> float:
+        """Of a step, spent in this part of it."""
+        return self.parts_ms()[part] / (self.mean(lambda run: run.step_ms) or math.inf)
+
+    @property
+    def fewest_steps(self) -> int:
+        """The number of steps whose time is known, of the run that has fewest."""
+        return min((run.shares.num_steps if run.shares else 0 for run in self.done), default=0)
 
     def spread(self, of: Callable[[Measured], float | None], shown: Callable[[float], str]) -> str:
         """Mean and standard deviation over the runs that are done."""
@@ -122,42 +133,74 @@ def time_verdict(first: Side, other: Side) -> str:
     if before is None or after is None:
         return "The time of a step was not recorded: runs of several log lines have it."
     share = after / before
-    took = f"a step takes {number(after)} ms against {number(before)} ms"
-    reason = reason_of(first, other, before, after)
-    if share < 1 - ALIKE:
-        return f"{other.name} is faster than {first.name}: {took} ({share:.2f}). {reason}"
-    if share > 1 + ALIKE:
-        return f"{other.name} is slower than {first.name}: {took} ({share:.2f}). {reason}"
-    return f"{other.name} gains no time over {first.name}: {took} ({share:.2f}). {reason}"
+    took = f"a step takes {number(after)} ms against {number(before)} ms ({share:.2f})"
+    if (fewest := min(side.fewest_steps for side in (first, other))) < FEW_STEPS:
+        return (
+            f"Nothing can be said of the time: {took}, from {fewest} measured step(s) of a run. At least "
+            f"{FEW_STEPS} are needed after the first, which compiles."
+        )
+    waiting = max((first, other), key=lambda side: side.share(DATA))
+    if waiting.share(DATA) >= WAITS:
+        advice = ADVICE[DATA].format(share=percent(waiting.share(DATA)), name=waiting.name)
+        return f"{advice} Of the precision the time says nothing: {took}."
+    if abs(share - 1) <= ALIKE:
+        return f"{other.name} gains no time over {first.name}: {took}. {reason_of(first, other)}"
+    differs, why = time_differs(first, other)
+    if not differs:
+        return f"No difference in time between {first.name} and {other.name} was found: {took}, {why}."
+    word = "faster" if share < 1 else "slower"
+    return f"{other.name} is {word} than {first.name}: {took}, {why}. {reason_of(first, other)}"
 
 
-def reason_of(first: Side, other: Side, before: float, after: float) -> str:
+def time_differs(first: Side, other: Side) -> tuple[bool, str]:
+    """Whether the times of a step differ, and what that rests on: pairs of seeds, else the logged windows."""
+    differences = paired(first, other, lambda run: run.step_ms)
+    if len(differences) > 1:
+        pairs = f"in {len(differences)} pairs"
+        if beyond_chance(differences):
+            return True, f"{pairs}, beyond what runs differ by in 19 of 20 cases"
+        return False, f"{pairs} that vary as much"
+    windows = [[ms for run in side.done for ms in run.windows_ms] for side in (first, other)]
+    fewest = min(map(len, windows))
+    if fewest < 2:
+        return False, "with one seed and too few log lines to know how it varies: seed=0,1,2 runs three"
+    # The windows of one run share whatever else its machine did, so that their mean is no surer than one.
+    spread = math.hypot(*map(statistics.stdev, windows))
+    gap = abs(statistics.fmean(windows[1]) - statistics.fmean(windows[0]))
+    if gap > certain_from(fewest) * spread:
+        return True, "with one seed, beyond the spread over its log lines"
+    return False, "with one seed, within the spread over its log lines: seed=0,1,2 runs three"
+
+
+def reason_of(first: Side, other: Side) -> str:
     """Why the step takes as long as it does: the part that bounds it, or the one that changed most."""
     emulated = [side.name for side in (first, other) if any(run.emulated for run in side.done)]
+    for part in (WIRE, UPDATE):
+        if other.share(part) >= WAITS:
+            return ADVICE[part].format(share=percent(other.share(part)))
     parts, parts_before = other.parts_ms(), first.parts_ms()
-    shares = {part: parts[part] / after for part in PARTS}
-    for part in (DATA, WIRE, UPDATE):
-        if shares[part] >= WAITS:
-            return f"{ADVICE[part].format(share=percent(shares[part]), name=other.name)}"
-    if emulated:
-        return (
-            f"{' and '.join(emulated)} is emulated here, in fp32 with roundings: it computes no faster, and "
-            "gains only where the wire is slow."
-        )
     changes = {part: parts[part] - parts_before[part] for part in PARTS}
     part = max(changes, key=lambda each: abs(changes[each]))
-    if abs(after - before) < ALIKE * before:
+    most = f"Most of the difference is in {PARTS[part]} ({changes[part]:+.3g} ms)."
+    before, after = first.mean(lambda run: run.step_ms) or 0.0, other.mean(lambda run: run.step_ms) or 0.0
+    if emulated:
+        who = f"{' and '.join(emulated)} is emulated here, in fp32 with roundings"
+        if after < before * (1 - ALIKE):
+            return f"{most} {who}: faster arithmetic is not the reason."
+        return f"{who}: it computes no faster, and gains only where the wire is slow."
+    if abs(after - before) <= ALIKE * before:
         return (
-            f"{percent(shares[COMPUTE])} of it is forward and backward, which take the same time: the model "
-            "or its batch is too small for this device's half arithmetic to pay, or the device has none."
+            f"{percent(other.share(COMPUTE))} of it is forward and backward, which take the same time: "
+            "the model or its batch is too small for this device's half arithmetic to pay, or the device has "
+            "none."
         )
-    return f"Most of the difference is in {PARTS[part]} ({changes[part]:+.3g} ms)."
+    return most
 
 
 UNITS = ("B", "kB", "MB", "GB")
 ADVICE = {
-    DATA: "{share} of it waits for data, which no precision changes: raise data.workers, use data.cache, or "
-    "make the transform cheaper.",
+    DATA: "{share} of a step of {name} waits for data, which no precision changes: raise data.workers, use "
+    "data.cache, or make the transform cheaper.",
     WIRE: "{share} of it waits for the exchange of gradients: raise data.batch_size, or use fewer ranks.",
     UPDATE: "{share} of it updates the weights, which are fp32 under both: raise data.batch_size.",
 }
@@ -176,7 +219,7 @@ def memory_verdict(first: Side, other: Side) -> str | None:
 
 def metric_verdict(first: Side, other: Side) -> str:
     """The mean difference of the pairs of runs with one seed, against its standard error."""
-    name, differences = metric_name_of(first), paired(first, other)
+    name, differences = metric_name_of(first), paired(first, other, lambda run: run.metric)
     if not differences:
         return f"No seed has {metric_title(name)} from both."
     mean = statistics.fmean(differences)
@@ -185,19 +228,29 @@ def metric_verdict(first: Side, other: Side) -> str:
         return f"{found} with one seed, which says little: seed=0,1,2 runs three."
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     pairs = f"in {len(differences)} pairs, with a standard error of {signed(name, error).lstrip('+')}"
-    certain = CERTAIN[min(len(differences) - 1, len(CERTAIN)) - 1]
-    if abs(mean) <= certain * error:
+    if not beyond_chance(differences):
         return f"{found} {pairs}: no difference that these seeds show."
     return f"{found} {pairs}: a difference, beyond what seeds make in 19 of 20 cases."
 
 
-def paired(first: Side, other: Side) -> list[float]:
-    theirs = {run.seed: run.metric for run in first.done}
+def paired(first: Side, other: Side, of: Callable[[Measured], float | None]) -> list[float]:
+    """The differences between the runs with one seed."""
+    theirs = {run.seed: of(run) for run in first.done}
     return [
-        run.metric - before
+        value - before
         for run in other.done
-        if run.metric is not None and (before := theirs.get(run.seed)) is not None
+        if (value := of(run)) is not None and (before := theirs.get(run.seed)) is not None
     ]
+
+
+def beyond_chance(differences: Sequence[float]) -> bool:
+    """Whether their mean is further from zero than chance takes it, at 95 %; at least two of them."""
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return abs(statistics.fmean(differences)) > certain_from(len(differences)) * error
+
+
+def certain_from(count: int) -> float:
+    return CERTAIN[min(count - 1, len(CERTAIN)) - 1]
 
 
 def table(first: Side, others: Sequence[Side]) -> Iterator[str]:
@@ -292,6 +345,7 @@ def measured(seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]]
         state=str(ends[-1].get("state") if ends and result["state"] != "done" else result["state"]),
         seconds=result.get("seconds"),
         shares=(time_at_end(ends[-1]) if ends else None) or time_shares(steps),
+        windows_ms=tuple(float(e["step_ms"]) for e in steps[1:] if isinstance(e.get("step_ms"), int | float)),
         memory_bytes=max(memory, default=None),
         wire_bytes=result.get("wire_bytes_per_step"),
         state_bytes=result.get("state_bytes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measure
         seed=str(seed),
         state="done" if metric is not None else "not finished",
         seconds=60.0,
-        shares=TimeShares(10, sum(parts_ms.values()), parts_ms),
+        shares=TimeShares(int(parts.get("steps", 10)), sum(parts_ms.values()), parts_ms),
+        windows_ms=tuple(sum(parts_ms.values()) + apart * parts.get("noise", 1.0) for apart in (-1, 0, 1)),
         memory_bytes=parts.get("memory", 100e6),
         wire_bytes=parts.get("sent", 4e6),
         state_bytes=16e6,
@@ -48,15 +50,48 @@ def side(name: str, *metrics: float, **parts: float) -> Side:
         (
             {"data": 200.0},
             {"data": 201.0},
-            ["gains no time", "67 % of it waits for data, which no precision"],
+            ["67 % of a step of fp16 waits for data, which no precision"],
         ),
         ({"update": 200.0}, {"update": 200.0}, ["gains no time", "67 % of it updates the weights"]),
-        ({}, {"compute": 120.0, "emulated": 1.0}, ["is slower", "fp16 is emulated here"]),
+        ({}, {"compute": 120.0, "emulated": 1.0}, ["is slower", "emulated here", "computes no faster"]),
+        ({}, {"compute": 80.0, "emulated": 1.0}, ["is faster", "faster arithmetic is not the reason"]),
+        ({}, {"compute": 50.0, "steps": 1}, ["Nothing can be said of the time", "(0.50)", "1 measured step"]),
+        ({}, {"compute": 107.0, "noise": 9.0}, ["No difference in time", "(1.07)", "within the spread"]),
     ],
 )
 def test_the_time_has_a_reason(before: dict[str, Any], after: dict[str, Any], said: list[str]) -> None:
     text = time_verdict(side("fp32", **before), side("fp16", **after))
     assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_waits_for_data_makes_no_precision_slower_or_faster(precision: str) -> None:
+    sides = [side(name, data=500.0 if name == precision else 40.0) for name in ("fp32", "fp16")]
+    text = time_verdict(*sides)
+    assert text.startswith(f"83 % of a step of {precision} waits for data")
+    assert not {"slower", "faster"} & set(text.split())
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ((110.0, 120.0, 115.0), "fp16 is slower than fp32: a step takes 115 ms against 100 ms (1.15), in 3"),
+        ((80.0, 90.0, 170.0), "No difference in time between fp32 and fp16 was found"),
+        ((110.0, 130.0), "that vary as much"),  # two pairs prove little
+    ],
+)
+def test_times_of_several_seeds_are_compared_in_pairs_like_the_metric(
+    times: tuple[float, ...], said: str
+) -> None:
+    runs = tuple(run_of(seed, compute=ms) for seed, ms in enumerate(times))
+    assert said in time_verdict(side("fp32", *[0.9] * len(times)), Side("fp16", runs))
+
+
+def test_the_spread_over_log_lines_leaves_out_the_first_and_needs_two_more() -> None:
+    steps = [{"event": "step", "step": 10 * n, "step_ms": ms} for n, ms in enumerate((900, 90, 110), start=1)]
+    assert measured("0", {"state": "done"}, steps).windows_ms == (90.0, 110.0)
+    short = Side("fp16", (replace(run_of(compute=50.0), windows_ms=(50.0,)),))
+    assert "too few log lines" in time_verdict(side("fp32"), short)
 
 
 @pytest.mark.parametrize(
