@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
-from launcher.report.plots import FAINT, INK, figure_of, points_of, save, use_log_scale
+from launcher.report.plots import FAINT, INK, figure_of, plain, points_of, save, use_log_scale
 from launcher.report.reading import Warn, evaluations_of, events_of, result_of, silent, text_of
 from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
@@ -243,7 +243,7 @@ def draw_curves_of(
             axes.plot(
                 list(mean),
                 [factor * value for value in mean.values()],
-                label=setting.label,
+                label=plain(setting.label),
                 color=color,
                 linewidth=4.5 if index == 0 else 2.2,  # the first remains visible below the others
                 marker=marker,

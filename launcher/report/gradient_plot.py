@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.report.plots import FAINT, INK, SKIPPED, TRAIN, figure_of, save
+from launcher.report.plots import FAINT, INK, SKIPPED, TRAIN, figure_of, plain, save
 from launcher.report.recording import read_recording
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _draw_shift(axes: Axes, exponents: Sequence[int], percent: Sequence[float], 
 
 def _draw_layers(axes: Axes, layers: Sequence[tuple[str, dict[str, float]]], num_layers: int) -> None:
     """Zeros per parameter, at scale 1 and as sent."""
-    names = [name for name, _ in layers]
+    names = [plain(name) for name, _ in layers]
     places = range(len(names), 0, -1)
     lost = [100 * shares["zero_share_at_scale_1"] for _, shares in layers]
     zero = [100 * shares["zero_share"] for _, shares in layers]

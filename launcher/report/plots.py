@@ -62,7 +62,7 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
     counts: list[list[int]] | None = result.get("confusion_matrix")
     if not counts:
         return None
-    classes = [str(name) for name in result.get("classes") or range(len(counts))]
+    classes = [plain(str(name)) for name in result.get("classes") or range(len(counts))]
     side_inches = min(14.0, 3.2 + 0.42 * len(counts))
     figure = figure_of(side_inches + 1.2, side_inches)
     axes = figure.subplots()
@@ -192,6 +192,11 @@ def _points(curve: Curve) -> list[tuple[float, float]]:
     """(step, value), thinned."""
     x, y = curve.points()
     return list(zip(x.tolist(), y.tolist(), strict=True))
+
+
+def plain(name: str) -> str:
+    """The name as matplotlib shows it unchanged: a pair of dollar signs would be a formula."""
+    return name.replace("$", r"\$")
 
 
 def figure_of(width_inches: float, height_inches: float) -> Figure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,22 @@ from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.contract import ONLY_SET, Recipe, Used
-from launcher.report.gradient_plot import draw_exponents
+from launcher.report.gradient_plot import GRADIENTS, draw_exponents
 from launcher.report.page import write_report
-from launcher.report.plots import draw_confusion_matrix, draw_curves
+from launcher.report.plots import CONFUSION_MATRIX, CURVES, draw_confusion_matrix, draw_curves
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import write_result
+from launcher.run_dir.records import REPORT, write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
 from launcher.training.progress import Totals
 
 SPLIT = "split.csv"
+PAGE_FILES: dict[str, Callable[[Path], object]] = {  # the page is last: it contains a picture
+    CURVES: draw_curves,
+    CONFUSION_MATRIX: draw_confusion_matrix,
+    GRADIENTS: draw_exponents,
+    REPORT: write_report,
+}
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
 
 
@@ -171,11 +177,10 @@ def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
 
 
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
-    """Write plots and report.html, from the files of the run alone; a failure is a warning."""
-    try:
-        draw_curves(run_dir)
-        draw_confusion_matrix(run_dir)
-        draw_exponents(run_dir)
-        write_report(run_dir)
-    except Exception as error:  # a plot must not fail a run that is complete
-        telemetry.warn(f"the report could not be drawn: {type(error).__name__}: {error}")
+    """Write plots and report.html, from the files of the run alone; a failure of one is a warning."""
+    for name, write in PAGE_FILES.items():
+        try:
+            write(run_dir)
+        except Exception as error:  # a plot must not fail a run that is complete, nor cost the other files
+            reason = " ".join(in_words(error).split())
+            telemetry.warn(f"{name} could not be drawn: {type(error).__name__}: {reason}")

@@ -107,3 +107,9 @@ def test_a_run_is_no_sweep(sweep) -> None:
     assert is_sweep(sweep)
     assert not is_sweep(comparison.job_directories(sweep)[0])
     assert not is_sweep(sweep / "nothing")
+
+
+def test_dollars_in_overrides_are_no_formulas(tmp_path) -> None:
+    for number, name in enumerate((r"$\frac{x$", "b")):
+        write_job(tmp_path, number, [f"model.name={name}"])
+    assert tmp_path / comparison.COMPARISON in write_comparison(tmp_path)

@@ -14,10 +14,14 @@ from launcher.report import gradient_plot, plots
 from launcher.report.gradient_plot import draw_exponents, worst_layers
 from launcher.report.page import write_report
 from launcher.report.plots import draw_confusion_matrix, draw_curves
+from launcher.report.recording import read_recording
 from launcher.run_dir.atomic import write_json
+from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EventLog
+from launcher.training.results import write_page
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
+FORMULA = r"$\frac{x$ price"  # that matplotlib cannot parse
 TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
 
 
@@ -241,6 +245,33 @@ def test_a_confusion_matrix_of_any_size_is_drawn(tmp_path, num_classes):
     width, height = size_of(draw_confusion_matrix(tmp_path))
     assert 400 < height <= 1700
     assert height < width
+
+
+def test_dollars_in_names_are_no_formulas(tmp_path):
+    write_run(tmp_path, (FORMULA, "$5"))
+    write_gradients(tmp_path, {**gradients_event(), "layers": {FORMULA: gradients_event()}})
+    assert size_of(draw_confusion_matrix(tmp_path))
+    assert size_of(draw_exponents(tmp_path))
+
+
+def test_a_picture_that_cannot_be_drawn_costs_neither_the_others_nor_the_page(tmp_path):
+    write_run(tmp_path)
+    write_json(tmp_path / "result.json", {"confusion_matrix": [["x"]]})
+    (tmp_path / "report.html").mkdir()
+    (tmp_path / "log").mkdir()
+    telemetry = Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")])
+    write_page(tmp_path, telemetry)
+    warnings = [event["text"] for event in read_recording(tmp_path / "log").of("warning").all()]
+    assert [text.partition(" could not be drawn: ")[0] for text in warnings] == [
+        "confusion_matrix.png",
+        "report.html",
+    ]
+    assert all(text.partition("Error: ")[2] for text in warnings), "each with its reason"
+    (tmp_path / "report.html").rmdir()
+    write_page(tmp_path, telemetry)
+    telemetry.close()
+    assert size_of(tmp_path / "curves.png")
+    assert "Loss" in Page(tmp_path / "report.html").text
 
 
 def test_a_result_without_a_confusion_matrix_has_no_picture(tmp_path):
