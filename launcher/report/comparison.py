@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.report.plots import FAINT, INK, figure_of, plain, points_of, save, use_log_scale
-from launcher.report.reading import Warn, evaluations_of, events_of, result_of, silent, text_of
+from launcher.report.reading import (
+    Warn,
+    evaluations_of,
+    events_of,
+    result_of,
+    silent,
+    text_of,
+    training_seconds_of,
+)
 from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import CONFIG, OVERRIDES
@@ -32,7 +40,16 @@ COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
 COLORS = ("#2f6ca3", "#d4722a", "#b3261e", "#3a8f5c", "#7a5aa6", "#8c6d3f", "#4a4a4a", "#c2528b")
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
-RESULT_KEYS = ("state", "metric_name", "metric", "steps", "skipped_steps", "seconds", "samples_per_s")
+RESULT_KEYS = (
+    "state",
+    "metric_name",
+    "metric",
+    "steps",
+    "skipped_steps",
+    "seconds",
+    "training_seconds",
+    "samples_per_s",
+)
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,7 @@ def cells(setting: Setting, metric_name: str) -> list[str]:
     ended = f"{len(done)}" if len(done) == len(setting.jobs) else f"{len(done)} of {len(setting.jobs)} done"
     values = [job.result["metric"] for job in done if job.result.get("metric") is not None]
     losses = [job.steps[max(job.steps)] for job in done if job.steps]
-    seconds = [job.result["seconds"] for job in done if job.result.get("seconds") is not None]
+    seconds = [value for job in done if (value := training_seconds_of(job.result)) is not None]
     return [
         setting.label.replace("|", "\\|"),
         ended,

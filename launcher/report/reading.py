@@ -25,10 +25,17 @@ RESULT_KINDS: dict[str, tuple[type, ...]] = {
     "steps": NUMBER,
     "skipped_steps": NUMBER,
     "seconds": NUMBER,
+    "training_seconds": NUMBER,
     "samples_per_s": NUMBER,
     "classes": (list,),
     "confusion_matrix": (list,),
 }
+
+
+def training_seconds_of(result: Mapping[str, Any]) -> float | None:
+    """The time of all attempts of a run, evaluation excluded; older runs know that of the last one only."""
+    seconds = result.get("training_seconds", result.get("seconds"))
+    return None if seconds is None else float(seconds)
 
 
 def silent(text: str) -> None:

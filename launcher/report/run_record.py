@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of
+from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of, training_seconds_of
 from launcher.report.recording import Recording, read_recording
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
@@ -125,8 +125,8 @@ class RunRecord:
     @property
     def seconds(self) -> float | None:
         """Training time; of a run without a result, what its attempts took."""
-        if isinstance(self.result.get("seconds"), int | float):
-            return float(self.result["seconds"])
+        if (seconds := training_seconds_of(self.result)) is not None:
+            return seconds
         spent = [attempt.ended - attempt.began for attempt in self.recording.attempts]
         return sum(value for value in spent if value > 0) or None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.report.reading import training_seconds_of
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 from launcher.telemetry.step_time import TimeShares, time_at_end, time_shares
 
@@ -277,7 +278,7 @@ def table(first: Side, others: Sequence[Side]) -> Iterator[str]:
 def rows(metric_name: str) -> list[Row]:
     parts = [Row(f"... {title}", part_of(part), milliseconds) for part, title in PARTS.items()]
     return [
-        Row("time to the end", lambda run: run.seconds, duration),
+        Row("training time", lambda run: run.seconds, duration),
         Row("time of a step", lambda run: run.step_ms, milliseconds),
         *parts,
         Row("... everything else", lambda run: run.shares.other_ms if run.shares else None, milliseconds),
@@ -343,7 +344,7 @@ def measured(seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]]
     return Measured(
         seed=seed,
         state=str(ends[-1].get("state") if ends and result["state"] != "done" else result["state"]),
-        seconds=result.get("seconds"),
+        seconds=training_seconds_of(result),
         shares=(time_at_end(ends[-1]) if ends else None) or time_shares(steps),
         windows_ms=tuple(float(e["step_ms"]) for e in steps[1:] if isinstance(e.get("step_ms"), int | float)),
         memory_bytes=max(memory, default=None),

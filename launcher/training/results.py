@@ -93,6 +93,7 @@ def result(
         "skipped_steps": counters["skipped"],
         "scale": stepper.loss_scale,
         "samples_per_s": totals.samples / totals.seconds if totals.seconds else None,
+        "training_seconds": totals.seconds,  # of the whole run; `seconds` are those of its last process
         "wire_bytes_per_step": totals.wire_bytes_per_step,
         "parameters": sum(p.numel() for p in stepper.model.parameters()),
         "state_bytes": stepper.state_bytes(),

@@ -26,7 +26,13 @@ def write_job(sweep: Path, number: int, overrides: list[str], loss: float = 1.0,
     result = {"state": state, "exit": 0 if state == "done" else 5}
     if state == "done":
         result |= {"metric_name": "accuracy", "metric": 1 - loss / 10, "metrics": {"accuracy": 1 - loss / 10}}
-        result |= {"steps": 15, "skipped_steps": 1, "seconds": 61.0, "samples_per_s": 10.0}
+        result |= {
+            "steps": 15,
+            "skipped_steps": 1,
+            "seconds": 1.0,
+            "training_seconds": 61.0,
+            "samples_per_s": 10.0,
+        }
     write_json(directory / "result.json", result)
     return directory
 

@@ -58,7 +58,14 @@ def write_run(run_dir, classes=("zero", "one", HOSTILE)):
         "metric": 0.96,
         "metrics": {"accuracy": 0.96},
     }
-    result |= {"steps": 60, "seconds": 83.0, "samples_per_s": 1200.0, "skipped_steps": 3, "note": HOSTILE}
+    result |= {
+        "steps": 60,
+        "seconds": 3.0,
+        "training_seconds": 83.0,
+        "samples_per_s": 1200.0,
+        "skipped_steps": 3,
+        "note": HOSTILE,
+    }
     write_json(run_dir / "result.json", {**result, "confusion_matrix": matrix, "classes": list(classes)})
     write_json(
         run_dir / "env.json", {"python": "3.11", "packages": {"torch": "2.13.0"}, "devices": [HOSTILE]}

@@ -10,6 +10,7 @@ import torch
 
 from launcher.distributed.process_group import WorkerEnv
 from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
+from launcher.run_dir.atomic import read_json
 from launcher.telemetry.events import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers
@@ -101,7 +102,7 @@ SAMPLES = [200] * 7 + [38]  # of the steps of an epoch
 
 def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resume(tmp_path: Path) -> None:
     resumed = "checkpoint.resume=one/checkpoints/step-00000010"  # within the second epoch
-    found, losses = [], {}
+    found, losses, times_ms = [], {}, {}
     for words in (
         ["run.dir=one", "train.max_steps=11", "checkpoint.every_steps=1"],
         ["run.dir=two", resumed],
@@ -110,6 +111,7 @@ def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resu
         assert done.returncode == 0, done.stderr
         events = read_events(tmp_path / words[0].removeprefix("run.dir=") / "metrics.jsonl")
         losses |= {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+        times_ms |= {event["step"]: event["step_ms"] for event in events if event["event"] == "step"}
         found += [event for event in events if event["event"] == "eval"]
     assert [event["step"] for event in found] == [8, 11, 16]
     for event, steps in zip(found, (range(1, 9), range(9, 12), range(9, 17)), strict=True):
@@ -120,3 +122,5 @@ def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resu
             round(event["train_accuracy"] * sum(samples))
         )
     assert found[0]["train_accuracy"] < found[2]["train_accuracy"]
+    whole = read_json(tmp_path / "two" / "result.json")["training_seconds"]
+    assert whole == pytest.approx(sum(times_ms.values()) / 1e3), "the time of the steps before it, too"
