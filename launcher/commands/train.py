@@ -30,6 +30,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     """
     from launcher.config.experiments import with_experiment
     from launcher.config.resolve import compose_jobs
+    from launcher.telemetry.tracker.registry import refuse_missing
     from launcher.telemetry.tracker.wandb_environment import with_environment
 
     request = request_of(arguments)
@@ -44,6 +45,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
     for config in configs:
         refuse_small_batch(config, leader.launch)  # all jobs are checked before the first starts
+        refuse_missing(config.tracker)
     if expanded.multirun:
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs

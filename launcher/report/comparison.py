@@ -27,10 +27,10 @@ from launcher.report.reading import (
     text_of,
     training_seconds_of,
 )
+from launcher.report.run_record import MARKS, is_run
 from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import CONFIG, OVERRIDES
-from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
 if TYPE_CHECKING:
@@ -79,11 +79,12 @@ class Setting:
 
 def is_sweep(directory: Path) -> bool:
     """Whether this is a folder of runs rather than a run."""
-    return not (directory / FILE_NAME).exists() and bool(job_directories(directory))
+    return not is_run(directory) and bool(job_directories(directory))
 
 
 def job_directories(sweep_dir: Path) -> list[Path]:
-    found = [file.parent for file in sweep_dir.glob(f"*/{FILE_NAME}")]
+    """The runs in the folder, also those that failed before their first event."""
+    found = {file.parent for mark in MARKS for file in sweep_dir.glob(f"*/{mark}")}
     return sorted(found, key=lambda path: (not path.name.split("_")[0].isdigit(), natural_order(path.name)))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli import main
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, Table, Text, TrackedRun, Tracker
@@ -128,6 +129,15 @@ def test_a_tracker_whose_package_is_missing_names_the_line_that_installs_it(monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Install it with: pip install tensorboard"):
         refuse_missing(config_with("tensorboard").tracker)
+
+
+def test_a_missing_package_is_found_before_the_first_job_of_a_sweep(monkeypatch, tmp_path, capsys) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else found(name))
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe=resnet18", "data=synthetic", "tracker=none,trackio", "--multirun"]) == 2
+    assert "pip install trackio" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_name_of_a_tracker_of_the_launcher_is_taken() -> None:
