@@ -99,7 +99,8 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
     written = [draw(settings, sweep_dir / COMPARISON), table, rows]
     if of_precisions(jobs):
         sides = [
-            Side(s.label, tuple(measured(seed_of(j), j.result, j.events) for j in s.jobs)) for s in settings
+            Side(s.label, tuple(measured(seed_of(j), j.result, j.events, config_of(j)) for j in s.jobs))
+            for s in settings
         ]
         written.append(sweep_dir / SIDE_BY_SIDE)
         write_text(written[-1], side_by_side(sweep_dir.name, sides))
@@ -140,15 +141,18 @@ def of_precisions(jobs: Sequence[Job]) -> bool:
 
 def seed_of(job: Job) -> str:
     """The seed of a run: of its command line, else of its config.yaml; "-" where neither says it."""
-    if REPEATED in job.overrides:
-        return job.overrides[REPEATED]
+    return job.overrides.get(REPEATED) or str(config_of(job).get(REPEATED, "-"))
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """The run's config.yaml; empty where it cannot be read."""
     import yaml
 
     try:
         tree = yaml.safe_load((job.directory / CONFIG).read_text(encoding="utf-8"))
-        return str(tree[REPEATED])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return "-"
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def varied_keys(jobs: Sequence[Job]) -> list[str]:

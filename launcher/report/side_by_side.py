@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Measured:
     metric_name: str
     skipped_steps: int
     emulated: bool
+    cache_is_off: bool  # of data that can be cached
     error: str  # why it failed, in one line
 
     @property
@@ -142,8 +143,7 @@ def time_verdict(first: Side, other: Side) -> str:
         )
     waiting = max((first, other), key=lambda side: side.share(DATA))
     if waiting.share(DATA) >= WAITS:
-        advice = ADVICE[DATA].format(share=percent(waiting.share(DATA)), name=waiting.name)
-        return f"{advice} Of the precision the time says nothing: {took}."
+        return f"{data_advice(waiting)} Of the precision the time says nothing: {took}."
     if abs(share - 1) <= ALIKE:
         return f"{other.name} gains no time over {first.name}: {took}. {reason_of(first, other)}"
     differs, why = time_differs(first, other)
@@ -200,11 +200,17 @@ def reason_of(first: Side, other: Side) -> str:
 
 UNITS = ("B", "kB", "MB", "GB")
 ADVICE = {
-    DATA: "{share} of a step of {name} waits for data, which no precision changes: raise data.workers, use "
-    "data.cache, or make the transform cheaper.",
     WIRE: "{share} of it waits for the exchange of gradients: raise data.batch_size, or use fewer ranks.",
     UPDATE: "{share} of it updates the weights, which are fp32 under both: raise data.batch_size.",
 }
+
+
+def data_advice(side: Side) -> str:
+    cache = "set data.cache=auto, " if any(run.cache_is_off for run in side.done) else ""
+    return (
+        f"{percent(side.share(DATA))} of a step of {side.name} waits for data, which no precision changes: "
+        f"raise data.workers (sets that are not in memory), {cache}or make the transform cheaper."
+    )
 
 
 def memory_verdict(first: Side, other: Side) -> str | None:
@@ -334,8 +340,11 @@ def size(value: float) -> str:
     return f"{value / 1000**power:.{1 if power else 0}f} {UNITS[power]}"
 
 
-def measured(seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]]) -> Measured:
-    """From a run's result.json (with `state`) and its events."""
+def measured(
+    seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]], config: Mapping[str, Any]
+) -> Measured:
+    """From a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
+    data = config.get("data")
     steps = [event for event in events if event["event"] == "step"]
     ends = [event for event in events if event["event"] == "end"]
     choices = [event.get("text", "") for event in events if event.get("topic") == "precision"]
@@ -355,5 +364,6 @@ def measured(seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]]
         metric_name=str(result.get("metric_name") or ""),
         skipped_steps=int(result.get("skipped_steps") or 0),
         emulated=any("emulated" in str(text) for text in choices),
+        cache_is_off=isinstance(data, dict) and data.get("cache") == "none",
         error=error.partition("\n")[0],
     )

@@ -32,6 +32,7 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measure
         metric_name="accuracy",
         skipped_steps=1,
         emulated=bool(parts.get("emulated", False)),
+        cache_is_off=False,
         error="",
     )
 
@@ -73,6 +74,24 @@ def test_a_step_that_waits_for_data_makes_no_precision_slower_or_faster(precisio
 
 
 @pytest.mark.parametrize(
+    ("config", "advised"),
+    [
+        ({"data": {"name": "digits"}}, False),
+        ({"data": {"name": "cifar10", "cache": "auto"}}, False),  # it is used already
+        ({"data": {"name": "cifar10", "cache": "none"}}, True),
+        ({"data": None}, False),
+        ({}, False),
+    ],
+)
+def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
+    config: dict[str, Any], advised: bool
+) -> None:
+    cache_is_off = measured("0", {"state": "done"}, [], config).cache_is_off
+    slow = Side("fp16", (replace(run_of(data=500.0), cache_is_off=cache_is_off),))
+    assert ("set data.cache=auto" in time_verdict(side("fp32"), slow)) == advised
+
+
+@pytest.mark.parametrize(
     ("times", "said"),
     [
         ((110.0, 120.0, 115.0), "fp16 is slower than fp32: a step takes 115 ms against 100 ms (1.15), in 3"),
@@ -89,7 +108,7 @@ def test_times_of_several_seeds_are_compared_in_pairs_like_the_metric(
 
 def test_the_spread_over_log_lines_leaves_out_the_first_and_needs_two_more() -> None:
     steps = [{"event": "step", "step": 10 * n, "step_ms": ms} for n, ms in enumerate((900, 90, 110), start=1)]
-    assert measured("0", {"state": "done"}, steps).windows_ms == (90.0, 110.0)
+    assert measured("0", {"state": "done"}, steps, {}).windows_ms == (90.0, 110.0)
     short = Side("fp16", (replace(run_of(compute=50.0), windows_ms=(50.0,)),))
     assert "too few log lines" in time_verdict(side("fp32"), short)
 
@@ -128,7 +147,7 @@ def test_the_page_has_means_deviations_and_shares() -> None:
 
 
 def test_what_a_run_lacks_is_a_dash() -> None:
-    nothing = measured("0", {"state": "not finished"}, [])
+    nothing = measured("0", {"state": "not finished"}, [], {})
     page = side_by_side("x", [Side("fp32", (nothing,)), side("fp16")])
     assert "- fp32 with seed 0 has failed: it has no result (not finished)" in page
     assert "| memory | - | 100.0 MB |  |" in page
