@@ -31,7 +31,7 @@ from launcher.report.run_record import MARKS, is_run
 from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import CONFIG, OVERRIDES
-from launcher.telemetry.formatting import duration, metric, metric_title, number
+from launcher.telemetry.formatting import duration, markdown_row, metric, metric_title, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,8 +177,8 @@ def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
     )
     lines = [f"# {title}", "", *([note, ""] if note else [])]
     head = ["", "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
-    lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    lines += [f"| {' | '.join(cells(setting, name))} |" for setting in settings]
+    lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
+    lines += [markdown_row(cells(setting, name)) for setting in settings]
     return "\n".join(
         [*lines, "", "Mean ± standard deviation over the seeds.", "", f"![curves]({COMPARISON})", ""]
     )
@@ -191,7 +191,7 @@ def cells(setting: Setting, metric_name: str) -> list[str]:
     losses = [job.steps[max(job.steps)] for job in done if job.steps]
     seconds = [value for job in done if (value := training_seconds_of(job.result)) is not None]
     return [
-        setting.label.replace("|", "\\|"),
+        setting.label,
         ended,
         spread(values, lambda value: metric(metric_name, value)),
         spread(losses, number),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.report.reading import training_seconds_of
-from launcher.telemetry.formatting import duration, metric, metric_title, number
+from launcher.telemetry.formatting import duration, markdown_row, metric, metric_title, number
 from launcher.telemetry.step_time import TimeShares, time_at_end, time_shares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
@@ -264,11 +264,11 @@ def table(first: Side, others: Sequence[Side]) -> Iterator[str]:
     head = ["", first.name]
     for side in others:
         head += [side.name, f"{side.name} / {first.name}"]
-    yield f"| {' | '.join(head)} |"
+    yield markdown_row(head)
     yield f"|{' --- |' * len(head)}"
     ended = [f"{len(side.done)} of {len(side.runs)}" for side in (first, *others)]
     cells = [cell for text in ended[1:] for cell in (text, "")]
-    yield f"| {' | '.join(['runs done', ended[0], *cells])} |"
+    yield markdown_row(["runs done", ended[0], *cells])
     for row in rows(metric_name_of(first)):
         base = first.mean(row.of)
         texts = [row.title, first.spread(row.of, row.shown)]
@@ -276,7 +276,7 @@ def table(first: Side, others: Sequence[Side]) -> Iterator[str]:
             value = side.mean(row.of)
             share = f"{value / base:.2f}" if row.relative and base and value is not None else ""
             texts += [side.spread(row.of, row.shown), share]
-        yield f"| {' | '.join(texts)} |"
+        yield markdown_row(texts)
     yield ""
     yield "Mean ± standard deviation over the runs that are done."
 
@@ -303,7 +303,7 @@ def part_of(part: str) -> Callable[[Measured], float | None]:
 
 def by_seed(first: Side, other: Side) -> Iterator[str]:
     name = metric_name_of(first)
-    yield f"| seed | {metric_title(name)}, {first.name} | {other.name} | difference |"
+    yield markdown_row(["seed", f"{metric_title(name)}, {first.name}", other.name, "difference"])
     yield "| --- | --- | --- | --- |"
     theirs = {run.seed: run for run in other.runs}
     for run in first.runs:
@@ -311,7 +311,7 @@ def by_seed(first: Side, other: Side) -> Iterator[str]:
         values = [run.metric, pair.metric if pair is not None else None]
         both = values[0] is not None and values[1] is not None
         difference = signed(name, values[1] - values[0]) if both else "-"  # type: ignore[operator]
-        yield f"| {run.seed} | {metric(name, values[0])} | {metric(name, values[1])} | {difference} |"
+        yield markdown_row([run.seed, metric(name, values[0]), metric(name, values[1]), difference])
     yield ""
 
 

@@ -6,13 +6,14 @@ Pure: values in, strings out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
 OF_TRAINING = ("train_loss", "train_accuracy")
 NARROWEST = 6  # columns of a number in a table
+BAR = r"\|"  # within a cell of a Markdown table
 HIDDEN = ("event", "time", "step", "epoch")
 
 
@@ -52,6 +53,11 @@ def metric(name: str, value: Any) -> str:
 def metric_title(name: str) -> str:
     """macro_f1 -> macro F1."""
     return name.replace("_", " ").replace("f1", "F1")
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table; a bar in a name does not end its cell."""
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
 def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
 from launcher.report.side_by_side import Measured, Side, measured, metric_verdict, side_by_side, time_verdict
+from launcher.run_dir.atomic import read_json, write_json
 from launcher.telemetry.step_time import TimeShares
 from tests.report.test_comparison import write_job
 
@@ -164,3 +166,16 @@ def test_a_sweep_over_precisions_has_the_page_and_others_have_none(tmp_path: Pat
         "the seed of the recipe's YAML, and a run without it"
     )
     assert SIDE_BY_SIDE not in [path.name for path in write_comparison(tmp_path / "more")]
+
+
+def test_a_bar_in_the_name_of_a_metric_ends_no_cell(tmp_path: Path) -> None:
+    for number, precision in enumerate(("fp32", "fp16")):
+        run_dir = write_job(tmp_path, number, [f"precision={precision}"])
+        result = read_json(run_dir / "result.json") | {"metric_name": "x<b>|y"}
+        write_json(run_dir / "result.json", result)
+    _, summary, _, page = (path.read_text(errors="replace") for path in write_comparison(tmp_path))
+    for text in (summary, page):
+        assert r"x<b>\|y" in text
+        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        for table in tables:
+            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
