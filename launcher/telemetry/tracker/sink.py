@@ -136,7 +136,7 @@ class TrackerSink:
     def _work(self) -> None:
         try:
             self._track()
-        except Exception as error:  # raised by the next call of write or close, in the caller's thread
+        except (Exception, SystemExit) as error:  # raised by the next call of write or close
             self._failure = error if isinstance(error, TrackerError) else TrackerError(in_one_line(error))
 
     def _track(self) -> None:
@@ -185,5 +185,5 @@ class TrackerSink:
             tracker.media(record["step"], name, item)
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception | SystemExit) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -113,12 +113,15 @@ def test_a_tracker_that_computes_keeps_to_its_share_until_the_run_ends(tmp_path:
     assert kept.texts() == []
 
 
+@pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("no key")], ids=["error", "exit"])
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
-def test_a_tracker_that_raises_is_given_up_with_one_warning(tmp_path: Path, method: str) -> None:
+def test_a_tracker_that_raises_is_given_up_with_one_warning(
+    tmp_path: Path, method: str, error: BaseException
+) -> None:
     tracker = Recording()
 
     def fail(*values: object) -> None:
-        raise OSError("disk full")
+        raise error
 
     setattr(tracker, method, fail)
     telemetry, kept = tracked(tmp_path, tracker)
@@ -129,7 +132,7 @@ def test_a_tracker_that_raises_is_given_up_with_one_warning(tmp_path: Path, meth
         time.sleep(0.01)
     telemetry.close()
     assert kept.texts() == [
-        "slow is given up: TrackerError: OSError: disk full. The run continues without it."
+        f"slow is given up: TrackerError: {type(error).__name__}: {error}. The run continues without it."
     ]
 
 
