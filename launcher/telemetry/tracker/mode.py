@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import netrc
+import shlex
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
 
 def sync_command(directory: Path) -> str:
     """The command that uploads an offline run."""
-    return f"wandb sync {directory / 'wandb'}/offline-run-*"
+    return f"wandb sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
 
 
 def probe_server(server: str, timeout_s: float = PROBE_S) -> str | None:

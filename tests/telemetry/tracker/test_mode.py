@@ -2,13 +2,14 @@
 
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 
 import pytest
 
 from launcher.config.schema import TrackerConfig
-from launcher.telemetry.tracker.mode import NO_KEY, decide, probe_server
+from launcher.telemetry.tracker.mode import NO_KEY, decide, probe_server, sync_command
 from tests.run_dir.test_records import CANARY
 from tests.telemetry.tracker.http_server import OK, Server, closed_port
 
@@ -165,3 +166,11 @@ def test_a_server_that_answers_byte_by_byte_costs_no_more_either():
 @pytest.mark.parametrize("server", ["nonsense", "http://[", "ftp://127.0.0.1:1", "http://127.0.0.1:99999"])
 def test_an_address_that_is_none_is_a_reason_not_a_crash(server):
     assert "cannot be reached" in probe_server(server)
+
+
+def test_a_shell_finds_the_offline_run_in_a_directory_of_any_name(tmp_path):
+    directory = tmp_path / "a run & 'more' $HOME"
+    run = directory / "wandb" / "offline-run-1"
+    run.mkdir(parents=True)
+    line = sync_command(directory).replace("wandb sync", "printf %s", 1)
+    assert subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout == str(run)
