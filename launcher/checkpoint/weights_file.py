@@ -17,10 +17,10 @@ from launcher.errors import ConfigError
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # the zip archive of torch.save, and a bare pickle
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-CONVERSION = (
-    "import torch, safetensors.torch as s; "
+CONVERSION = (  # of an open file: torch.load reads a path that ends with .safetensors as safetensors
+    "import torch, safetensors.torch as s; f = open({old!r}, 'rb'); "
     "s.save_file({{k: v.contiguous().clone() for k, v in "
-    "torch.load({old!r}, 'cpu', weights_only=True).items()}}, {new!r})"
+    "torch.load(f, 'cpu', weights_only=True).items()}}, {new!r}); f.close()"
 )
 
 
@@ -61,11 +61,17 @@ def _of_directory(directory: Path) -> str:
 
 
 def _of_pickle(file: Path) -> str:
-    line = CONVERSION.format(old=str(file), new=str(file.with_suffix(".safetensors")))
+    line = CONVERSION.format(old=str(file), new=str(_converted(file)))
     return (
         "it is a pickle, which may run code when it is read. Only safetensors are read. To convert a "
         f'state_dict: python -c "{line}"'
     )
+
+
+def _converted(file: Path) -> Path:
+    """Where the conversion writes: never over the original."""
+    new = file.with_suffix(".safetensors")
+    return file.with_suffix(".converted.safetensors") if new == file else new
 
 
 def read(file: Path) -> dict[str, Tensor]:

@@ -148,6 +148,12 @@ def test_a_pickle_is_refused_and_the_line_in_the_error_converts_it(tmp_path) -> 
         assert "it is a pickle, which may run code when it is read. Only safetensors are read." in error
         run_line_of(error)
         assert load(mlp(), tmp_path / "w.safetensors").error == ""
+    pickled = tmp_path / "p.safetensors"
+    torch.save(tensors, pickled)
+    before = pickled.read_bytes()
+    run_line_of(refused(mlp(), pickled))
+    assert pickled.read_bytes() == before
+    assert load(mlp(), tmp_path / "p.converted.safetensors").error == ""
 
 
 def run_line_of(error: str) -> None:
