@@ -93,6 +93,7 @@ class Recording:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
         self.evaluations: dict[str, Curve] = {}  # of the first set, by metric
+        self.other_sets: dict[str, Curve] = {}  # by SET/METRIC
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
         self.skip_times = Curve()  # unix seconds -> step
@@ -113,6 +114,11 @@ class Recording:
 
     def of(self, event: str) -> Records:
         return self.records.setdefault(event, Records())
+
+    def evaluation(self, name: str) -> Curve | None:
+        """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
+        of_first = name.removeprefix(f"{self._first_set}/")
+        return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
 
     @property
     def time_shares(self) -> TimeShares | None:
@@ -222,11 +228,11 @@ class Recording:
     def _add_evaluation(self, event: Event) -> None:
         if not self.evaluations:
             self._first_set = event.get("set")
-        if event.get("set") != self._first_set:
-            return
+        of_first = event.get("set") == self._first_set
+        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.get('set')}/")
         for name, value in event.items():
             if name not in NO_METRICS and _is_number(value):
-                self._curve(self.evaluations, name).add_point(event["step"], float(value))
+                self._curve(curves, prefix + name).add_point(event["step"], float(value))
 
     def _add_gpu(self, event: Event) -> None:
         """Add the numbers of each device (`gpus`); seconds by reason are added up."""

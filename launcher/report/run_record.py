@@ -89,10 +89,10 @@ class RunRecord:
 
     @property
     def metric_name(self) -> str | None:
-        """The result's metric, else the first that was evaluated, else the loss."""
+        """The result's metric, of any set, else the first that was evaluated, else the loss."""
         names = list(self.recording.evaluations)
         named = self.result.get("metric_name")
-        if isinstance(named, str) and (named in names or not names):
+        if isinstance(named, str) and (not names or self.recording.evaluation(named) is not None):
             return named
         return next((name for name in names if name != "loss" and not name.startswith("train_")), None) or (
             "loss" if "loss" in names else None
@@ -102,7 +102,7 @@ class RunRecord:
     def metric(self) -> Any:
         if self.result.get("metric") is not None and self.metric_name == self.result.get("metric_name"):
             return self.result["metric"]
-        curve = self.recording.evaluations.get(self.metric_name or "")
+        curve = self.recording.evaluation(self.metric_name or "")
         return None if curve is None else curve.last
 
     @property

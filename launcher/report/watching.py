@@ -76,12 +76,11 @@ class Watched:
         """What the files say. Raises OSError for unreadable ones; those that are missing are empty."""
         self._follower.poll()
         status = json_of(self.directory, STATUS)
-        over = status.get("state") in ENDED and status.get("state") != "done"
         record = RunRecord(
             directory=self.directory,
             name="/".join(self.directory.absolute().parts[-2:]),
             recording=self._follower.recording,
-            result=json_of(self.directory, RESULT) if over else {},
+            result=json_of(self.directory, RESULT) if status.get("state") in ENDED else {},
             status=status,
             environment={},
             config_text="",

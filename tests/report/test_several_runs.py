@@ -322,3 +322,22 @@ def test_keys_read_values_in_a_browser(runs, tmp_path):
         [*words, "--dump-dom", f"file://{place}"], capture_output=True, text=True, timeout=90, check=True
     )
     assert "<title>step 1\na: 2\nb: 3\noptim.lr=0.1, mean: 2.5\nc: 2</title>" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "value"), [("far/accuracy", "48.75 %"), ("near/accuracy", "90.00 %")])
+@pytest.mark.parametrize("with_value", [True, False])
+def test_the_metric_that_runs_are_compared_by_is_shown_of_any_set(tmp_path, capsys, name, value, with_value):
+    number = {"metric": float(value[:-2]) / 100} if with_value else {"metric": None}
+    run = write_run(tmp_path / "a", metric=None, result={"metric_name": name, **number})
+    with (run / "metrics.jsonl").open("ab") as file:
+        for place, accuracy in (("near", 0.9), ("far", 0.4875)):
+            fields = {"event": "eval", "time": 200.0, "step": 40, "set": place, "loss": 0.5}
+            file.write(json_line({**fields, "accuracy": accuracy}))
+    write_json(run / "status.json", {"state": "done", "exit": 0, "updated": 200.0})
+    assert main(["report", str(run)]) == 0
+    head, row = capsys.readouterr().out.splitlines()[:2]
+    assert (name in head, value in row) == (True, True)
+    page = (run / "report.html").read_text()
+    assert name in page
+    assert f"{name[:1].upper()}{name[1:]}, held out" in page
+    assert f"{name} {value}" in "\n".join(run_screen(Watched(run).view(), 80, 24))

@@ -74,7 +74,7 @@ class _Drawing:
 
     def _metric(self, name: str) -> Chart:
         in_percent = name.endswith(SHARES)
-        lines = self._lines(lambda run: run.recording.evaluations.get(name))
+        lines = self._lines(lambda run: run.recording.evaluation(name))
         if in_percent:
             lines = [Line(line.name, line.color, line.x, 100 * line.y, line.style) for line in lines]
         title = metric_title(name)
