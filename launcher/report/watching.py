@@ -7,14 +7,14 @@ owns the terminal and the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.report.reading import json_of, text_of
 from launcher.report.recording import Follower
-from launcher.report.run_record import RunRecord
+from launcher.report.run_record import SILENT_S, RunRecord
 from launcher.report.run_table import first_line, printable, shortened
 from launcher.report.text_plot import plot_lines
 from launcher.run_dir.records import CONFIG, RESULT
@@ -39,17 +39,30 @@ class View:
     @property
     def has_ended(self) -> bool:
         """Whether the run is over; one that failed may be restarted for a while."""
-        status = self.record.status
+        status = self._end
         if status.get("state") not in ENDED:
             return False
-        updated = status.get("updated")
+        updated = status.get("updated", status.get("time"))
         age = self.now - updated if isinstance(updated, int | float) else SETTLE_S
         return status["state"] != "failed" or not self.may_restart or age >= SETTLE_S
 
     @property
+    def _end(self) -> Mapping[str, Any]:
+        """status.json, or the `end` event where the end did not get into it, as where the disk was full."""
+        status = self.record.status
+        end = self.record.recording.of("end").last
+        if end is None or status.get("state") in ENDED:
+            return status
+        updated, ended = status.get("updated"), end.get("time")
+        if not isinstance(updated, int | float) or not isinstance(ended, int | float):
+            return end
+        resumes = ended < updated and self.now - updated < SILENT_S  # the end is that of an earlier process
+        return status if resumes else end
+
+    @property
     def exit_code(self) -> int:
         """Of a run that has ended."""
-        code = self.record.status.get("exit")
+        code = self._end.get("exit")
         return code if type(code) is int and 0 <= code < 256 else 1
 
     @property

@@ -125,6 +125,20 @@ def test_when_a_run_has_ended(run_dir, state, restarts, age_s, ended):
     assert Watched(run_dir).view(NOW).has_ended is ended
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_whose_status_missed_the_end_has_ended(run_dir, damaged):
+    write_status(run_dir, "running", age_s=61.0)
+    if damaged:
+        (run_dir / "status.json").write_text("{")
+    assert not Watched(run_dir).view(NOW).has_ended
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(json_line({"event": "end", "time": NOW - 60, "step": 20, "state": "failed", "exit": 7}))
+    view = Watched(run_dir).view(NOW)
+    assert (view.has_ended, view.exit_code) == (True, 7)
+    write_status(run_dir, "starting", age_s=1.0)
+    assert not Watched(run_dir).view(NOW).has_ended, "it resumes"
+
+
 def test_a_failed_run_says_why_without_control_characters(run_dir):
     write_status(run_dir, "failed", exit=5)
     write_json(run_dir / "result.json", {"state": "failed", "exit": 5, "error": "diverged \x1b[2Jnow\nmore"})
