@@ -18,8 +18,14 @@ from typing import Any
 import numpy as np
 
 from launcher.errors import listed
-from launcher.report.curve import Curve, Means
-from launcher.report.step_lines import PREFIX, StepColumns, columns_of_events, columns_of_lines, event_of
+from launcher.report.curve import Curve, FloatArray, Means
+from launcher.report.step_lines import (
+    PREFIX,
+    StepColumns,
+    columns_of_events,
+    columns_of_lines,
+    event_of,
+)
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import LOGS
 from launcher.telemetry.events import FILE_NAME, FORMAT
@@ -111,6 +117,7 @@ class Recording:
         self._first_set: Any = None
         self._resumes = False  # a process that has not recorded its `start` yet
         self._time = _TimeTotals()
+        self._rated_step = self._rated_steps = self._rated_time = 0.0
 
     def of(self, event: str) -> Records:
         return self.records.setdefault(event, Records())
@@ -119,6 +126,11 @@ class Recording:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
         of_first = name.removeprefix(f"{self._first_set}/")
         return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples over time, as each step has as many samples; None without a rate."""
+        return self._rated_steps / self._rated_time if self._rated_time else None
 
     @property
     def time_shares(self) -> TimeShares | None:
@@ -198,7 +210,16 @@ class Recording:
             if name in found.columns:
                 curve.add(steps, found.columns[name])
                 curve.num_not_finite -= found.missing.get(name, 0)
+        self._add_rates(steps, found.columns.get("samples_per_s"))
         self._time.add(found, self.parts_ms)
+
+    def _add_rates(self, steps: FloatArray, rates: FloatArray | None) -> None:
+        weights = np.maximum(1.0, np.diff(steps, prepend=self._rated_step))
+        self._rated_step = float(steps[-1])
+        if rates is not None:
+            rated = np.isfinite(rates) & (rates > 0)
+            self._rated_steps += float(weights[rated].sum())
+            self._rated_time += float((weights[rated] / rates[rated]).sum())
 
     def _add_rare(self, event: Event) -> None:
         kind = event["event"]

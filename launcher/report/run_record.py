@@ -134,9 +134,7 @@ class RunRecord:
     def samples_per_s(self) -> float | None:
         if isinstance(self.result.get("samples_per_s"), int | float):
             return float(self.result["samples_per_s"])
-        curve = self.recording.steps["samples_per_s"]
-        _, means = curve.mean.points()
-        return float(means.mean()) if means.size else None
+        return self.recording.samples_per_s
 
     @property
     def skipped(self) -> int | None:

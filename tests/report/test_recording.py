@@ -236,3 +236,14 @@ def test_steps_beyond_what_a_float_holds_are_damaged():
     found = Recording()
     found.add([b'{"event": "step", "step": 1%s, "loss": 1.0}' % (b"0" * 400), b"{}", b'{"event": "step"}'])
     assert found.num_damaged == 3
+
+
+def test_the_speed_is_samples_over_time():
+    found = recording_of(
+        *(
+            {"event": "step", "step": n, "samples_per_s": rate}
+            for n, rate in ((10, 100.0), (20, 10000.0), (50, None))
+        )
+    )
+    assert found.samples_per_s == pytest.approx(20 / (10 / 100 + 10 / 10000))
+    assert recording_of().samples_per_s is None
