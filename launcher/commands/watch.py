@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
 HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 USUAL_COLUMNS, USUAL_LINES = 80, 24  # of a terminal that does not report its size
+SLEEP_S = 0.1  # until a signal is noticed
 QUIET_S = 60.0  # after which a sweep without a running job has ended
 
 
@@ -62,15 +62,23 @@ def watch(arguments: Arguments) -> int:
 
 
 class Stop:
-    """A request to leave, with the exit code."""
+    """A request to leave, with the exit code.
+
+    Not a threading.Event, which a signal handler must not set: the interrupted thread may hold its lock.
+    """
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
-        self.requested = threading.Event()
 
     def request(self, exit_code: int) -> None:
         self.exit_code = exit_code
-        self.requested.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is requested within the time."""
+        end = time.monotonic() + seconds
+        while self.exit_code is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, SLEEP_S))
+        return self.exit_code is not None
 
 
 @contextlib.contextmanager
@@ -160,7 +168,7 @@ def follow(source: Source, show: Callable[[Source], None], every_s: float, stop:
     """Show the source until it ends, a signal arrives, or nobody reads what is shown."""
     while not source.poll():
         show(source)
-        if stop.requested.wait(every_s):
+        if stop.wait(every_s):
             return
         if reader_left():
             stop.request(0)
