@@ -170,6 +170,7 @@ def test_a_request_to_save_in_a_dropped_step_is_kept(tmp_path: Path) -> None:
     assert sorted(ended.checkpoints) == [5, 12]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_lacks_memory_begins_again_in_smaller_batches(tmp_path: Path) -> None:
     """On one rank of two: in the trial before the first step, and again in the first evaluation."""
     words = ("train.max_steps=6", "train.eval_every_steps=3")

@@ -195,6 +195,7 @@ def test_a_crash_loop_stops_after_three_generations_without_a_checkpoint(tmp_pat
         assert_written_down(parent, 10)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_progress(tmp_path: Path) -> None:
     publish = "os.makedirs(f'run/checkpoints/step-{GENERATION + 1:08}')"
     write_recipe(tmp_path, f"if step == 5 and RANK == 1:\n    {publish}\n    raise RuntimeError('a fault')")
@@ -242,6 +243,7 @@ if GENERATION == 0 and not os.path.exists("drawing"): Figure.savefig = savefig
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_its_report_is_written_is_saved(tmp_path: Path) -> None:
     write_recipe(tmp_path, in_build=SLOW_PICTURES)
     words = ("train.epochs=2", "run.dir=run", "launch.grace_s=1")

@@ -88,6 +88,7 @@ def kill_in_the_middle_of_a_save() -> None:
     os.fsync = fsync
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path: Path, undisturbed) -> None:
     whole = undisturbed(ranks=2)
     assert_each_step_once(whole)

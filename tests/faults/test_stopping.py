@@ -93,6 +93,7 @@ def slow_disk() -> None:
     os.fsync = fsync
 
 
+@pytest.mark.slow
 def test_in_a_save_and_twice(tmp_path: Path, undisturbed) -> None:
     """The save under way is finished first, and that of the stop follows it."""
     with Started(tmp_path / "run", ranks=2, user_code=slowly, prepare=slow_disk) as started:
