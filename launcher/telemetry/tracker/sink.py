@@ -92,8 +92,9 @@ class TrackerSink:
                 self._arrived.notify()
         if self._dropped and not dropped:
             self._warn(
-                f"{self.name} is slower than the run: {self._limit:,} rows wait for it, so rows of steps are "
-                "left out there, and counted. metrics.jsonl has all of them."
+                f"{self.name} gets more rows than it can log in its share of the time, 1/{round(1 / SHARE)}: "
+                f"{self._limit:,} rows wait, so rows of steps are left out there, and counted. metrics.jsonl "
+                "has all of them. Raise train.log_every_steps to log fewer."
             )
 
     def close(self) -> None:
