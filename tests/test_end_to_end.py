@@ -14,6 +14,7 @@ import pytest
 
 from launcher.telemetry.events import read_events
 from tests.forked import launch_forked
+from tests.limits import at_most
 
 SHORT = ["recipe=resnet18", "train.max_steps=6", "train.log_every_steps=2", "data.batch_size=32"]
 
@@ -204,7 +205,7 @@ def test_a_rank_that_fails_alone_ends_the_others_at_once_with_its_reason(tmp_pat
     assert done.returncode == 1
     assert "rank 1 failed" in done.stderr
     assert "a fault on purpose" in done.stderr
-    assert time.monotonic() - began < 40  # not the minutes of a collective's timeout
+    assert time.monotonic() - began < at_most(40)  # not the minutes of a collective's timeout
 
 
 MOONS = """

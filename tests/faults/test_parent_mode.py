@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.parent import BUFFERED, ENDLESS, Parent, is_alive, state_of, write_recipe
+from tests.limits import at_most
 
 pytestmark = pytest.mark.timeout(60)
 LONG = "train.epochs=100000"
@@ -224,7 +225,7 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
         asked = time.monotonic()
         parent.signal(number)
         assert parent.end() == code
-        assert 1 <= time.monotonic() - asked < 3
+        assert 1 <= time.monotonic() - asked < at_most(3)
         assert error_of(parent).startswith(
             f"error: stopped by {number.name} before a checkpoint could be written: rank 0 (pid "
         )
@@ -337,7 +338,7 @@ def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang
         parent.wait_until((tmp_path / "hung").exists, 15, "rank 1 hangs")
         hung = time.monotonic()
         assert parent.end() == 6
-        assert time.monotonic() - hung < 2 + 2
+        assert time.monotonic() - hung < at_most(2 + 2)
         why = r" \(stopped by SIGSTOP\)" if hang == "SIGSTOP" else ""
         assert re.match(
             rf"error: rank 1 \(pid \d+\) hangs: in compute of step 7 for 2 s{why}; stacks of all ranks: ",
@@ -358,7 +359,7 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
     (tmp_path / "tiny.py").write_text(recipe.replace("    if network.training:", slow_trial))
     with Parent(tmp_path, LONG, "launch.stall_s=1", "launch.init_timeout_s=8") as parent:
         assert parent.end() == 6
-        assert 8 < time.monotonic() - parent.began < 16
+        assert 8 < time.monotonic() - parent.began < at_most(16)
         assert "rank 0 (pid" in error_of(parent)
         assert "in compute of step 1 for" in error_of(parent)
 
@@ -403,7 +404,7 @@ def test_a_rank_that_does_not_come_up_is_named(tmp_path: Path, number, code, tex
         os.kill(parent.workers()[1], number)
         began = time.monotonic()
         assert parent.end() == code
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < at_most(4)
         assert re.match(f"error: {text}", error_of(parent))
 
 

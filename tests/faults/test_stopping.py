@@ -17,6 +17,7 @@ from launcher.telemetry.events import read_events
 from tests.faults.launching import EPOCH, RECIPE, WORDS, Ended, Started, run
 from tests.faults.parent import is_alive
 from tests.faults.usercode import send_signal, slowly, stop_after
+from tests.limits import at_most
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -236,7 +237,7 @@ def test_workers_and_their_programs_die_with_torchrun(tmp_path: Path) -> None:
     killed = time.monotonic()
     process.communicate()
     while alive := [pid for pid in workers + programs if is_alive(pid)]:
-        assert time.monotonic() - killed < 2, f"{alive} of workers {workers} and programs {programs}"
+        assert time.monotonic() - killed < at_most(2), f"{alive} of workers {workers} and programs {programs}"
         time.sleep(0.01)
 
 
@@ -254,7 +255,7 @@ def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undist
     finally:
         process.kill()
     assert process.returncode == 1, output
-    assert seconds < 10, "the others waited for the dead rank"
+    assert seconds < at_most(10), "the others waited for the dead rank"
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     go_on(Ended(run_dir, [1], [], 0.0), undisturbed(ranks=2), 2)
 

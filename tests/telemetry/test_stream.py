@@ -7,6 +7,7 @@ import time
 import pytest
 
 from launcher.telemetry import Telemetry
+from tests.limits import at_most
 
 
 class Kept:
@@ -200,7 +201,7 @@ def test_a_disk_that_does_not_answer_blocks_no_step_and_what_is_lost_is_counted(
         for step in range(1, 101):
             telemetry.emit("step", step)
             telemetry.advance(0, step)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < at_most(1)
         stuck.set()
         telemetry.emit("end", 100)
     assert [record["step"] for record in kept.records if record["event"] == "step"] == [0, 1, 2, 3, 4, 5]

@@ -17,6 +17,7 @@ import pytest
 from launcher.run_dir.atomic import read_json
 from launcher.telemetry.events import read_events
 from launcher.telemetry.tracker.mode import NO_KEY
+from tests.limits import at_most
 from tests.run_dir.test_records import CANARY
 from tests.telemetry.tracker.http_server import OK, Server, closed_port
 
@@ -177,7 +178,7 @@ def test_without_a_key_and_a_terminal_the_run_is_tracked_offline(offline):
     assert offline.warnings == []
     assert f"tracker offline: {NO_KEY}" in offline.out
     assert f"wandb sync {offline.dirs[0]}/wandb/offline-run-*" in offline.out
-    assert offline.said["opening_s"] < 1
+    assert offline.said["opening_s"] < at_most(1)
 
 
 def test_the_offline_file_holds_config_losses_accuracy_and_loss_scale(offline):
@@ -291,7 +292,7 @@ def test_an_unreachable_server_costs_nothing(tmp_path):
     trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=url)
     assert trained.code == 0, trained.err
     assert f"tracker offline: {url} cannot be reached" in trained.out
-    assert trained.said["opening_s"] < 1
+    assert trained.said["opening_s"] < at_most(1)
     assert [row for row in history_of(offline_records(trained.dirs[0])) if "train/loss" in row]
 
 
@@ -300,8 +301,8 @@ def test_a_server_that_never_answers_costs_the_probe(tmp_path):
         trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url)
     assert trained.code == 0, trained.err
     assert f"tracker offline: {server.url} did not answer within 2 s" in trained.out
-    assert trained.said["opening_s"] < 3.5
-    assert trained.said["slowest_s"] < 0.5
+    assert trained.said["opening_s"] < at_most(3.5)
+    assert trained.said["slowest_s"] < at_most(0.5)
 
 
 def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_warning(tmp_path):
@@ -313,9 +314,9 @@ def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_wa
     assert len(trained.warnings) == 1
     assert "wandb could not start online" in trained.warnings[0]
     assert "wandb sync" in trained.warnings[0]
-    assert trained.said["slowest_s"] < 0.5
-    assert trained.said["closing_s"][0] < 6
-    assert trained.seconds < 15
+    assert trained.said["slowest_s"] < at_most(0.5)
+    assert trained.said["closing_s"][0] < at_most(6)
+    assert trained.seconds < at_most(15)
     rows = history_of(offline_records(trained.dirs[0]))
     assert len([row for row in rows if "train/loss" in row]) == 5, "nothing that was logged meanwhile is lost"
 
@@ -332,10 +333,10 @@ def test_a_service_that_dies_or_stops_costs_one_warning_and_a_bounded_wait(tmp_p
     assert trained.code == 0, trained.err
     assert len(trained.warnings) == 1, trained.out
     assert says in trained.warnings[0]
-    assert trained.said["slowest_s"] < 0.5
-    assert trained.said["closing_s"][0] < 10
+    assert trained.said["slowest_s"] < at_most(0.5)
+    assert trained.said["closing_s"][0] < at_most(10)
     assert trained.said["services"] == []
-    assert trained.seconds < 25, "and the interpreter's exit does not wait for it either"
+    assert trained.seconds < at_most(25), "and the interpreter's exit does not wait for it either"
     assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
 
 
