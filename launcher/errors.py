@@ -17,6 +17,11 @@ class LauncherError(Exception):
     """A failure with a clear text (what happened, the rule, what to do now) and an exit code."""
 
     exit_code = 1
+    traceback = ""  # of the exception behind it, where the text alone does not explain it; printed before it
+
+
+class UnexpectedError(LauncherError):
+    """An exception that no part of the launcher has foreseen. It may not recur after a restart."""
 
 
 class RecipeError(LauncherError):

@@ -44,7 +44,7 @@ from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.process.allocator import keep_freed_memory
 from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
-from launcher.run_dir.records import log_path, rank_log, write_environment
+from launcher.run_dir.records import logs_of_failure, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.events import FORMAT
 from launcher.telemetry.gpu import GpuSampler, measure_gpus
@@ -112,7 +112,8 @@ def run(
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
-            failure = failure_of(error, store, job, launch, log_path(run_dir, launch.rank))
+            logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
+            failure = failure_of(error, store, job, launch, logs)
             give_reason(store, job, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = of_another_rank(failure or error, store, job, launch)
@@ -203,9 +204,9 @@ def _assemble(
 ) -> _Job:
     build.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
-    log_file = log_path(Path(config.run.dir), env.rank)
-    with guarding(f'the function under @recipe("{config.recipe.uses}")', log_file):
-        recipe = guarded(load_recipe(config), log_file)
+    logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
+    with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
+        recipe = guarded(load_recipe(config), logs)
     refuse_unknown(config.tracker)
     data = build.data_sets(config, recipe, env)
     heartbeat.beat("comparing the data")

@@ -53,11 +53,12 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 
 
 def report_failure(error: Exception) -> int:
-    """Print the error, with a traceback only if it is unexpected; returns the exit code."""
+    """Print the error, after the traceback of what it does not explain; returns the exit code."""
     error = shortage_of(error, "this process") or error
     if isinstance(error, LauncherError):
         kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"
-        print(wrapped(f"{kind}: {error}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
+        text = wrapped(f"{kind}: {error}", columns_of(sys.stderr))
+        print(f"{error.traceback}{text}", file=sys.stderr, flush=True)
         return error.exit_code
     traceback.print_exception(error)
     return 1

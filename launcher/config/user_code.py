@@ -37,7 +37,11 @@ def innermost(error: BaseException) -> str:
 
 
 def is_the_users(code: CodeType) -> bool:
-    file = code.co_filename
+    return is_of_the_user(code.co_filename)
+
+
+def is_of_the_user(file: str) -> bool:
+    """Whether the file, as a traceback names it, is a recipe or a file of the user's own."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
     path = Path(file).absolute()

@@ -64,7 +64,9 @@ class IndexedData:
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
         if fetched.failure:
-            raise DataError(f"the {self.kind} set: {fetched.failure}")
+            failure = DataError(f"the {self.kind} set: {fetched.failure}")
+            failure.traceback = fetched.traceback
+            raise failure
         for bad in fetched.bad:
             if self.how.max_bad == 0:
                 raise refusal(bad, self.kind)
@@ -233,4 +235,5 @@ def refusal(bad: BadSample, kind: str) -> DataError:
         "data.max_bad=N to leave out up to N of them."
     )
     error.add_note(bad.details)
+    error.traceback = bad.traceback
     return error

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import place_of
 from launcher.data.epochs import enter_epoch, with_epochs
 from launcher.data.ragged import refuse_unlike
@@ -29,7 +30,7 @@ from launcher.data.random_state import (
     spread_seed,
 )
 from launcher.data.tensors import Batch
-from launcher.errors import DataError
+from launcher.errors import DataError, LauncherError
 
 TOGETHER = -2  # in place of an index: several samples are read at once
 
@@ -65,10 +66,12 @@ class BadSample:
     error: str  # "ValueError: text"
     place: str  # file:line of the user's, empty where there is none
     details: str  # the traceback
+    traceback: str = ""  # a short one, of an exception that nobody has foreseen
 
     @classmethod
     def of(cls, index: int, error: Exception) -> BadSample:
-        return cls(index, _in_words(error), place_of(error), "".join(traceback.format_exception(error)))
+        details = "".join(traceback.format_exception(error))
+        return cls(index, in_words(error), place_of(error), details, unforeseen(error))
 
     def __str__(self) -> str:
         return f"sample {self.index}{f' at {self.place}' if self.place else ''}: {self.error}"
@@ -82,6 +85,7 @@ class Fetched:
     kept: tuple[int, ...]
     bad: tuple[BadSample, ...] = ()
     failure: str = ""  # of the collation; empty if there was none
+    traceback: str = ""  # of the failure, short, where nobody has foreseen it
     more: dict[str, Any] = field(default_factory=dict)  # of a stream: where it stands
 
     def pin_memory(self) -> Fetched:
@@ -118,7 +122,8 @@ class Reader:
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except Exception as error:  # a user's data set may fail in any way
-            return Fetched(None, (), failure=f"set_epoch failed{_at(error)}: {_in_words(error)}")
+            failure = f"set_epoch failed{_at(error)}: {in_words(error)}"
+            return Fetched(None, (), failure=failure, traceback=unforeseen(error))
         samples, bad = self._samples(request)
         self.reading(-1)
         if not samples:
@@ -223,7 +228,8 @@ class Reader:
             except Exception as again:
                 error = again
         indices = [request.indices[offset] for offset in samples]
-        return Fetched(None, (), tuple(bad), f"samples {_listed(indices)}{_at(error)}: {_in_words(error)}")
+        failure = f"samples {_listed(indices)}{_at(error)}: {in_words(error)}"
+        return Fetched(None, (), tuple(bad), failure, unforeseen(error))
 
     def _alone(self, sample: Any) -> Exception | None:
         """Why this sample cannot be collated by itself; None if it can."""
@@ -343,8 +349,13 @@ def _listed(indices: Sequence[int], at_most: int = 8) -> str:
     return f"{shown} and {len(indices) - at_most} more" if len(indices) > at_most else shown
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     return str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+
+
+def unforeseen(error: Exception) -> str:
+    """The short traceback of an error whose text is not for users."""
+    return error.traceback if isinstance(error, LauncherError) else short_traceback(error)
 
 
 def _at(error: Exception) -> str:

@@ -28,7 +28,7 @@ from launcher.data.device import to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
-from launcher.data.reader import BadSample, Collate, Fetched, collated
+from launcher.data.reader import BadSample, Collate, Fetched, collated, in_words, unforeseen
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import ConfigError, DataError
 
@@ -180,8 +180,8 @@ class StreamReader(IterableDataset[Fetched]):
         try:
             return Fetched(collated(samples, self._collate), kept, more=more)
         except Exception as error:
-            text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-            return Fetched(None, (), failure=f"samples {part.start} to {at - 1}: {text}")
+            failure = f"samples {part.start} to {at - 1}: {in_words(error)}"
+            return Fetched(None, (), failure=failure, traceback=unforeseen(error))
 
 
 class StreamData:
@@ -224,9 +224,12 @@ class StreamData:
                 "an error: catch it in the stream, and leave the sample out there."
             )
             error.add_note(bad.details)
+            error.traceback = bad.traceback
             raise error
         if fetched.batch is None:
-            raise DataError(f"the {self.kind} stream: {fetched.failure}")
+            error = DataError(f"the {self.kind} stream: {fetched.failure}")
+            error.traceback = fetched.traceback
+            raise error
         if self.how.labels is not None:
             self.how.labels.refuse_others(fetched, f"{self.kind} stream")
         return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}

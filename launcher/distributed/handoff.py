@@ -12,7 +12,6 @@ import itertools
 import json
 import re
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -20,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.messages import first_line
 from launcher.config.schema import Config, from_dict, to_dict
+from launcher.config.short_traceback import short_traceback
 from launcher.distributed.flight_recorder import is_loss, last_call, latest_calls
 from launcher.distributed.process_group import (
     ASSEMBLE_S,
-    OF_ANOTHER,
     LaunchEnv,
     first_failure,
+    is_of_another,
     limit_silence,
     memory,
     open_store,
 )
-from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError
+from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError, in_words
 from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
@@ -62,12 +62,8 @@ class Departure:
     shared: bool = False  # the error is about other ranks, which its text names
     last_call: str = ""  # the collective in which it lost another rank
     gone: bool = False  # ended by its watchdog: it will not join further jobs
-
-    @property
-    def explained(self) -> bool:
-        """Whether the error is a message, rather than a traceback or the loss of another rank."""
-        lost = self.exit_code == 1 and not self.shared and OF_ANOTHER.search(self.error)
-        return not lost and not self.error.startswith("Traceback ")
+    lost: bool = False  # the error is that of a rank which lost another one: not the origin
+    traceback: str = ""  # of an exception, to be printed before the error
 
 
 def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
@@ -79,7 +75,7 @@ def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
     if blamed.shared:
         return error
     alike = sum(_without_ranks(each.error) == _without_ranks(error) for each in departures)
-    if blamed.explained and alike > 1:
+    if not blamed.lost and alike > 1:
         return f"each rank {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
     return error if error.startswith(of_rank) else f"{of_rank}failed: {error}"
 
@@ -92,9 +88,10 @@ def _without_ranks(error: str) -> str:
 class JobFailed(LauncherError):
     """The job failed on some rank, whose departure gives the reason."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
+    def __init__(self, text: str, departure: Departure) -> None:
         super().__init__(text)
-        self.exit_code = exit_code
+        self.exit_code = departure.exit_code
+        self.traceback = departure.traceback
 
 
 class Leader:
@@ -131,16 +128,16 @@ class Leader:
             departures = self._departures(store, job, own)
             first = self._first_failure(store, job, departures)
             stopped = first.exit_code == PreemptedError.exit_code
-            if first is own and (stopped or len(departures) == 1 or not own.explained):
+            if first is own and (stopped or len(departures) == 1):
                 raise
             text = attributed(first, departures)
             if text == own.error:
                 raise
-            raise JobFailed(text, first.exit_code) from error
+            raise JobFailed(text, first) from error
         departures = self._departures(store, job, departure_of(self.launch.rank))
         first = self._first_failure(store, job, departures)
         if first.error:
-            raise JobFailed(attributed(first, departures), first.exit_code)
+            raise JobFailed(attributed(first, departures), first)
 
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.
@@ -294,14 +291,14 @@ def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:
-    """How this rank left: a LauncherError as its text, an unexpected error with its traceback."""
+    """How this rank left: the error as a sentence, and the traceback of one that needs it."""
     if error is None:
         return Departure(rank, time.time())
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         shared = isinstance(error, CollectiveError)
-        return Departure(rank, time.time(), str(error), error.exit_code, shared)
-    text = "".join(traceback.format_exception(error))
-    return Departure(
-        rank, time.time(), text, 1, last_call=last_call(latest_calls()) if is_loss(error) else ""
-    )
+        return Departure(rank, time.time(), str(error), error.exit_code, shared, traceback=error.traceback)
+    text, lost = f"{type(error).__name__}: {in_words(error)}", is_of_another(error)
+    called = last_call(latest_calls()) if is_loss(error) else ""
+    trace = "" if lost else short_traceback(error)
+    return Departure(rank, time.time(), text, 1, last_call=called, lost=lost, traceback=trace)

@@ -108,6 +108,11 @@ class WorkerEnv:
         return self.rank == 0
 
 
+def is_of_another(error: BaseException) -> bool:
+    """Whether an exception, by its class and text, is that of a rank which lost another one."""
+    return bool(OF_ANOTHER.search(f"{type(error).__name__}: {error}"))
+
+
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     """The key-value store that the ranks of this launch share; None for one process.
 
@@ -197,10 +202,10 @@ def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError 
             return None
         store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
         said = json.loads(store.get(key))
-        if said["error"] and said["exit_code"] != PreemptedError.exit_code:
+        if said["error"] and not said["lost"] and said["exit_code"] != PreemptedError.exit_code:
             own = "" if said["shared"] else f"rank {first} failed: "
             failure = LauncherError(f"{own}{said['error']}")
-            failure.exit_code = said["exit_code"]
+            failure.exit_code, failure.traceback = said["exit_code"], said.get("traceback", "")
             return failure
     return None
 
@@ -236,7 +241,7 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
 
     limit_silence(LEAVE_S)
     said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code}
-    said |= {"shared": True, "gone": True}  # the text names the rank at fault
+    said |= {"shared": True, "gone": True, "lost": False}  # the text names the rank at fault
     with suppress(DistError):
         store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
         store.set(f"heard/{launch.rank}", "")

@@ -23,14 +23,16 @@ def message_of(make: Callable[[], bytes]) -> bytes:
 
 
 def error_message(error: LauncherError) -> bytes:
-    """The class and the text of an error as a message."""
-    return ERROR + json.dumps([type(error).__name__, str(error)]).encode()
+    """The class, the text and the traceback of an error as a message."""
+    return ERROR + json.dumps([type(error).__name__, str(error), error.traceback]).encode()
 
 
 def content_of(message: bytes) -> bytes:
     """The content of a message. Raises the sender's LauncherError."""
     content = message[1:]
     if message[:1] == ERROR:
-        kind, text = json.loads(content)
-        raise getattr(launcher.errors, kind, LauncherError)(text)
+        kind, text, traceback = json.loads(content)
+        error: LauncherError = getattr(launcher.errors, kind, LauncherError)(text)
+        error.traceback = traceback
+        raise error
     return content

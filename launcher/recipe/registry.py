@@ -21,6 +21,7 @@ from torch import nn
 from launcher.config.groups import recipes_dir
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
+from launcher.config.short_traceback import short_traceback
 from launcher.errors import ConfigError, LauncherError
 from launcher.recipe.contract import Recipe, Schedule
 
@@ -141,7 +142,9 @@ def _load(file: Path) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:  # a user's file may fail in any way
         del sys.modules[name]
-        raise ConfigError(f"recipe file {file} cannot be loaded: {_where(error, file)}.") from error
+        failure = ConfigError(f"recipe file {file} cannot be loaded: {_where(error, file)}.")
+        failure.traceback = short_traceback(error)
+        raise failure from error
     return module
 
 

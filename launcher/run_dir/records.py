@@ -21,6 +21,7 @@ from typing import Any
 
 from launcher.config.environment_values import replaced
 from launcher.config.schema import Config, to_dict
+from launcher.errors import listed
 from launcher.run_dir.atomic import (
     make_folder,
     open_plain,
@@ -67,6 +68,7 @@ PACKAGES = (
     "fp16-launcher",
 )
 GIT_TIMEOUT_S = 2.0
+SHOWN_LOGS = 3
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -165,6 +167,13 @@ def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
 def log_path(run_dir: Path, rank: int) -> Path:
     """The log of a rank: logs/rank<k>.log."""
     return run_dir / LOGS / f"rank{rank}.log"
+
+
+def logs_of_failure(run_dir: Path, rank: int, world_size: int) -> str:
+    """The log of a rank that failed, and those of the other ranks, as the end of a sentence."""
+    others = [log_path(run_dir, other) for other in range(world_size) if other != rank]
+    more = f"; logs of the other ranks: {listed(others, SHOWN_LOGS)}" if others else ""
+    return f"{log_path(run_dir, rank)}{more}"
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:

@@ -138,7 +138,8 @@ class Agent(LocalElasticAgent):
         self._restarts.allow(verdict, newest)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
-        print(f"restart {count}: {verdict.text}; resuming from {place}", file=sys.stderr, flush=True)
+        text = f"{verdict.traceback}restart {count}: {verdict.text}; resuming from {place}"
+        print(text, file=sys.stderr, flush=True)
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.handoff import Departure, attributed
 from launcher.distributed.heartbeat import FINISHING, Beat, where
-from launcher.distributed.process_group import OF_ANOTHER
 from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
 
 UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
@@ -59,6 +58,7 @@ class Verdict:
     text: str = ""
     hint: str = ""  # printed after the text
     last_step: int | None = None  # of a run that was ended while it wrote its result and report
+    traceback: str = ""  # of the exception behind it, printed before the text
 
     @property
     def recoverable(self) -> bool:
@@ -72,6 +72,7 @@ class RunFailed(LauncherError):
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(f"{verdict.text}. {verdict.hint}".strip() if verdict.hint else verdict.text)
         self.exit_code = verdict.exit_code
+        self.traceback = verdict.traceback
 
 
 def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> Verdict:
@@ -85,7 +86,8 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
         return _of_silent(blamed, fates)
     if blamed.failed:
         assert blamed.departure is not None
-        return Verdict(blamed.departure.exit_code, _said_by(blamed, fates))
+        departure = blamed.departure
+        return Verdict(departure.exit_code, _said_by(blamed, fates), traceback=departure.traceback)
     alive = [fate for fate in fates if fate.exit_code is None]
     if any(fate.failed for fate in fates):
         return hang([blamed])
@@ -117,18 +119,7 @@ def hang(fates: Sequence[Fate]) -> Verdict:
 
 def is_of_another(departure: Departure) -> bool:
     """Whether the error is that of a rank that lost another rank, or waited for one without success."""
-    if departure.exit_code == STALLED:
-        return True
-    if departure.shared:
-        return False
-    return departure.exit_code == UNEXPECTED and bool(OF_ANOTHER.search(own_words(departure.error)))
-
-
-def own_words(error: str) -> str:
-    """The error at the end of a traceback, without the frames, whose code may contain any word."""
-    lines = error.rstrip().splitlines()
-    last_frame = max((number for number, line in enumerate(lines) if line.startswith("    ")), default=-1)
-    return "\n".join(lines[last_frame + 1 :]) or error
+    return departure.exit_code == STALLED or departure.lost
 
 
 def _innocence(
@@ -166,7 +157,7 @@ def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
 def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
     """The error of a rank, without its number if other ranks have raised the same one."""
     assert blamed.departure is not None
-    if len(fates) == 1 and blamed.departure.explained:
+    if len(fates) == 1 and not blamed.departure.lost:
         of_rank = f"rank {blamed.rank} "
         error = blamed.departure.error
         return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
@@ -229,8 +220,10 @@ class Restarts:
         if not verdict.recoverable or self.used == self.allowed:
             raise RunFailed(verdict)
         if self.fruitless == FRUITLESS:
-            raise NoProgressError(
+            error = NoProgressError(
                 f"the workers were started {FRUITLESS} times in a row and have failed each time before they "
                 f"had written a new checkpoint. The last time {verdict.text}. {verdict.hint}".rstrip()
             )
+            error.traceback = verdict.traceback
+            raise error
         self.used += 1

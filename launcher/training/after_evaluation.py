@@ -27,7 +27,7 @@ from launcher.evaluation.evaluate import evaluating
 from launcher.evaluation.messages import content_of, message_of
 from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import make_folder, write_content
-from launcher.run_dir.records import PICTURES, log_path
+from launcher.run_dir.records import PICTURES
 from launcher.training.build import seed_generators
 from launcher.training.progress import Position
 from launcher.training.recipe_errors import guarding
@@ -62,8 +62,7 @@ class AfterEvaluation:
 
     def _call_and_report(self, position: Position) -> bytes:
         found = self._call(position)
-        log = log_path(Path(self.run.config.run.dir), self.run.env.rank)
-        with guarding("what the recipe's after_evaluation returned", log):
+        with guarding("what the recipe's after_evaluation returned", self.run.logs_of_failure):
             self._report(found, position)
         return b""
 

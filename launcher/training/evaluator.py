@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
@@ -27,7 +26,6 @@ from launcher.evaluation.rehearsal import rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import ONLY_SET, Recipe, set_title
-from launcher.run_dir.records import log_path
 from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.answers import Answers
 from launcher.training.early_stopping import EarlyStopping
@@ -230,5 +228,5 @@ class Evaluator:
         self.run.heartbeat.beat("trying the evaluation")
 
     def _guard(self, name: str, what: str, batch: Batch | None) -> AbstractContextManager[None]:
-        log = log_path(Path(self.run.config.run.dir), self.run.env.rank)
-        return guarding(f"{what} on the {set_title(name)} set", log, batch, of_metric=True)
+        logs = self.run.logs_of_failure
+        return guarding(f"{what} on the {set_title(name)} set", logs, batch, of_metric=True)

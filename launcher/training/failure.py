@@ -11,16 +11,24 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.config.user_code import place_of
+from launcher.config.short_traceback import short_traceback
+from launcher.config.user_code import innermost, place_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
-from launcher.distributed.process_group import LaunchEnv, failure_of_another, stall_of
+from launcher.distributed.process_group import LaunchEnv, failure_of_another, is_of_another, stall_of
 from launcher.engine import UnusableError, works
-from launcher.errors import CollectiveError, ConfigError, LauncherError, PreemptedError, in_words
+from launcher.errors import (
+    CollectiveError,
+    ConfigError,
+    LauncherError,
+    PreemptedError,
+    UnexpectedError,
+    in_words,
+)
 from launcher.process import frames
 from launcher.process.shortage import shortage_of
 from launcher.telemetry import Telemetry
 from launcher.training import results
-from launcher.training.recipe_errors import recipe_failure
+from launcher.training.recipe_errors import IN_LOG, recipe_failure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,14 +37,19 @@ log = logging.getLogger("launcher")
 
 
 def failure_of(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, log_file: Path
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, logs: str
 ) -> LauncherError | None:
-    """The error for users, caused by `error`; None where it is to be raised as it is."""
+    """The error for users, caused by `error`; None where it is to be raised as it is.
+
+    `logs` is the end of a sentence: the log that the full traceback will be in, and those of other ranks.
+    """
     failure = (
         _user_error(error, launch)
         or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
-        or _of_the_recipe(error, log_file)
+        or _of_the_recipe(error, logs)
+        or _of_a_sample(error, logs)
+        or _unexpected(error, logs)
     )
     if failure is not None:
         failure.__cause__ = error  # whose traceback the log gets
@@ -76,15 +89,34 @@ def of_another_rank(
         return error
     release_frames(error)  # or the others that wait for this rank would not notice
     cause = failure_of_another(store, job, launch.rank)
-    if cause is None or is_loss(RuntimeError(str(cause))):
+    if cause is None:
         return error
     cause.__cause__ = error  # whose traceback the log gets
     return cause
 
 
-def _of_the_recipe(error: BaseException, log_file: Path) -> LauncherError | None:
+def _of_the_recipe(error: BaseException, logs: str) -> LauncherError | None:
     """The error for an exception in a recipe's line that no guard covers, such as in a backward pass."""
-    return recipe_failure(error, "code of the recipe", log_file) if place_of(error) else None
+    return recipe_failure(error, "code of the recipe", logs) if place_of(error) else None
+
+
+def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
+    """The error of a sample that raised, with its logs. Where samples are read these are not known."""
+    if not isinstance(error, LauncherError) or not error.traceback or IN_LOG in str(error):
+        return None
+    failure = type(error)(f"{error} {IN_LOG} {logs}.")
+    failure.traceback = error.traceback
+    return failure
+
+
+def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
+    """The error for an exception that nobody has foreseen. That of a lost rank is not the origin."""
+    if not isinstance(error, Exception) or isinstance(error, LauncherError) or is_of_another(error):
+        return None
+    said = f"{type(error).__name__}: {str(error).strip() or 'no text'}"
+    failure = UnexpectedError(f"unexpected error at {innermost(error)}: {said}. {IN_LOG} {logs}.")
+    failure.traceback = short_traceback(error)
+    return failure
 
 
 def release_frames(error: BaseException) -> None:

@@ -14,21 +14,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, is_the_users, place_of
-from launcher.distributed.process_group import OF_ANOTHER
+from launcher.distributed.process_group import is_of_another
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, OutOfMemoryError, RecipeError
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.recipe.contract import Recipe
 
 Result = TypeVar("Result")
+IN_LOG = "The full traceback is in"
 DTYPES = re.compile(
     r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
 )  # from a linear layer or product, an einsum, a convolution
@@ -50,34 +51,34 @@ MODE_CHANGED = {
 }
 
 
-def guarded(recipe: Recipe, log: Path) -> Recipe:
+def guarded(recipe: Recipe, logs: str) -> Recipe:
     """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
 
     Warns once of a loss that changes the mode of the network.
 
-    `log` is the file that the full traceback will be in.
+    `logs` is the end of a sentence: the file that the full traceback will be in.
     """
     return replace(
         recipe,
-        build_model=_guarded("build_model", recipe.build_model, log),
-        loss=_keeping_mode(_guarded("loss", recipe.loss, log)),
-        train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, log),
-        eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, log),
-        schedule=recipe.schedule and _guarded("schedule", recipe.schedule, log),
+        build_model=_guarded("build_model", recipe.build_model, logs),
+        loss=_keeping_mode(_guarded("loss", recipe.loss, logs)),
+        train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, logs),
+        eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, logs),
+        schedule=recipe.schedule and _guarded("schedule", recipe.schedule, logs),
         after_evaluation=recipe.after_evaluation
-        and _guarded("after_evaluation", recipe.after_evaluation, log),
+        and _guarded("after_evaluation", recipe.after_evaluation, logs),
     )
 
 
 @contextmanager
 def guarding(
-    what: str, log: Path, batch: Mapping[str, Any] | None = None, of_metric: bool = False
+    what: str, logs: str, batch: Mapping[str, Any] | None = None, of_metric: bool = False
 ) -> Iterator[None]:
     """Raise the `recipe_failure` of an exception in the context."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        failure = recipe_failure(error, what, log, batch, of_metric)
+        failure = recipe_failure(error, what, logs, batch, of_metric)
         if failure is None:
             raise
         raise failure from error
@@ -86,7 +87,7 @@ def guarding(
 def recipe_failure(
     error: BaseException,
     what: str,
-    log: Path,
+    logs: str,
     batch: Mapping[str, Any] | None = None,
     of_metric: bool = False,
 ) -> LauncherError | None:
@@ -98,7 +99,7 @@ def recipe_failure(
     if isinstance(error, SystemExit):
         return RecipeError(
             f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){_at(error)}. Only the "
-            f"launcher ends a run: raise an exception instead. The full traceback is in {log}."
+            f"launcher ends a run: raise an exception instead. {IN_LOG} {logs}."
         )
     if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
         return None
@@ -106,18 +107,21 @@ def recipe_failure(
     shortage = shortage_of(error, what, _at(error), advice)
     if isinstance(shortage, OutOfMemoryError):
         return shortage
-    if shortage is not None or OF_ANOTHER.search(str(error)):
+    if shortage is not None or is_of_another(error):
         return None
     renamed = RENAMED.get(str(error), "")
     rule = _rule(error, batch or {})
     lacks_module = isinstance(error, ModuleNotFoundError)
     kind = ConfigError if lacks_module else DataError if rule else ConfigError if of_metric else RecipeError
     place = place_of(error) or (innermost(error) if of_metric else "")
-    return kind(
+    failure = kind(
         f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
         f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
-        f"{' ' if rule or renamed else ''}{rule or renamed} The full traceback is in {log}."
+        f"{' ' if rule or renamed else ''}{rule or renamed} {IN_LOG} {logs}."
     )
+    if not rule and not renamed:
+        failure.traceback = short_traceback(error)
+    return failure
 
 
 def _at(error: BaseException) -> str:
@@ -125,7 +129,7 @@ def _at(error: BaseException) -> str:
     return f" at {place}" if place else ""
 
 
-def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[..., Result]:
+def _guarded(name: str, function: Callable[..., Result], logs: str) -> Callable[..., Result]:
     what = f"the recipe's {name}{_defined(function)}"
 
     @functools.wraps(function, updated=())
@@ -134,7 +138,7 @@ def _guarded(name: str, function: Callable[..., Result], log: Path) -> Callable[
             return function(*arguments)
         except (Exception, SystemExit) as error:
             batch = next((each for each in arguments if isinstance(each, dict)), None)
-            failure = recipe_failure(error, what, log, batch)
+            failure = recipe_failure(error, what, logs, batch)
             if failure is None:
                 raise
             raise failure from error

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper, StepReport, WeightAverage
+from launcher.run_dir.records import logs_of_failure
 from launcher.telemetry import Telemetry
 from launcher.training.signals import Requests
 
@@ -27,6 +29,11 @@ class Run:
     heartbeat: Heartbeat
     requests: Requests
     average: WeightAverage | None = None  # of the weights, where ema.decay asks for one
+
+    @property
+    def logs_of_failure(self) -> str:
+        """The logs that a failure of this rank refers to, as the end of a sentence."""
+        return logs_of_failure(Path(self.config.run.dir), self.env.rank, self.env.world_size)
 
 
 class Question(IntEnum):

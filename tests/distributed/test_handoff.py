@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from launcher.distributed.handoff import departure_of
+from launcher.errors import DataError
 from tests.forked import Forked, be_script
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +40,8 @@ def work(config, launch, store, job):
 cli.run_worker = work
 sys.exit(cli.main())
 """
+
+BUG = "ValueError: a bug on one rank"  # the end of the traceback, and the error
 
 # Both ends without the front door, with little patience.
 ENDS = """
@@ -133,7 +138,7 @@ def test_a_process_alone_needs_no_store(start, tmp_path) -> None:
     ("words", "text", "expected"),
     [
         (["recipe=resnet81"], "error: recipe=resnet81: there is no such recipe.", 2),
-        (["recipe=resnet18", "optim.lr=9"], "error: rank 1 failed: Traceback", 1),
+        (["recipe=resnet18", "optim.lr=9"], f"{BUG}\nerror: rank 1 failed: {BUG}\n", 1),
         (["recipe=resnet18", "run.dir=/proc/nowhere"], "The run's files cannot be written", 8),
     ],
 )
@@ -169,6 +174,32 @@ def test_a_sweep_goes_on_after_a_failed_job(start, tmp_path) -> None:
         "optim.lr=7",
         "seed=1",
     ]
+
+
+GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(GLOO), True),
+        (RuntimeError(GLOO.replace("Connection closed by peer", "Timed out waiting 9000ms")), True),
+        (torch.distributed.DistBackendError("remote process exited"), True),
+        (RuntimeError("Wait timeout"), True),
+        (ValueError("the data are broken"), False),
+        (DataError("the files of nccl are broken"), False),
+    ],
+)
+def test_a_rank_that_lost_another_one_is_not_the_origin(error: Exception, lost: bool) -> None:
+    def nccl_gloo() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        nccl_gloo()
+    departure = departure_of(1, caught.value)
+    assert departure.lost == lost, "by its text, not by the code that raised it"
+    assert str(error) in departure.error
+    assert bool(departure.traceback) == isinstance(error, ValueError)
 
 
 def test_a_rank_that_stays_in_a_job_is_named(start) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class Given:
 
 
 def guard(what: str, batch: Any) -> contextlib.AbstractContextManager[None]:
-    return guarding(what, Path("rank0.log"), batch, of_metric=True)
+    return guarding(what, "rank0.log", batch, of_metric=True)
 
 
 def tried(

@@ -117,9 +117,16 @@ def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Pat
     write_recipe(tmp_path, "from launcher.training import loop\nif RANK == 0:\n    loop.Task.train_on = None")
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
-        assert error_of(parent) == "error: rank 0 failed: Traceback (most recent call last):"
-        assert "in train" in parent.stderr
-        assert "TypeError: 'NoneType' object is not callable" in parent.stderr
+        trace = parent.stderr.partition("error: ")[0].splitlines()
+        assert [trace[0], trace[-1]] == [
+            "Traceback (most recent call last):",
+            "TypeError: 'NoneType' object is not callable",
+        ]
+        assert not any("supervisor/" in line or "worker.py" in line for line in trace)
+        assert error_of(parent).startswith("error: rank 0 failed: unexpected error at ")
+        assert "launcher/training/loop.py:" in error_of(parent)
+        assert ", in train: TypeError: 'NoneType' object is not callable. The full" in error_of(parent)
+        assert "worker.py" in (parent.run_dir / "logs" / "rank0.log").read_text()
         assert_written_down(parent, 1)
 
 

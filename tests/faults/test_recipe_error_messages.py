@@ -1,8 +1,9 @@
-"""Runs whose recipe raises: one message with its line, printed once; the full traceback is in the log."""
+"""Runs whose recipe raises: its own traceback, one message with its line, each printed once."""
 
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.config.groups import PACKAGE
 from launcher.errors import DataError
 from launcher.run_dir.atomic import read_json
 from tests.faults.launching import Ended, run
@@ -164,10 +166,15 @@ def written(directory: Path, mark: str, text: str) -> tuple[Path, int]:
     return file, number + 1
 
 
-def assert_told_once(ended: Ended, text: str, code: int) -> None:
+def assert_told_once(ended: Ended, text: str, code: int, tracebacks: int = 0) -> None:
+    """One sentence; before it the traceback of an exception that the sentence does not explain."""
     assert set(ended.codes) == {code}, ended
     assert sum(output.count(text) for output in ended.outputs) == 1, ended
-    assert not any("Traceback" in output for output in ended.outputs), ended
+    assert sum(output.count("Traceback (most") for output in ended.outputs) == tracebacks, ended
+    trace = "".join(ended.outputs).partition("Traceback (most")[2].partition("\nerror: ")[0]
+    before_last = [line for line in trace.splitlines() if line.startswith("  File ")][:-1]
+    assert not any(f"{PACKAGE}/" in line for line in before_last), "of ours only the line that raised"
+    assert "site-packages/torch/nn/modules/module.py" not in trace
     assert (ended.result["state"], ended.result["exit"]) == ("failed", code)
     assert (ended.status["state"], ended.status["exit"]) == ("failed", code)
     assert text in ended.result["error"]
@@ -178,7 +185,8 @@ def test_a_mistake_is_one_message_with_its_line(tmp_path: Path, mark, line, code
     file, number = written(tmp_path, mark, line)
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
     where = f" called sys.exit({line[17:-1]}) at {file}:" if "SystemExit" in line else f" failed at {file}:"
-    assert_told_once(ended, where, code)
+    explained = code == 7 or " instead" in text or "SystemExit" in line
+    assert_told_once(ended, where, code, tracebacks=not explained)
     assert text in ended.result["error"]
     if not any(word in line for word in ("Linear", "Identity", "TensorData")):  # those fail elsewhere
         assert f"{where}{number}, in " in ended.result["error"]
@@ -211,6 +219,28 @@ def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Pa
     assert ended.result["error"] == "rank 1 failed: a shard is missing"
     (end,) = ended.events("end")
     assert (end["error"], end["exit"]) == ("rank 1 failed: a shard is missing", 7)
+
+
+IN_A_LOADER = """
+    class Samples:
+        def __len__(self): return 64
+        def __getitem__(self, index):
+            if index >= 40:
+                raise OSError("no such shard")
+            return {"x": x[index], "label": 0}
+    train = Samples()
+"""
+
+
+def test_a_sample_that_raises_in_a_loader_process_has_its_own_traceback(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "RECIPE", IN_A_LOADER)
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, "data.workers=1", ranks=2)
+    assert_told_once(ended, "the training set: sample ", 7, tracebacks=1)
+    trace, _, error = ended.outputs[0].partition("Traceback (most")[2].partition("\nerror: ")
+    assert trace.count("  File ") == 1, "neither of torch's loader nor of the reader"
+    assert trace.endswith(', in __getitem__\n    raise OSError("no such shard")\nOSError: no such shard')
+    logs = tmp_path / "run" / "logs"
+    assert re.search(rf"The full traceback is in {logs}/rank([01]).log; logs of the other ranks: ", error)
 
 
 def test_a_loss_of_the_projects_own_is_named_where_no_line_is_the_users(tmp_path: Path) -> None:
@@ -272,12 +302,15 @@ def test_the_parent_says_it_once(tmp_path: Path) -> None:
     write_recipe(tmp_path, in_step="raise ValueError('no loss today')")
     with Parent(tmp_path) as parent:
         assert parent.end() == 1
-        assert parent.stderr.count("ValueError: no loss today") == 1
-        assert "tiny.py:" in parent.stderr
-        assert "Traceback" not in parent.stderr + parent.stdout
         assert "no loss today" not in parent.stdout
-        assert parent.stderr.startswith("error: the recipe's loss failed at "), "all ranks, not one of them"
-        assert len(parent.stderr.strip().splitlines()) == 1, parent.stderr
+        trace, _, error = parent.stderr.partition("\nValueError: no loss today\nerror: ")
+        assert trace.startswith("Traceback (most recent call last):\n")
+        assert trace.count("Traceback") == 1
+        assert trace.count("  File ") == 2, "the loss, and in_step which it calls"
+        assert error.startswith("the recipe's loss failed at "), "all ranks, not one of them"
+        assert len(error.strip().splitlines()) == 1, error
+        logs = parent.run_dir / "logs"
+        assert re.search(rf"in {logs}/rank[01].log; logs of the other ranks: {logs}/rank[01].log\.$", error)
         assert "ValueError: no loss today" in parent.json("result.json")["error"]
 
 
@@ -287,7 +320,8 @@ def test_under_torchrun_it_is_said_once(tmp_path: Path) -> None:
     words = ["recipe=resnet18", f"recipes.path={file}", *WORDS, "tracker=none"]
     done = launch(tmp_path, words)
     ours = done.stderr.partition("ChildFailedError")[0]
-    assert (done.stdout + done.stderr).count("ValueError: no loss today") == 1, done.stderr
+    assert (done.stdout + done.stderr).count("\nValueError: no loss today\nerror: ") == 1, done.stderr
+    assert ours.partition("error: ")[0].count("Traceback (most recent call last)") == 1, ours
     assert f"{file}:{number}, in loss" in ours
     assert read_json(only_run(tmp_path) / "result.json")["exit"] == 1
 

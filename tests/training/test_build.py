@@ -115,7 +115,7 @@ def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
 
 
 def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
-    own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), tmp_path)
+    own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), "rank0.log")
     with pytest.raises(RecipeError, match=r"the recipe's schedule failed at .*ZeroDivisionError"):
         rates_of(composed(), own, 4)
 

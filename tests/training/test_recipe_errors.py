@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss, Recipe, TensorData
 from launcher.training.recipe_errors import guarded, guarding
 
-LOG = Path("/run/logs/rank0.log")
+LOG = "/run/logs/rank0.log"
 NORMS: dict[str, tuple[nn.Module, Tensor, str]] = {
     "batch norm": (nn.BatchNorm1d(3), torch.ones(1, 3), "A batch norm divides by the variance of a channel"),
     "of images": (nn.BatchNorm2d(3), torch.ones(1, 3, 1, 1), "set data.drop_last=true if it is the rest of"),
