@@ -29,7 +29,7 @@ from launcher.data.sources import Batches, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.preflight import meet
+from launcher.distributed.preflight import Peer, meet
 from launcher.distributed.process_group import (
     LaunchEnv,
     WorkerEnv,
@@ -57,6 +57,7 @@ from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.divergence.rescue import Rescue
 from launcher.training.evaluator import Evaluator
 from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
+from launcher.training.links import Links
 from launcher.training.loop import Averaged, Task, train
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import Relief
@@ -188,7 +189,7 @@ def _join_and_run(
         assembled.settle_micro_batch(start)
         heartbeat.beat("data", start.step)
         _announce(assembled, [peer.device for peer in peers], start)
-        _train(assembled, start, watchdog, gpus, [peer.host for peer in peers])
+        _train(assembled, start, watchdog, gpus, peers)
 
 
 def _leeway_s(heartbeat: Heartbeat) -> float:
@@ -254,7 +255,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
 
 
 def _train(
-    job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None, hosts: Sequence[str]
+    job: _Job, start: Start, watchdog: Watchdog, gpus: GpuSampler | None, peers: Sequence[Peer]
 ) -> None:
     """All steps from `start` on, and the result."""
     run, config, continuity, stepper = job.run, job.run.config, job.continuity, job.run.stepper
@@ -263,7 +264,8 @@ def _train(
     rescue = Rescue(run, continuity.standing, inspector)
     if config.precision.scale.mode == "auto" and not continuity.has_scale:
         _calibrate(job, batches, start)
-    votes, stragglers = Votes(), Stragglers(run, hosts)
+    links = Links.of(peers, run.env.rank)
+    votes, stragglers = Votes(), Stragglers(run, [peer.host for peer in peers], links)
     monitor = Monitor(
         run,
         votes,
@@ -297,6 +299,7 @@ def _train(
     with (
         recorded(task, run) if steps_left else nullcontext(task) as steps,
         Writer(continuity.directory, config.checkpoint.keep) as writer,
+        links,
     ):
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
         end = train(

@@ -46,7 +46,8 @@ class Question(IntEnum):
     STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
 
 
-WAIT_SLOT, DATA_SLOT = 5, 6  # no questions: the times of one rank, which `stragglers` sends as votes
+# No questions: the times and the link of one rank, which `stragglers` sends as votes.
+WAIT_SLOT, DATA_SLOT, LINK_SLOT = 5, 6, 7
 
 
 class Votes:

@@ -2,7 +2,8 @@
 
 Owns the numbers that travel with the counts of a step, so that they cost no collective: in each step one
 rank, in turn, sends how long it has waited for the exchange of gradients, by its own clock, in the window of
-steps before. The rank that arrives last waits least. All ranks receive the same numbers; rank 0 records them.
+steps before. The rank that arrives last waits least. For a slow link all ranks wait alike: each also sends
+how often bytes waited in its connections. All ranks receive the same numbers; rank 0 records them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
+from launcher.training.links import Links
 from launcher.training.progress import Position
-from launcher.training.run import DATA_SLOT, WAIT_SLOT, Run
+from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run
+from launcher.training.slow_links import SlowLinks, votes_of
 
 WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one
@@ -46,8 +49,10 @@ class _Window:
 class Stragglers:
     """Follows the steps of a run. All ranks call the same methods at the same steps."""
 
-    def __init__(self, run: Run, hosts: Sequence[str]) -> None:
+    def __init__(self, run: Run, hosts: Sequence[str], links: Links | None = None) -> None:
         self._run = run
+        self._links = links  # of this rank
+        self._slow_links = SlowLinks(run, hosts)
         self._hosts = hosts  # by rank
         self._ranks = len(hosts)
         self._length = max(WINDOW, self._ranks + LAG)
@@ -61,6 +66,8 @@ class Stragglers:
         if self._done is not None and self._turn(position.step) == self._run.env.rank and self._ranks > 1:
             self._run.stepper.vote(WAIT_SLOT, _votes(self._done.mean_ms(WIRE)))
             self._run.stepper.vote(DATA_SLOT, _votes(self._done.mean_ms(DATA)))
+            if self._links is not None:
+                self._run.stepper.vote(LINK_SLOT, votes_of(self._links.take()))
 
     def after(self, position: Position, report: StepReport) -> None:
         """After a step was read, in order."""
@@ -81,12 +88,14 @@ class Stragglers:
         turn = self._turn(step)
         if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
             self._received[turn] = (_milliseconds(votes[WAIT_SLOT]), _milliseconds(votes[DATA_SLOT]))
+            self._slow_links.receive(turn, votes[LINK_SLOT])
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
-            self._conclude(step, self._done)
+            first_step = step - step % self._length - self._length
+            self._conclude(step, first_step, self._done)
+            self._slow_links.compare(first_step, step, self._done.step_ms, EVENT)
 
-    def _conclude(self, step: int, own: _Window) -> None:
+    def _conclude(self, step: int, first_step: int, own: _Window) -> None:
         """All ranks have sent their times of the window before, of which `own` are those of this rank."""
-        end = step - step % self._length
         waits = [self._received[rank][0] for rank in range(self._ranks)]
         latest = min(range(self._ranks), key=waits.__getitem__)
         late_ms = statistics.median(waits[:latest] + waits[latest + 1 :]) - waits[latest]
@@ -103,8 +112,8 @@ class Stragglers:
             host=self._hosts[latest],
             late_ms=late_ms,
             step_ms=own.step_ms,
-            first_step=end - self._length,
-            last_step=end - 1,
+            first_step=first_step,
+            last_step=first_step + self._length - 1,
             cause="data" if by_data else "compute",
         )
         self._warn(latest, late_ms, own.step_ms, by_data)

@@ -99,6 +99,12 @@ def wide(config: Config) -> Recipe:
     return recipe_of(Rows(16_000), classes_of(2048, 8))
 
 
+@recipe("half_a_megabyte")
+def half_a_megabyte(config: Config) -> Recipe:
+    """On the wire, in fp16."""
+    return recipe_of(Rows(4_000), classes_of(2048, 8))
+
+
 @recipe("tiny")
 def tiny(config: Config) -> Recipe:
     return recipe_of(nn.Linear(8, 2), classes_of(2048, 8))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launcher.telemetry.step_time import PARTS, TimeShares, time_at_end
-from scripts.bench.network import INTERFACE, Network, lacking, network
+from scripts.bench.network import Network, lacking, network
 from tests.faults.bounds import SAMPLE_S
-from tests.faults.launching import WORDS, Ended, run
+from tests.faults.hosts import limit_link, run_on_hosts
+from tests.faults.launching import Ended, run
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 RECIPES = Path(__file__).with_name("bounds.py")
-ROOT = Path(__file__).parents[2]
 FIXED = (f"recipes.path={RECIPES}", "checkpoint.every_steps=null", "train.max_steps=40", "train.epochs=100")
 
 
@@ -71,31 +68,13 @@ def slow_link() -> Iterator[Network]:
         pytest.skip(reason)
     with network(2) as made:
         for host in range(2):
-            limit = "from scripts.bench.network import limit_own_link; limit_own_link(100)"
-            subprocess.run(made.inside(host, [sys.executable, "-c", limit]), cwd=ROOT, check=True)
+            limit_link(made, host, 100)
         yield made
 
 
 def test_a_slow_link_is_named(tmp_path: Path, slow_link: Network) -> None:
     """1 M parameters at 100 Mbit/s: 2 MB each way take 168 ms, the rest a tenth of that."""
-    words = [*WORDS, *FIXED, "recipe.uses=wide", "data.batch_size=8", "train.max_steps=8"]
-    processes = []
-    for host in range(2):
-        command = slow_link.inside(host, [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"])
-        command += ["--nproc-per-node=1", "--master-addr=10.99.0.1", "--master-port=29511"]
-        command += [f"--node-rank={host}", "-m", "launcher", *words, f"run.dir={tmp_path / 'run'}"]
-        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": INTERFACE}
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env=os.environ | environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
-    shares = split_of(Ended(tmp_path / "run", [process.returncode for process in processes], outputs, 0))
+    words = [*FIXED, "recipe.uses=wide", "data.batch_size=8", "train.max_steps=8"]
+    shares = split_of(run_on_hosts(slow_link, tmp_path / "run", *words))
     assert shares.verdict.startswith("wire-bound: "), shares
     assert 120 < shares.parts_ms["wire_ms"] < 300
