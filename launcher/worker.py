@@ -251,6 +251,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
         parameters=sum(p.numel() for p in job.model.parameters()),
         model=job.used.model,
         data=job.used.data,
+        compare_by=job.recipe.compare_by,
     )
 
 

@@ -89,14 +89,21 @@ class RunRecord:
 
     @property
     def metric_name(self) -> str | None:
-        """The result's metric, of any set, else the first that was evaluated, else the loss."""
+        """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
         names = list(self.recording.evaluations)
-        named = self.result.get("metric_name")
+        named = self.result.get("metric_name") or self._compared_by(names)
         if isinstance(named, str) and (not names or self.recording.evaluation(named) is not None):
             return named
         return next((name for name in names if name != "loss" and not name.startswith("train_")), None) or (
             "loss" if "loss" in names else None
         )
+
+    def _compared_by(self, evaluated: Sequence[str]) -> Any:
+        """What the recipe names, before there is a result; None in files of older versions."""
+        start = self.recording.of("start").last or {}
+        if not evaluated or "compare_by" not in start:
+            return None
+        return start["compare_by"] or ("accuracy" if "accuracy" in evaluated else "loss")
 
     @property
     def metric(self) -> Any:
