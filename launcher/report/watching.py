@@ -10,19 +10,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from launcher.report.reading import json_of, text_of
+from launcher.report.reading import json_of, result_of, text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import SILENT_S, RunRecord
 from launcher.report.run_table import first_line, printable, shortened
 from launcher.report.text_plot import plot_lines
+from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, metric_title, number, scale_text
 
 ENDED = ("done", "failed", "preempted")
+KILLED = 1  # the exit code of a run that could not report one
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
 BAR = 20  # characters
 MIN_NAME = 10
@@ -35,10 +38,14 @@ class View:
     record: RunRecord
     now: float
     may_restart: bool  # by a parent process, after a failure
+    result_age_s: float  # since result.json was written; 0 if status.json was written later, or without one
+    holder: Holder | None  # the process that the run belongs to, if it shows no sign of life
 
     @property
     def has_ended(self) -> bool:
         """Whether the run is over; one that failed may be restarted for a while."""
+        if self.was_killed:
+            return True
         status = self._end
         if status.get("state") not in ENDED:
             return False
@@ -47,12 +54,44 @@ class View:
         return status["state"] != "failed" or not self.may_restart or age >= SETTLE_S
 
     @property
+    def state(self) -> str:
+        """done, failed, preempted, killed, running, or what else the files say."""
+        if self.was_killed:
+            return "killed"
+        return str(self._end["state"]) if self._end.get("state") in ENDED else self.record.state
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether its process ended without writing the run's end, as by SIGKILL."""
+        return self._end.get("state") not in ENDED and self.holder is not None and bool(self.holder.has_ended)
+
+    @property
+    def note(self) -> str:
+        """A sentence on a run that shows no sign of life; "" for others."""
+        if self.holder is None or self._end.get("state") in ENDED:
+            return ""
+        written = f"{STATUS} was last written {duration(self.record.silent_s(self.now))} ago"
+        if self.was_killed:
+            return (
+                f"process {self.holder.pid} of this run no longer exists, and {written}: it was killed. "
+                f"To resume: the same command with run.dir={self.record.directory}"
+            )
+        if self.holder.has_ended is None:
+            return (
+                f"{written}; process {self.holder.pid} of this run is of another machine, or of an earlier "
+                "boot of this one, so watch cannot tell whether it still runs."
+            )
+        return ""
+
+    @property
     def _end(self) -> Mapping[str, Any]:
-        """status.json, or the `end` event where the end did not get into it, as where the disk was full."""
+        """status.json, or what else shows an end that did not get into it, as where the disk was full."""
         status = self.record.status
-        end = self.record.recording.of("end").last
-        if end is None or status.get("state") in ENDED:
+        if status.get("state") in ENDED:
             return status
+        end = self.record.recording.of("end").last
+        if end is None:
+            return self.record.result if self.result_age_s >= SILENT_S else status
         updated, ended = status.get("updated"), end.get("time")
         if not isinstance(updated, int | float) or not isinstance(ended, int | float):
             return end
@@ -61,8 +100,8 @@ class View:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that has ended."""
-        code = self._end.get("exit")
+        """Of a run that has ended; KILLED if it could not write one."""
+        code = KILLED if self.was_killed else self._end.get("exit")
         return code if type(code) is int and 0 <= code < 256 else 1
 
     @property
@@ -87,13 +126,17 @@ class Watched:
 
     def view(self, now: float | None = None) -> View:
         """What the files say. Raises OSError for unreadable ones; those that are missing are empty."""
+        now = time.time() if now is None else now
         self._follower.poll()
         status = json_of(self.directory, STATUS)
+        written, result_written = _written(self.directory / STATUS), _written(self.directory / RESULT)
+        result_age_s = max(0.0, now - result_written) if result_written > written else 0.0
+        has_result = status.get("state") in ENDED or result_age_s >= SILENT_S
         record = RunRecord(
             directory=self.directory,
             name="/".join(self.directory.absolute().parts[-2:]),
             recording=self._follower.recording,
-            result=json_of(self.directory, RESULT) if status.get("state") in ENDED else {},
+            result=result_of(self.directory) if has_result else {},
             status=status,
             environment={},
             config_text="",
@@ -101,7 +144,23 @@ class Watched:
             classification_report="",
             confusion_picture=b"",
         )
-        return View(record, time.time() if now is None else now, self._may_restart)
+        holder = self._holder() if record.silent_s(now) else None
+        return View(record, now, self._may_restart, result_age_s, holder)
+
+    def _holder(self) -> Holder | None:
+        """The process that the run belongs to; None where that cannot be read."""
+        try:
+            return holder_of(self.directory)
+        except OSError:
+            return None
+
+
+def _written(path: Path) -> float:
+    """When the file was written, in unix seconds; 0 without one."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> list[str]:
@@ -109,7 +168,7 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
     record = view.record
     top = [line for line in _facts(view, columns) if line]
     bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []
-    bottom += [first_line(record.error)] if record.error else []
+    bottom += [text for text in (first_line(record.error), *wrap(view.note, columns)) if text]
     room = rows - len(top) - len(bottom) - 2
     curve = plot_lines(record.recording.steps["loss"], columns, min(room, 16), braille)
     title = ["loss"] if curve else []
@@ -130,13 +189,14 @@ def run_line(view: View) -> str:
         *_pace(record),
         *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
         *([first_line(record.error)] if record.error else []),
+        *([printable(view.note)] if view.note else []),
     ]
     return "  ".join(parts)
 
 
 def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
     """One line per job; those that have ended are left out first where there is no room."""
-    counts = {state: sum(view.record.state == state for view in views) for state in (*ENDED, "running")}
+    counts = {state: sum(view.state == state for view in views) for state in (*ENDED, "killed", "running")}
     head = f"{len(views)} jobs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     going = [view for view in views if not view.has_ended]
     ended = [view for view in views if view.has_ended]
@@ -164,8 +224,8 @@ def job_line(view: View, columns: int) -> str:
 
 
 def state_of(view: View) -> str:
-    silent_s = view.record.silent_s(view.now)
-    return f"no sign of life for {silent_s:.0f} s" if silent_s else view.record.state
+    silent_s = 0.0 if view.has_ended else view.record.silent_s(view.now)
+    return f"no sign of life for {silent_s:.0f} s" if silent_s else view.state
 
 
 def _facts(view: View, columns: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from launcher.errors import ConfigError
-from launcher.run_dir.atomic import open_plain
+from launcher.run_dir.atomic import open_plain, read_regular
 
 LOCK = ".lock"
 
@@ -39,6 +39,12 @@ def locked(directory: Path) -> io.FileIO:
     return lock
 
 
+def holder_of(directory: Path) -> Holder | None:
+    """The process that took the lock last; it may have ended. None without one. Raises OSError."""
+    path = directory / LOCK
+    return Holder.of(read_regular(path).decode(errors="replace")) if path.exists() else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Holder:
     """The process that took the lock, with its start time, because process ids are reused."""
@@ -60,10 +66,17 @@ class Holder:
     def __str__(self) -> str:
         return f"{self.pid} {self.started} {self.machine}"
 
+    @property
+    def has_ended(self) -> bool | None:
+        """Whether the process no longer exists; None if unknown, as on another machine."""
+        if not self.started or self.machine != _machine():
+            return None
+        started = _start_of(self.pid)
+        return None if not started and _is_hidden(self.pid) else started != self.started
+
     def named(self, lock: Path) -> str:
         """Who holds the lock, and what to do about it."""
-        has_ended = self.machine == _machine() and _start_of(self.pid) != self.started
-        if not has_ended:
+        if not self.has_ended:
             return f"another process (pid {self.pid or 'unknown'} on its machine). Wait for it or stop it"
         others = ", ".join(f"pid {pid}" for pid in _who_has_open(lock)) or "of another user"
         return f"child processes of pid {self.pid}, which has ended: {others}. End them"
@@ -76,6 +89,17 @@ def _start_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether /proc may hide the process because it is another user's."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _machine() -> str:

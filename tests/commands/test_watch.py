@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import pytest
 from launcher.cli import main
 from launcher.commands.watch import ENTER, LEAVE
 from launcher.report.curve import Curve
+from launcher.report.run_record import SILENT_S
 from launcher.report.text_plot import plot_lines
 from launcher.report.watching import Watched, job_line, run_line, run_screen, sweep_screen
 from launcher.run_dir.atomic import json_line, write_json
+from launcher.run_dir.lock import LOCK, Holder, _start_of
 from launcher.telemetry.events import EventLog
 
 pytestmark = pytest.mark.timeout(60)
@@ -101,11 +104,115 @@ def test_a_run_that_rewinds_is_shown_from_its_new_end(run_dir):
     assert "step 10/100  loss 0.4 " in run_line(watched.view(NOW))
 
 
-def test_a_run_that_was_killed_shows_no_sign_of_life_and_does_not_end(run_dir):
+def write_lock(run_dir: Path, holder: Holder) -> None:
+    (run_dir / LOCK).write_text(str(holder))
+
+
+def ended_process() -> Holder:
+    process = subprocess.Popen(["sleep", "60"])
+    holder = replace(Holder.this(), pid=process.pid, started=_start_of(process.pid))
+    process.kill()
+    process.wait()
+    return holder
+
+
+def test_a_run_whose_process_was_killed_ends_after_the_time_without_a_sign_of_life(run_dir):
+    holder = ended_process()
+    write_lock(run_dir, holder)
+    write_status(run_dir, "running", age_s=SILENT_S - 1)
+    assert not Watched(run_dir).view(NOW).has_ended, "another process may resume it"
     write_status(run_dir, "running", age_s=200.0)
     view = Watched(run_dir).view(NOW)
-    assert "no sign of life for 200 s" in run_line(view)
+    assert (view.has_ended, view.exit_code) == (True, 1)
+    for text in (run_line(view), job_line(view, 200), "\n".join(run_screen(view, 100, 24))):
+        assert "killed" in text
+        assert "no sign of life" not in text
+    sentence = f"process {holder.pid} of this run no longer exists, and status.json was last written 3:20 ago"
+    assert sentence in run_line(view)
+    assert f"To resume: the same command with run.dir={run_dir}" in run_line(view)
+    assert sentence in "\n".join(run_screen(view, 100, 24)), "wrapped between words, not cut off"
+    assert sweep_screen([view], 100, 24)[0] == "1 jobs: 1 killed"
+
+
+@pytest.mark.parametrize(
+    "of", ["this machine", "another machine", "an older version", "nobody", "a damaged file"]
+)
+def test_a_silent_run_whose_process_exists_or_is_unknown_does_not_end(run_dir, of):
+    holders = {
+        "this machine": Holder.this(),
+        "another machine": replace(ended_process(), machine="boot/pid:[1]"),
+        "an older version": Holder.of("123"),
+        "a damaged file": Holder.of("\0 x"),
+    }
+    if of in holders:
+        write_lock(run_dir, holders[of])
+    write_status(run_dir, "running", age_s=200.0)
+    view = Watched(run_dir).view(NOW)
     assert not view.has_ended
+    assert "no sign of life for 200 s" in run_line(view)
+    assert ("watch cannot tell whether it still runs" in run_line(view)) is (
+        of not in ("this machine", "nobody")
+    )
+
+
+def test_the_process_of_another_user_that_proc_hides_is_not_taken_for_ended(monkeypatch):
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    holder = ended_process()
+    assert holder.has_ended is True
+    monkeypatch.setattr(os, "kill", refuse)
+    assert holder.has_ended is None
+
+
+def test_a_run_with_a_result_and_no_end_event_ends(run_dir):
+    write_json(run_dir / "result.json", {"state": "done", "exit": 0, "metric_name": "loss", "metric": 0.5})
+    write_status(run_dir, "running", age_s=200.0)
+    for path, written in ((run_dir / "status.json", NOW - 200), (run_dir / "result.json", NOW - 190)):
+        os.utime(path, (written, written))
+    view = Watched(run_dir).view(NOW)
+    assert (view.has_ended, view.exit_code, view.state) == (True, 0, "done")
+    assert "done  step 20/100" in run_line(view)
+    assert not Watched(run_dir).view(NOW - 150).has_ended, "it may still draw its pictures"
+    os.utime(run_dir / "status.json", (NOW - 180, NOW - 180))
+    view = Watched(run_dir).view(NOW)
+    assert not view.has_ended, "it is resumed, and the result that of an earlier process"
+    assert "no sign of life" in run_line(view)
+
+
+@pytest.mark.parametrize(
+    ("compare_by", "shown"),
+    [
+        ({"compare_by": "second/f1"}, "second/F1 0.7000"),
+        ({"compare_by": None}, "accuracy 50.00 %"),
+        ({}, "mae 0.25"),  # of an older version: the first metric
+    ],
+)
+def test_a_live_run_shows_the_metric_that_runs_are_compared_by(run_dir, compare_by, shown):
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        for event in (
+            {"event": "start", "step": 0, "world_size": 1, **compare_by},
+            {
+                "event": "eval",
+                "step": 20,
+                "set": "first",
+                "mae": 0.25,
+                "loss": 0.3,
+                "accuracy": 0.5,
+                "f1": 0.6,
+            },
+            {
+                "event": "eval",
+                "step": 20,
+                "set": "second",
+                "mae": 0.5,
+                "loss": 0.4,
+                "accuracy": 0.4,
+                "f1": 0.7,
+            },
+        ):
+            file.write(json_line({"time": NOW} | event))
+    assert shown in "\n".join(run_screen(Watched(run_dir).view(NOW), 100, 24))
 
 
 @pytest.mark.parametrize(
