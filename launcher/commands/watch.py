@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.report import checked
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import DIVERGED, ConfigError, StorageError
 
 if TYPE_CHECKING:
     from launcher.report.watching import View
@@ -158,7 +158,11 @@ class Sweep:
         return sweep_screen([run.view for run in self._runs.values()], 400, len(self._runs) + 3)
 
     def exit_code(self) -> int:
-        return next((code for run in self._runs.values() if (code := run.exit_code())), 0)
+        """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
+        from launcher.report.comparison import compares_precisions
+
+        findings = (0, DIVERGED) if compares_precisions([*self._runs]) else (0,)
+        return next((code for run in self._runs.values() if (code := run.exit_code()) not in findings), 0)
 
 
 Source = Run | Sweep

@@ -111,15 +111,20 @@ def read_job(directory: Path, warn: Warn = silent) -> Job:
     events = events_of(directory, warn)
     steps = points_of([event for event in events if event["event"] == "step"], "loss")
     accuracies = points_of(evaluations_of(events), "accuracy")
-    lines = text_of(directory / OVERRIDES).splitlines()
     return Job(
         directory,
-        {key: value for key, _, value in (line.partition("=") for line in lines)},
+        overrides_of(directory),
         {"state": "not finished", **result_of(directory, warn)},
         events,
         dict(steps),
         dict(accuracies),
     )
+
+
+def overrides_of(directory: Path) -> dict[str, str]:
+    """What the run was started with, by key. Raises OSError."""
+    lines = text_of(directory / OVERRIDES).splitlines()
+    return {key: value for key, _, value in (line.partition("=") for line in lines)}
 
 
 def settings_of(jobs: Sequence[Job]) -> list[Setting]:
@@ -135,7 +140,16 @@ def settings_of(jobs: Sequence[Job]) -> list[Setting]:
 
 def of_precisions(jobs: Sequence[Job]) -> bool:
     """Whether these jobs differ in their precision, and in nothing else but the seed."""
-    varied = varied_keys(jobs)
+    return _only_precision([job.overrides for job in jobs])
+
+
+def compares_precisions(directories: Sequence[Path]) -> bool:
+    """`of_precisions` of the runs in these directories. Raises OSError."""
+    return _only_precision([overrides_of(directory) for directory in directories])
+
+
+def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
+    varied = _varied(overrides)
     return "precision" in varied and set(varied) <= {"precision", REPEATED}
 
 
@@ -157,8 +171,12 @@ def config_of(job: Job) -> dict[str, Any]:
 
 def varied_keys(jobs: Sequence[Job]) -> list[str]:
     """The overridden keys whose values differ between jobs."""
-    keys = dict.fromkeys(key for job in jobs for key in job.overrides)
-    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+    return _varied([job.overrides for job in jobs])
+
+
+def _varied(overrides: Sequence[Mapping[str, str]]) -> list[str]:
+    keys = dict.fromkeys(key for of_job in overrides for key in of_job)
+    return [key for key in keys if len({of_job.get(key) for of_job in overrides}) > 1]
 
 
 def note_of(jobs: Sequence[Job]) -> str:
