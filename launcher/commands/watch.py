@@ -1,8 +1,9 @@
 """`watch`: follows a run or a sweep from its files, live, also one that somebody else has started.
 
-Owns the terminal: its alternate screen is left as it was found, whatever ends the command. Writes nothing
-into the run and imports no torch. Ends when the run ends, with its exit code; of a sweep, with the first that
-is not 0. Ctrl-C leaves with 130, the end of a pipe's reader with 0; the run continues.
+Writes nothing into the run and imports no torch. Ends when the run ends, with its exit code, or with 1 where
+it was killed and could write none. Of a sweep with the first code that is not 0; of one that compares
+precisions, as `compare` itself, 5 is a finding and no failure. Ctrl-C leaves with 130, the end of a pipe's
+reader with 0; the run continues.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
+from launcher.commands.full_screen import Screen, Stop
 from launcher.commands.report import checked
 from launcher.errors import DIVERGED, ConfigError, StorageError
 
@@ -27,10 +29,6 @@ if TYPE_CHECKING:
 EVERY_S, EVERY_LINE_S = 1.0, 10.0  # on a terminal; elsewhere, where each look is a line
 LONGEST_S = 86_400.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
-HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
-USUAL_COLUMNS, USUAL_LINES = 80, 24  # of a terminal that does not report its size
-SLEEP_S = 0.1  # until a signal is noticed
 QUIET_S = 60.0  # after which a sweep without a running job has ended
 
 
@@ -47,8 +45,8 @@ def watch(arguments: Arguments) -> int:
         source = Sweep(directory) if is_sweep(directory) else Run(directory)
         with stopping() as stop:
             if on_terminal:
-                with full_screen():
-                    follow(source, show_screen, every_s, stop)
+                with Screen(stop) as screen:
+                    follow(source, lambda source: screen.draw(source.screen), every_s, stop)
             else:
                 follow(source, show_line, every_s, stop)
     except OSError as error:
@@ -59,26 +57,6 @@ def watch(arguments: Arguments) -> int:
     if on_terminal:
         print("\n".join(source.lines()))
     return source.exit_code()
-
-
-class Stop:
-    """A request to leave, with the exit code.
-
-    Not a threading.Event, which a signal handler must not set: the interrupted thread may hold its lock.
-    """
-
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
-
-    def request(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is requested within the time."""
-        end = time.monotonic() + seconds
-        while self.exit_code is None and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, SLEEP_S))
-        return self.exit_code is not None
 
 
 @contextlib.contextmanager
@@ -190,29 +168,8 @@ def reader_left() -> bool:
     return bool(poll.poll(0))
 
 
-def show_screen(source: Source) -> None:
-    """Draw over the last screen; the size of the terminal is asked each time."""
-    size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS of the environment knows no resize
-    lines = source.screen(
-        max(8, (size.columns or USUAL_COLUMNS) - 1), max(3, (size.lines or USUAL_LINES) - 1)
-    )
-    sys.stdout.write(HOME + "".join(f"{line}{TO_LINE_END}\r\n" for line in lines) + TO_SCREEN_END)
-    sys.stdout.flush()
-
-
 def show_line(source: Source) -> None:
     print("\n".join(source.lines()), flush=True)
-
-
-@contextlib.contextmanager
-def full_screen() -> Iterator[None]:
-    """The alternate screen, which every way out of here leaves again."""
-    sys.stdout.write(ENTER)
-    try:
-        yield
-    finally:
-        sys.stdout.write(LEAVE)
-        sys.stdout.flush()
 
 
 def interval(arguments: Arguments, usual_s: float) -> float:

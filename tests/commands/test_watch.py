@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.commands.watch import ENTER, LEAVE
+from launcher.commands.full_screen import ENTER, LEAVE
 from launcher.report.curve import Curve
 from launcher.report.run_record import SILENT_S
 from launcher.report.text_plot import plot_lines
@@ -341,23 +343,114 @@ def watching(run_dir: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "launcher", "watch", str(run_dir), *words]
 
 
+class Terminal:
+    """`watch` on a terminal of its own, in a process group whose parent is not in it, as a shell's job is."""
+
+    def __init__(self, run_dir: Path, *words: str) -> None:
+        self._parent, child = pty.openpty()
+        self.resize(20, 40)
+        self.process = subprocess.Popen(
+            watching(run_dir, *words), stdout=child, stderr=child, cwd=ROOT, process_group=0
+        )
+        os.close(child)
+
+    def resize(self, rows: int, columns: int) -> None:
+        ioctl(self._parent, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read_until(self, end: bytes | None) -> str:
+        return read_until(self._parent, end).decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._parent)
+
+
+@pytest.fixture
+def terminal(run_dir) -> Iterator[Terminal]:
+    opened = Terminal(run_dir, "--every=3600")  # whatever is drawn again is drawn for a signal
+    yield opened
+    opened.close()
+
+
+def widest(screen: str) -> int:
+    shown = screen.replace("\x1b[H", "").replace("\x1b[J", "").replace("\x1b[K", "")
+    return max(len(line.strip("\r")) for line in shown.split("\n"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_terminal_as_it_was(run_dir, number):
-    parent, child = pty.openpty()
-    ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 40, 0, 0))
-    process = subprocess.Popen(watching(run_dir, "--every=0.1"), stdout=child, stderr=child, cwd=ROOT)
-    os.close(child)
-    seen = read_until(parent, b"Ctrl-C leaves")
-    process.send_signal(number)
-    seen += read_until(parent, None)
-    os.close(parent)
-    assert process.wait(20) == 128 + number
-    text = seen.decode()
+def test_a_signal_leaves_the_terminal_as_it_was(terminal, number):
+    text = terminal.read_until(b"Ctrl-C leaves")
+    terminal.process.send_signal(number)
+    text += terminal.read_until(None)
+    assert terminal.process.wait(20) == 128 + number
     assert text.startswith(ENTER)
     assert text.endswith(LEAVE)
     assert "Traceback" not in text
-    shown = text.removeprefix(ENTER).removesuffix(LEAVE).replace("\x1b[H", "").replace("\x1b[J", "")
-    assert max(len(line.strip("\r").replace("\x1b[K", "")) for line in shown.split("\n")) < 40, shown
+    assert widest(text.removeprefix(ENTER).removesuffix(LEAVE)) < 40, text
+
+
+def test_ctrl_z_leaves_the_terminal_as_it_was_and_fg_draws_at_once(terminal):
+    terminal.read_until(b"\x1b[J")
+    for _ in range(2):
+        terminal.process.send_signal(signal.SIGTSTP)
+        _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert terminal.read_until(LEAVE.encode()) == LEAVE
+        terminal.resize(20, 30)
+        terminal.process.send_signal(signal.SIGCONT)
+        text = terminal.read_until(b"\x1b[J")
+        assert text.startswith(ENTER + "\x1b[H")
+        assert widest(text.removeprefix(ENTER)) < 30
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.read_until(None).endswith(LEAVE)
+    assert terminal.process.wait(20) == 130
+
+
+SHELL = """
+import fcntl, os, signal, subprocess, sys, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+job = subprocess.Popen(sys.argv[1:], process_group=0)
+sys.stdin.readline()
+os.tcsetpgrp(1, job.pid)
+job.send_signal(signal.SIGCONT)
+job.wait(30)
+"""
+
+
+def test_in_the_background_nothing_is_drawn_over_the_shell(run_dir):
+    parent, child = pty.openpty()
+    shell = subprocess.Popen(
+        [sys.executable, "-c", SHELL, *watching(run_dir, "--every=0.05")],
+        stdin=subprocess.PIPE,
+        stdout=child,
+        stderr=child,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    os.close(child)
+    assert not select.select([parent], [], [], 1.5)[0]
+    assert shell.stdin is not None
+    shell.stdin.write(b"fg\n")
+    shell.stdin.close()
+    text = read_until(parent, b"\x1b[J")
+    assert text.startswith(ENTER.encode())
+    write_status(run_dir, "done", exit=0)
+    assert b"done  step 20/100" in read_until(parent, None).partition(LEAVE.encode())[2]
+    assert shell.wait(20) == 0
+    os.close(parent)
+
+
+def test_a_change_of_size_is_drawn_at_once(terminal):
+    assert 30 <= widest(terminal.read_until(b"\x1b[J").removeprefix(ENTER)) < 40
+    for columns in (24, 60):
+        terminal.resize(20, columns)
+        terminal.process.send_signal(signal.SIGWINCH)  # as the kernel does for a controlling terminal
+        text = terminal.read_until(b"\x1b[J")
+        assert columns - 12 <= widest(text) < columns
+        assert text.count("\x1b[H") == 1
+        assert ENTER not in text
 
 
 def read_until(descriptor: int, end: bytes | None) -> bytes:
