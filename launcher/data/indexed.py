@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.device import to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
-from launcher.data.random_state import generators_kept
+from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import (
     BadSample,
     Collate,
@@ -30,6 +31,8 @@ from launcher.data.tensors import Batch, transformed
 from launcher.errors import DataError
 
 log = logging.getLogger("launcher")
+
+LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
 
 
 class IndexedData:
@@ -58,7 +61,7 @@ class IndexedData:
 
     def fetch(self, request: Request) -> Fetched:
         """The answer to one request, read in this process."""
-        with generators_kept():
+        with GeneratorsKept():
             return Reader(self._read, self._collate, self.how.seed)[request]
 
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
@@ -131,7 +134,7 @@ class LoadedBatches:
         self._ahead: tuple[_Requests, Iterator[Fetched]] | None = None
         self._next = 0  # the step, of all epochs, that is read ahead next
         self._bad = 0
-        self._latest: list[list[int]] = []
+        self._latest: list[tuple[Request, Sequence[int]]] = []  # with the offsets of what was kept
         self._noise: tuple[int, Tensor] | None = None
 
     def step(self, epoch: int, step: int) -> list[Batch]:
@@ -149,7 +152,7 @@ class LoadedBatches:
             batch = self._data.usable(answer, request)
             self._bad += len(answer.bad)
             if batch is not None:
-                self._latest.append([request.indices[offset] for offset in answer.kept])
+                self._latest.append((request, answer.kept))
                 found.append(self._finished(batch, request, answer.kept))
         self._next = max(self._next, number + 1)
         return found
@@ -166,7 +169,7 @@ class LoadedBatches:
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
-        return self._latest
+        return [[request.indices[offset] for offset in kept] for request, kept in self._latest]
 
     def take_bad(self) -> int:
         """The samples that were left out since the last call."""
@@ -211,12 +214,13 @@ class _Requests:
         self._start = start
         self._stop = max(total_steps, start + 1)
         self._order: tuple[int, Tensor] | None = None
+        self.of = lru_cache(LATEST)(self._of)  # asked for twice: to be read, and when it was
 
     def __iter__(self) -> Iterator[Request]:
         for number in range(self._start, self._stop):
             yield from self.of(number)
 
-    def of(self, number: int) -> list[Request]:
+    def _of(self, number: int) -> list[Request]:
         """Those of one step, counted from 0 over all epochs."""
         epoch, step = divmod(number, self._plan.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:

@@ -33,8 +33,8 @@ class Labels:
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return
-        highest, where = labels.max(dim=0)
-        if highest >= self.num_classes:
+        if (highest := int(labels.max())) >= self.num_classes:
+            where = int(labels.argmax())
             sample = f" of sample {indices[fetched.kept[where]]}" if indices else ""
             raise DataError(
                 f"the {name}: the {self.column}{sample} is {highest}, but the recipe names "

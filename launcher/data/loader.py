@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.data.labels import Labels
-from launcher.data.random_state import generators_kept
+from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
 from launcher.errors import DataError, LauncherError, StalledError
 
@@ -111,7 +111,7 @@ class Pool:
         reader: Any = self._reader  # a stream's, or one that is given requests
         answers = iter(reader) if self._requests is None else map(reader.__getitem__, self._requests)
         while True:
-            with generators_kept():
+            with GeneratorsKept():
                 fetched = next(answers, None)
             if fetched is None:
                 return

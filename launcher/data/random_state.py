@@ -5,16 +5,21 @@ Owns their seeding and the exchange of their states. Never touches the generator
 
 from __future__ import annotations
 
+import _random
+import ctypes
 import hashlib
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy
 import torch
+from numpy.random import mtrand
+from torch import Tensor
 
+MT19937_BYTES = 4 * (624 + 1)  # of NumPy's: words and position
 seed_torch = torch.default_generator.manual_seed  # of 32 bits; torch.manual_seed would seed every GPU too
 
 
@@ -30,14 +35,14 @@ def seed_all(seed: int) -> None:
     seed_torch(seed % 2**32)
 
 
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the three states at the end."""
-    states = _states()
-    try:
-        yield
-    finally:
-        _set(states)
+class GeneratorsKept:
+    """Restores the three states at the end of the context."""
+
+    def __enter__(self) -> None:
+        self._before = states()
+
+    def __exit__(self, *error: object) -> None:
+        _set(self._before)
 
 
 def sample_seeds(seed: int, epoch: int, position: int, number: int) -> list[int]:
@@ -57,66 +62,125 @@ class Drawn:
     others: bool  # Python's or NumPy's
 
 
+def drawn_since(before: States) -> Drawn:
+    """What has been drawn since `states` returned `before`."""
+    now = states()
+    same = _same(now.python, before.python) and _same(now.numpy, before.numpy)
+    return Drawn(torch=_bytes(now.torch) != _bytes(before.torch), others=not same)
+
+
 def drawn_since_seeded(seed: int) -> Drawn:
     """What has been drawn since `seed_all(seed)`. Takes about 0.1 ms."""
-    with generators_kept():
-        now = _states()
+    with GeneratorsKept():
+        now = states()
         seed_all(seed)
-        fresh = _states()
-    same = now[0] == fresh[0] and all(map(numpy.array_equal, now[1], fresh[1]))
-    return Drawn(torch=not torch.equal(now[2], fresh[2]), others=not same)
-
-
-class Untouched:
-    """Tells which generators something has drawn from. Seeds Python's and NumPy's for that.
-
-    Seeding the three before each sample would take longer than reading a small one.
-    """
-
-    _MARK = 0x6C61756E
-
-    def __init__(self) -> None:
-        with generators_kept():
-            self.begin()
-            self._first = self._draw()
-
-    def begin(self) -> None:
-        random.seed(self._MARK)
-        numpy.random.seed(self._MARK)
-        self._of_torch = torch.default_generator.get_state()
-
-    def drawn(self) -> Drawn:
-        """Since `begin`. Draws itself."""
-        of_torch = torch.default_generator.get_state()
-        return Drawn(torch=not torch.equal(of_torch, self._of_torch), others=self._draw() != self._first)
-
-    @staticmethod
-    def _draw() -> tuple[float, float]:
-        return random.random(), float(numpy.random.random_sample())
+        return drawn_since(now)
 
 
 class Generators:
     """Three states apart from those of the process, which has them within the context."""
 
     def __init__(self, seed: int) -> None:
-        with generators_kept():
+        with GeneratorsKept():
             seed_all(seed)
-            self._states = _states()
+            self._states = states()
 
     def __enter__(self) -> None:
-        self._outside = _states()
+        self._outside = states()
         _set(self._states)
 
     def __exit__(self, *error: object) -> None:
-        self._states = _states()
+        self._states = states()
         _set(self._outside)
 
 
-def _states() -> tuple[Any, ...]:
-    return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+class States(NamedTuple):
+    """Of the three generators. `python` and `numpy` are the same objects until something draws."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
 
 
-def _set(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
+def states() -> States:
+    """The present ones. Takes 3 us where nothing has drawn from Python's and NumPy's since the last call."""
+    return States(_python().state(), _numpy().state(), torch.default_generator.get_state())
+
+
+def _set(wanted: States) -> None:
+    _python().set(wanted.python)
+    _numpy().set(wanted.numpy)
+    torch.default_generator.set_state(wanted.torch)
+
+
+class _Twister:
+    """A global generator, whose own functions take up to 50 us to copy its state and to set it.
+
+    They are called only where the `memory` of its numbers has changed, which is read and never written. A
+    spare normal number is kept elsewhere. Only a draw leaves one, and while there is one the state is copied
+    each time, since taking it does not change the memory.
+    """
+
+    def __init__(
+        self,
+        memory: Callable[[], bytes | None],
+        get: Callable[[], Any],
+        set_: Callable[[Any], None],
+        spare: Callable[[Any], object],
+        draw: Callable[[], object],
+    ) -> None:
+        self._memory, self._get, self._set, self._spare = memory, get, set_, spare
+        self._known_memory, self._known = memory(), get()
+        draw()
+        shows_draws = memory() != self._known_memory  # or this version keeps its numbers elsewhere
+        set_(self._known)
+        self._trusted = shows_draws and memory() == self._known_memory
+
+    def state(self) -> Any:
+        memory = self._memory()
+        if memory is None or memory != self._known_memory or not self._trusted or self._spare(self._known):
+            self._known_memory, self._known = memory, self._get()
+        return self._known
+
+    def set(self, state: Any) -> None:
+        if self.state() is not state:
+            self._set(state)
+            self._known_memory, self._known = self._memory(), state
+
+
+@cache
+def _python() -> _Twister:
+    address = id(random._inst) + object.__basicsize__
+    size = _random.Random.__basicsize__ - object.__basicsize__
+    return _Twister(
+        lambda: ctypes.string_at(address, size),
+        random.getstate,
+        random.setstate,
+        spare=lambda state: state[2] is not None,
+        draw=random.random,
+    )
+
+
+@cache
+def _numpy() -> _Twister:
+    def memory() -> bytes | None:
+        generator = mtrand.get_bit_generator()
+        if not isinstance(generator, numpy.random.MT19937):
+            return None  # a recipe has put another one in its place
+        return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
+
+    return _Twister(
+        memory,
+        numpy.random.get_state,
+        numpy.random.set_state,
+        spare=lambda state: state[3],
+        draw=numpy.random.random_sample,
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or all(map(numpy.array_equal, one, other))
+
+
+def _bytes(state: Tensor) -> bytes:
+    return state.numpy().tobytes()  # compared in less time than the tensors

@@ -10,7 +10,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from launcher.data.epochs import enter_epoch, with_epochs
 from launcher.data.ragged import refuse_unlike
 from launcher.data.random_state import (
     Drawn,
-    Untouched,
+    drawn_since,
     drawn_since_seeded,
     sample_seeds,
     seed_all,
     seed_torch,
     spread_seed,
+    states,
 )
 from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError
@@ -82,7 +83,7 @@ class Fetched:
     """What came of a request. `kept` are the offsets in it of the samples that the batch holds."""
 
     batch: Batch | None  # on the CPU; None where no sample could be read
-    kept: tuple[int, ...]
+    kept: Sequence[int]
     bad: tuple[BadSample, ...] = ()
     failure: str = ""  # of the collation; empty if there was none
     traceback: str = ""  # of the failure, short, where nobody has foreseen it
@@ -93,6 +94,23 @@ class Fetched:
         if self.batch is None:
             return self
         return replace(self, batch={name: column.pin_memory() for name, column in self.batch.items()})
+
+
+class _Read(NamedTuple):
+    """Samples, their offsets in the request, and those that cannot be read."""
+
+    samples: Sequence[Any]
+    kept: Sequence[int]
+    bad: Sequence[BadSample]
+
+    @classmethod
+    def whole(cls, samples: Sequence[Any]) -> _Read:
+        """All samples of a request."""
+        return cls(samples, range(len(samples)), ())
+
+
+def nobody_asks(index: int) -> None:
+    """Where no other process asks which sample is being read."""
 
 
 class Reader:
@@ -107,10 +125,9 @@ class Reader:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self.reading: Callable[[int], None] = lambda index: None
+        self.reading: Callable[[int], None] = nobody_asks
         self._takes_generator = takes_generator(dataset)
         self._with_epochs = with_epochs(dataset)
-        self._untouched = Untouched()
         self._together = getattr(dataset, "__getitems__", None)
         # What samples have drawn from; None before the first, which are watched one by one.
         self._draws: Drawn | None = None if self._together is None else Drawn(torch=False, others=False)
@@ -124,17 +141,17 @@ class Reader:
         except Exception as error:  # a user's data set may fail in any way
             failure = f"set_epoch failed{_at(error)}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
-        samples, bad = self._samples(request)
+        found = self._samples(request)
         self.reading(-1)
-        if not samples:
-            return Fetched(None, (), tuple(bad))
+        if not found.samples:
+            return Fetched(None, (), tuple(found.bad))
         try:
-            return Fetched(self._collated(request, [*samples.values()]), tuple(samples), tuple(bad))
+            return Fetched(self._collated(request, found.samples), found.kept, tuple(found.bad))
         except Exception as error:
-            return self._without_odd(request, samples, bad, error)
+            return self._without_odd(request, found, error)
 
-    def _samples(self, request: Request) -> tuple[dict[int, Any], list[BadSample]]:
-        """The samples by offset, and those that cannot be read.
+    def _samples(self, request: Request) -> _Read:
+        """What is read of a request.
 
         The generators are seeded before each sample of the first request, and of all later ones those that
         these have drawn from. A later request whose samples are the first to draw from another is read twice.
@@ -146,45 +163,48 @@ class Reader:
             return self._read(request, self._watched)
         if self._draws.others:
             return self._read(request, self._with_all_seeded)
-        self._untouched.begin()
+        before = states()
         if self._draws.torch:
             found = self._read(request, self._with_torch_seeded)
         else:
-            found = self._read_together(request) or self._read(request, None)
-        drawn = self._untouched.drawn()
+            found = self._read_at_once(request) or self._read(request, None)
+        drawn = drawn_since(before)
         if drawn.others or drawn.torch > self._draws.torch:
             self._draws = Drawn(torch=True, others=drawn.others)
             return self._samples(request)
         return found
 
-    def _read(
-        self, request: Request, sample: Callable[[int, int], Any] | None
-    ) -> tuple[dict[int, Any], list[BadSample]]:
+    def _read(self, request: Request, sample: Callable[[int, int], Any] | None) -> _Read:
         """As `_samples`, each from `sample(index, seed)`; None: as the data set gives it."""
-        samples: dict[int, Any] = {}
+        samples: list[Any] = []
+        kept: list[int] = []
         bad: list[BadSample] = []
         indices, reading, dataset = request.indices, self.reading, self._dataset
         seeds = sample_seeds(self._seed, request.epoch, request.position, len(indices)) if sample else []
         for offset, index in enumerate(indices):
             reading(index)
             try:
-                samples[offset] = sample(index, seeds[offset]) if sample else dataset[index]
+                samples.append(sample(index, seeds[offset]) if sample else dataset[index])
+                kept.append(offset)
             except Exception as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
-        return samples, bad
+        return _Read(samples, tuple(kept), bad) if bad else _Read.whole(samples)
 
-    def _read_together(self, request: Request) -> tuple[dict[int, Any], list[BadSample]] | None:
-        """As `_samples`, all at once; None where they must be read alone, or one of them fails."""
-        if self._together is None:
+    def _read_at_once(self, request: Request) -> _Read | None:
+        """As `_samples`, with nothing done before each; None where that is needed, or one of them fails."""
+        together, dataset = self._together, self._dataset
+        if together is None and self.reading is not nobody_asks:
             return None
         self.reading(TOGETHER)
         try:
-            samples = self._together(list(request.indices))
+            if together is None:
+                return _Read.whole([dataset[index] for index in request.indices])
+            samples = together(list(request.indices))
         except Exception:  # a user's data set may fail in any way
             return None
         if not isinstance(samples, list | tuple) or len(samples) != len(request.indices):
             return None
-        return dict(enumerate(samples)), []
+        return _Read.whole(samples)
 
     def _from_generator(self, index: int, seed: int) -> Any:
         return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
@@ -211,15 +231,14 @@ class Reader:
             seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         return collated(samples, self._collate)
 
-    def _without_odd(
-        self, request: Request, samples: Mapping[int, Any], bad: Sequence[BadSample], error: Exception
-    ) -> Fetched:
-        """The batch without the samples (by offset) that cannot be collated even alone; else the failure."""
-        errors = {offset: found for offset, each in samples.items() if (found := self._alone(each))}
+    def _without_odd(self, request: Request, found: _Read, error: Exception) -> Fetched:
+        """The batch without the samples that cannot be collated even alone; else the failure."""
+        samples, bad = dict(zip(found.kept, found.samples, strict=True)), found.bad
+        errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
         good = [offset for offset in samples if offset not in errors]
-        missing = all(isinstance(found, MissingError) for found in errors.values())
+        missing = all(isinstance(why, MissingError) for why in errors.values())
         if errors and (good or missing):  # otherwise the collate itself may be wrong
-            odd = [BadSample.of(request.indices[offset], found) for offset, found in errors.items()]
+            odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
             if not good:
                 return Fetched(None, (), (*bad, *odd))
             try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.data.random_state import generators_kept
+from launcher.data.random_state import GeneratorsKept
 from launcher.data.sources import Readable, first_batch
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
@@ -75,7 +75,7 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gpus = [device] if device.type == "cuda" else []
     try:
-        with generators_kept(), torch.random.fork_rng(gpus):
+        with GeneratorsKept(), torch.random.fork_rng(gpus):
             yield
     finally:
         for buffer, before in buffers:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from launcher.data.epochs import EVALUATION
-from launcher.data.random_state import generators_kept
+from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Reader, Request, collated, columns
 from launcher.errors import DataError
 
@@ -219,7 +219,7 @@ def test_reading_in_this_process_leaves_the_generators_as_they_were():
     random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
     expected = random.random(), numpy.random.rand(), torch.rand(())
     random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
-    with generators_kept():
+    with GeneratorsKept():
         read(Drawn(), 1, 2)
     assert (random.random(), numpy.random.rand(), torch.rand(())) == expected
 

@@ -1,0 +1,67 @@
+import random
+
+import numpy
+import pytest
+import torch
+from numpy.random import PCG64, mtrand
+
+from launcher.data.random_state import Drawn, GeneratorsKept, drawn_since, seed_all, states
+
+DRAWS = {
+    "Python": random.random,
+    "Python, normal": lambda: random.gauss(0, 1),
+    "NumPy": numpy.random.rand,
+    "NumPy, normal": lambda: numpy.random.normal(),
+    "torch": lambda: torch.rand(()).item(),
+    "torch, normal": lambda: torch.randn(()).item(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("before", [0, 1], ids=["none is spare", "a normal number is spare"])
+def test_what_has_drawn_is_found_and_undone(draw, before):
+    """A second normal number comes from where the first left it, and leaves the other numbers untouched."""
+    seed_all(1)
+    for _ in range(before):
+        draw()
+    at_start = states()
+    assert drawn_since(at_start) == Drawn(torch=False, others=False)
+    with GeneratorsKept():
+        first = draw()
+        of_torch = draw in (DRAWS["torch"], DRAWS["torch, normal"])
+        assert drawn_since(at_start) == Drawn(torch=of_torch, others=not of_torch)
+        seed_all(2)
+    assert drawn_since(at_start) == Drawn(torch=False, others=False)
+    assert draw() == first
+
+
+def test_the_states_are_not_copied_again_until_something_draws():
+    seed_all(1)
+    first, second = states(), states()
+    assert first.python is second.python
+    assert first.numpy is second.numpy
+    random.random(), numpy.random.rand()
+    third = states()
+    assert third.python is not first.python
+    assert third.numpy is not first.numpy
+
+
+def test_a_set_and_a_restored_state_are_told_apart():
+    seed_all(1)
+    first = states()
+    seed_all(2)
+    assert drawn_since(first).others
+    seed_all(1)
+    assert drawn_since(first) == Drawn(torch=False, others=False), "the same numbers will come"
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
+def test_another_bit_generator_of_numpy_is_copied_by_its_own_functions():
+    usual = mtrand.get_bit_generator()
+    try:
+        mtrand.set_bit_generator(PCG64(1))
+        with GeneratorsKept():
+            first = numpy.random.rand()
+        assert numpy.random.rand() == first
+    finally:
+        mtrand.set_bit_generator(usual)
