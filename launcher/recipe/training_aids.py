@@ -84,11 +84,15 @@ def _require_images(recipe: Recipe, alpha: float) -> None:
         )
 
 
-def refuse_split_pairs(plan: BatchPlan, alpha: float) -> None:
-    """Raise ConfigError where two samples that are mixed would be on two ranks, or in two micro-batches."""
+def refuse_split_pairs(plan: BatchPlan, alpha: float, total_steps: int) -> None:
+    """Raise ConfigError where two samples that are mixed would be on two ranks, or in two micro-batches.
+
+    `total_steps` are those of the run: what it never reaches may be odd.
+    """
     if not alpha:
         return
-    for step in {0, plan.steps_per_epoch - 1}:  # all other steps are as large as the first
+    last = min(plan.steps_per_epoch, total_steps) - 1
+    for step in {0, last}:  # all but the last of an epoch are as large as the first
         size = len(plan.global_batch(step))
         for rank in range(plan.world_size):
             for part in replace(plan, rank=rank).micro_positions(step):

@@ -156,7 +156,8 @@ def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) 
         drop_last=config.data.drop_last,
         lengths=None if recipe.lengths is None else sample_lengths(recipe.lengths, num_samples),
     )
-    refuse_split_pairs(plan, config.data.augment.mixup)
+    total_steps = config.train.total_steps(plan.steps_per_epoch)
+    refuse_split_pairs(plan, config.data.augment.mixup, total_steps)
     return plan
 
 

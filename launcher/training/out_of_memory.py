@@ -64,7 +64,8 @@ class Relief:
     @property
     def _half(self) -> int | None:
         """The size after halving; None where it cannot be smaller."""
-        return half_of(self._batches.plan, self._run.config.data.augment.mixup)
+        config, plan = self._run.config, self._batches.plan
+        return half_of(plan, config.data.augment.mixup, config.train.total_steps(plan.steps_per_epoch))
 
     def begin(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""

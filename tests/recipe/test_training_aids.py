@@ -192,12 +192,19 @@ def test_the_shares_are_those_of_the_beta_distribution(alpha) -> None:
     ],
 )
 def test_pairs_must_not_be_split(plan, refused) -> None:
-    refuse_split_pairs(plan, 0.0)
+    refuse_split_pairs(plan, 0.0, 100)
     if not refused:
-        refuse_split_pairs(plan, 0.2)
+        refuse_split_pairs(plan, 0.2, 100)
         return
     with pytest.raises(ConfigError, match=r"mixup=0.2 mixes samples in pairs, but .* odd number"):
-        refuse_split_pairs(plan, 0.2)
+        refuse_split_pairs(plan, 0.2, 100)
+
+
+def test_an_odd_rest_that_the_run_never_reaches_is_allowed() -> None:
+    plan = BatchPlan(99, 32, None, 2, 0, 0, drop_last=False)
+    refuse_split_pairs(plan, 0.2, total_steps=plan.steps_per_epoch - 1)
+    with pytest.raises(ConfigError, match="step 4 of an epoch has an odd number"):
+        refuse_split_pairs(plan, 0.2, total_steps=plan.steps_per_epoch)
 
 
 @pytest.mark.slow

@@ -94,7 +94,9 @@ class Trials:
     def search(self) -> int:
         """The largest size that fits on all ranks. A collective; raises OutOfMemoryError on all ranks."""
         tried: dict[int, str] = {}
-        sizes = sizes_to_try(self.plan, self.run.config.data.augment.mixup)
+        config = self.run.config
+        total_steps = config.train.total_steps(self.plan.steps_per_epoch)
+        sizes = sizes_to_try(self.plan, config.data.augment.mixup, total_steps)
         size = largest_that_fits(sizes, lambda size: self._fits(size, tried))
         last = next(reversed(tried.values()))
         if size is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launcher.data.batch_plan import BatchPlan
@@ -67,5 +69,9 @@ def test_samples_that_are_mixed_in_pairs_stay_together() -> None:
     assert sizes_to_try(plan_of(6, ranks=2), mixup=0.2) == [6, 2]
     assert half_of(plan_of(6, ranks=2), mixup=0.2) == 2, "not 3"
     assert half_of(plan_of(2, ranks=2), mixup=0.2) is None, "not 1"
+    odd_rest = replace(plan_of(8, ranks=2), num_samples=16 + 3)
+    assert sizes_to_try(odd_rest, mixup=0.2) == []
+    assert sizes_to_try(odd_rest, mixup=0.2, total_steps=1) == sizes_to_try(plan_of(8, ranks=2), mixup=0.2)
+    assert half_of(odd_rest, mixup=0.2, total_steps=1) == 4
     for size in sizes_to_try(plan_of(36, ranks=3), mixup=0.2):
-        refuse_split_pairs(plan_of(36, size, ranks=3), 0.2)
+        refuse_split_pairs(plan_of(36, size, ranks=3), 0.2, 100)
