@@ -13,10 +13,13 @@ from launcher.commands.arguments import Arguments
 from launcher.errors import ConfigError
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
+OF_ONE_CONFIG = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--run")
 
 
 def as_sweep(arguments: Arguments) -> Arguments:
     """The arguments of the sweep that runs the comparison. Raises ConfigError for other variations."""
+    refuse_queries(arguments)
+    refuse_repeated(arguments.words)
     given = {word.partition("=")[0]: word for word in arguments.words if word.partition("=")[0] in VARIED}
     precisions = given.get("precision", "=").partition("=")[2].split(",")
     if len(set(precisions)) < 2 or not all(precisions):
@@ -31,6 +34,29 @@ def as_sweep(arguments: Arguments) -> Arguments:
     return dataclasses.replace(
         arguments, command="train", words=words, flags={**arguments.flags, "--multirun": None}
     )
+
+
+def refuse_queries(arguments: Arguments) -> None:
+    """Raise ConfigError for a flag that asks about one config: a comparison has several."""
+    for flag in OF_ONE_CONFIG:
+        if flag in arguments.flags:
+            query = f"{flag} {arguments.flags[flag] or ''}".rstrip()
+            raise ConfigError(
+                f"compare {query}: a comparison has a config for each precision and seed, and {flag} is for "
+                f"one. Leave compare out: python -m launcher recipe=resnet18 precision=fp16 {query}"
+            )
+
+
+def refuse_repeated(words: Sequence[str]) -> None:
+    """Raise ConfigError for a key of VARIED that is given twice: which values are meant is not clear."""
+    for key in VARIED:
+        given = [word for word in words if word.partition("=")[0] == key]
+        if len(given) > 1:
+            values = ",".join(dict.fromkeys(",".join(word.partition("=")[2] for word in given).split(",")))
+            raise ConfigError(
+                f"compare {' '.join(given)}: {key} is given {len(given)} times. Give all of its values at "
+                f"once: {key}={values}"
+            )
 
 
 def refuse_variations(words: Sequence[str]) -> None:

@@ -54,6 +54,29 @@ def test_nothing_else_may_vary(word: str) -> None:
         swept("recipe=cnn", "precision=fp32,fp16", word)
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["seed=0,1", "seed=2"],
+            "compare seed=0,1 seed=2: seed is given 2 times. Give all of its values at ",
+        ),
+        (["seed=0,1", "seed=2", "precision=fp32,fp16"], "at once: seed=0,1,2"),
+        (["precision=fp32", "precision=fp16,fp32"], "precision is given 2 times. .* precision=fp32,fp16"),
+        (
+            ["--cfg", "job"],
+            r"compare --cfg job: a comparison has a config for each .* precision=fp16 --cfg job",
+        ),
+        (["precision=fp32,fp16", "--cfg=job"], "compare --cfg job: a comparison has a config for each"),
+        (["precision=fp32,fp16", "--info"], "compare --info all: a comparison has a config for each"),
+        (["--hydra-help"], "compare --hydra-help: a comparison has a config for each"),
+    ],
+)
+def test_what_a_comparison_cannot_mean_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        swept(*words)
+
+
 def test_lists_are_no_variation() -> None:
     words = ("precision.fp32_modules=[a,b]", "tracker.tags=[x]")
     assert swept("precision=fp32,fp16", *words).words[:2] == words
