@@ -59,7 +59,7 @@ def open_telemetry(
         telemetry.warn(before.warning)
     run_id = config.tracker.run_id or last_run_id(before.events) or new_run_id()
     if not config.tracker.names:
-        telemetry.decision("tracker", "none: tracker=none", mode="none")
+        telemetry.decision("tracker", "none: the run is recorded in its own files alone", mode="none")
     for name in config.tracker.names:
         run = _tracked_run(config, name, run_id)
         if name == "wandb":
