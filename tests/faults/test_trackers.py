@@ -46,6 +46,7 @@ class Raising(_Nothing):
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     ended = run(tmp_path_factory.mktemp("none") / "run", "train.max_steps=26")
     assert ended.codes == [0], ended
+    assert "\ntracker none: the run is recorded in its own files alone\n" in f"\n{ended.outputs[0]}"
     return ended
 
 
@@ -63,9 +64,12 @@ def test_all_trackers_at_once_good_and_bad_leave_the_bits_as_they_are(
     assert ended.codes == [0], ended
     assert ended.digest == undisturbed.digest
     assert losses(ended) == losses(undisturbed)
+    line = own.read_text().splitlines().index('        raise OSError("disk full")') + 1
     assert ended.warnings == [
-        "raising is given up: TrackerError: OSError: disk full. The run continues without it."
+        f"raising is given up: TrackerError: OSError: disk full (at {own}:{line}, in log). The run continues "
+        "without it."
     ]
+    assert ended.log(0).count("OSError: disk full\n") == 1, "its traceback"
 
 
 def kill_with(network: Any, batch: Any, published: Path) -> None:

@@ -7,6 +7,7 @@ once is kept.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -14,10 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher.config.user_code import place_of
 from launcher.telemetry.stream import PERIODIC, Record
 from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 from launcher.telemetry.tracker.used_config import used_config
+
+log = logging.getLogger("launcher")
 
 QUEUE_ROWS = 1_000  # that may wait while the tracker starts, is slow, or has used its share of the time
 # A thread that runs Python keeps the training thread waiting. Rows beyond this share of the time are logged
@@ -138,7 +142,12 @@ class TrackerSink:
         try:
             self._track()
         except (Exception, SystemExit) as error:  # raised by the next call of write or close
-            self._failure = error if isinstance(error, TrackerError) else TrackerError(in_one_line(error))
+            if isinstance(error, TrackerError):
+                self._failure = error
+                return
+            log.error("the tracker %s failed", self.name, exc_info=error)
+            place = place_of(error)
+            self._failure = TrackerError(f"{in_one_line(error)}{f' (at {place})' if place else ''}")
 
     def _track(self) -> None:
         if self._early:

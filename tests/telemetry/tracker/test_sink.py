@@ -131,9 +131,8 @@ def test_a_tracker_that_raises_is_given_up_with_one_warning(
         telemetry.emit("step", 1, loss=1.0)
         time.sleep(0.01)
     telemetry.close()
-    assert kept.texts() == [
-        f"slow is given up: TrackerError: {type(error).__name__}: {error}. The run continues without it."
-    ]
+    said = f"{type(error).__name__}: {error} (at {__file__}:{fail.__code__.co_firstlineno + 1}, in fail)"
+    assert kept.texts() == [f"slow is given up: TrackerError: {said}. The run continues without it."]
 
 
 def test_a_tracker_that_never_returns_costs_a_bounded_wait(tmp_path: Path) -> None:
