@@ -31,7 +31,7 @@ from launcher.report.run_record import MARKS, is_run
 from launcher.report.side_by_side import Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import CONFIG, OVERRIDES
-from launcher.telemetry.formatting import duration, markdown_row, metric, metric_title, number
+from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,7 +193,7 @@ def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
     name = next(
         (str(j.result["metric_name"]) for s in settings for j in s.jobs if "metric_name" in j.result), ""
     )
-    lines = [f"# {title}", "", *([note, ""] if note else [])]
+    lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
     head = ["", "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
     lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
     lines += [markdown_row(cells(setting, name)) for setting in settings]

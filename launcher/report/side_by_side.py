@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.report.reading import training_seconds_of
-from launcher.telemetry.formatting import duration, markdown_row, metric, metric_title, number
+from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 from launcher.telemetry.step_time import TimeShares, time_at_end, time_shares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
@@ -107,8 +107,8 @@ class Row:
 def side_by_side(title: str, sides: Sequence[Side]) -> str:
     """The page: verdicts, table, and the metric by seed."""
     first, *others = sides
-    lines = [f"# {title}: {' and '.join(side.name for side in sides)}", ""]
-    lines += [f"- {sentence}" for side in others for sentence in verdicts(first, side)]
+    lines = [markdown_text(f"# {title}: {' and '.join(side.name for side in sides)}"), ""]
+    lines += [f"- {markdown_text(sentence)}" for side in others for sentence in verdicts(first, side)]
     lines += ["", *table(first, others), ""]
     for side in others:
         lines += by_seed(first, side)

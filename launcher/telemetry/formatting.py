@@ -6,6 +6,7 @@ Pure: values in, strings out.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,20 @@ SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
 OF_TRAINING = ("train_loss", "train_accuracy")
 NARROWEST = 6  # columns of a number in a table
-BAR = r"\|"  # within a cell of a Markdown table
+MARKUP = tuple(  # in this order; what Markdown leaves as it is, such as the _ of a key, stays readable
+    (re.compile(pattern), shown)
+    for pattern, shown in (
+        (r"\s*\n\s*", " "),
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        (r"\\(?=[^\w\s])", r"\\\\"),
+        ("~", "&#126;"),
+        (r"[|*`]", r"\\\g<0>"),
+        (r"(?<![^\W_])_|_(?![^\W_])", r"\\_"),
+        (r"\]\(", r"]\\("),
+    )
+)
 HIDDEN = ("event", "time", "step", "epoch")
 
 
@@ -55,9 +69,16 @@ def metric_title(name: str) -> str:
     return name.replace("_", " ").replace("f1", "F1")
 
 
+def markdown_text(text: str) -> str:
+    """The text as one line of Markdown that shows it as it is: names may hold tags, bars and stars."""
+    for pattern, shown in MARKUP:
+        text = pattern.sub(shown, text)
+    return text
+
+
 def markdown_row(cells: Sequence[str]) -> str:
-    """A row of a Markdown table; a bar in a name does not end its cell."""
-    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+    """A row of a Markdown table, whose cells are shown as they are."""
+    return f"| {' | '.join(map(markdown_text, cells))} |"
 
 
 def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:

@@ -168,14 +168,15 @@ def test_a_sweep_over_precisions_has_the_page_and_others_have_none(tmp_path: Pat
     assert SIDE_BY_SIDE not in [path.name for path in write_comparison(tmp_path / "more")]
 
 
-def test_a_bar_in_the_name_of_a_metric_ends_no_cell(tmp_path: Path) -> None:
+def test_markup_in_the_name_of_a_metric_is_shown_and_ends_no_cell(tmp_path: Path) -> None:
     for number, precision in enumerate(("fp32", "fp16")):
         run_dir = write_job(tmp_path, number, [f"precision={precision}"])
         result = read_json(run_dir / "result.json") | {"metric_name": "x<b>|y"}
         write_json(run_dir / "result.json", result)
     _, summary, _, page = (path.read_text(errors="replace") for path in write_comparison(tmp_path))
     for text in (summary, page):
-        assert r"x<b>\|y" in text
+        assert r"x&lt;b&gt;\|y" in text
+        assert "<b>" not in text
         tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
         for table in tables:
             assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table

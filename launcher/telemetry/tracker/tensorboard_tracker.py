@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from launcher.telemetry.formatting import markdown_row
 from launcher.telemetry.tracker.protocol import (
     ConfusionMatrix,
     Histogram,
@@ -136,4 +137,4 @@ def _histogram(item: Histogram) -> Any:
 
 def _markdown(columns: Any, rows: Any) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(markdown_row([str(cell) for cell in line]) for line in lines)
