@@ -31,7 +31,7 @@ from launcher.engine.verdict import judge_on
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import Tally
-from launcher.engine.wire.transports import Wire, choose_transports
+from launcher.engine.wire.transports import Wire, bits_depend_on_messages, choose_transports
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class Parts:
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
         refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
-        self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping)
+        regroups = _may_regroup(wire, policy, world_size)
+        self.layout = layout = Layout(
+            model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping, regroups
+        )
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
         self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
         self.buffers = Buffers(model, group, on_host)
@@ -89,3 +92,9 @@ class Parts:
         self.names = [slot.name for slot in layout.slots]
         self.notices = Notices({slot.name for slot in layout.slots if slot.numel})
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
+
+
+def _may_regroup(wire: Wire, policy: Policy, world_size: int) -> bool:
+    """Whether buckets may change size during training: then neither bits nor owners may depend on them."""
+    fixed = wire.bucket_bytes is not None or wire.shard or world_size == 1
+    return not (fixed or bits_depend_on_messages(wire, wire.dtype or policy.wire, world_size))

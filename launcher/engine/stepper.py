@@ -191,6 +191,26 @@ class Stepper:
         self.reducer.accumulate(micro_batches > 1)
         self._reference.micro_batches = micro_batches
 
+    def bucket_sizes(self) -> list[int]:
+        """Sizes in bytes for `set_bucket_bytes`, in rising order; one or none where there is no choice.
+
+        Only with Wire(bucket_bytes=None), and where the bits of a step do not depend on the size: with two
+        ranks, or with sums in fp32 of a half wire, whose optimizer is not sharded.
+        """
+        return self.layout.message_sizes() if self.layout.regroups else []
+
+    def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        """Send buckets of about this size, one of `bucket_sizes()`, from the next step on. Keeps all bits.
+
+        Between steps, on all ranks alike. A StepGraph keeps the buckets with which it was recorded.
+        """
+        self._refuse_within_step("set_bucket_bytes()")
+        if bucket_bytes not in (sizes := self.bucket_sizes()):
+            raise UnusableError(
+                f"bucket_bytes={bucket_bytes!r}: it must be one of bucket_sizes(), which are {sizes}."
+            )
+        self.reducer.regroup(bucket_bytes)
+
     def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
         """Choose the initial loss scale from one dry backward pass, before the first step.
 

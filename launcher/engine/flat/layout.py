@@ -5,6 +5,7 @@ them. Matrices (two or more dimensions) and vectors form two segments, because h
 in fp32. Offsets follow the reverse order of registration, roughly that in which autograd produces gradients.
 Parameters are also grouped here into runs that are sent together and divide evenly among the ranks. Within a
 run the parameters of one group are adjacent: groups change neither the runs nor their order on the wire.
+Where messages may be regrouped during training, runs are cut finer, and adjacent ones make a message.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.precision.policy import Policy
 
+MATRICES, VECTORS = "matrices", "vectors"  # the segments
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
 FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
 MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
+FINER = 4  # by how much runs are smaller than messages, where messages may be regrouped
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Piece:
 class Layout:
     """The flat form of a model's trainable parameters. Building it moves the parameters there.
 
+    `regroups` cuts the matrices finer, so that `messages` can join their runs to messages of other sizes.
     Freezes the parameters that `grouping` freezes. Raises UnusableError if no parameter is trainable, if
     parameters are on two devices, or for a dtype other than fp32, fp16, bf16.
     """
@@ -157,7 +161,9 @@ class Layout:
         world_size: int = 1,
         run_bytes: int | None = None,
         grouping: Grouping | None = None,
+        regroups: bool = False,
     ) -> None:
+        self.regroups = regroups
         self.grouping = grouping or Grouping()
         frozen = self.grouping.frozen
         named = named_parameters(model)
@@ -172,26 +178,24 @@ class Layout:
         matrices = [n for n, p in self.parameters.items() if p in halves]
         vectors = [n for n, p in self.parameters.items() if p not in halves]
         wire = wire or policy.wire
-        run_bytes = run_bytes or default_run_bytes(
+        self.message_bytes = run_bytes or default_run_bytes(
             sum(self.parameters[n].numel() for n in matrices) * wire.itemsize
             + sum(self.parameters[n].numel() for n in vectors) * 4
         )
         self.segments: list[Segment] = []
         for name, members, weight, grad in (
-            ("matrices", matrices, policy.weights, wire),
-            ("vectors", vectors, torch.float32, torch.float32),
+            (MATRICES, matrices, policy.weights, wire),
+            (VECTORS, vectors, torch.float32, torch.float32),
         ):
             if members:
-                runs = self._cut(members, run_bytes // grad.itemsize)
+                cut_bytes = self.message_bytes // (FINER if regroups and name == MATRICES else 1)
+                runs = self._cut(members, cut_bytes // grad.itemsize)
                 masters = policy.masters or weight == torch.float32
                 self.segments.append(self._move(name, runs, weight, grad, masters))
         _round_frozen(model, policy)
 
     def _cut(self, members: Sequence[str], run_numel: int) -> list[Run]:
-        """Give the named parameters offsets, and group them into runs of about `run_numel` elements.
-
-        The first run of the first segment is small, so that communication starts early in backward.
-        """
+        """Give the named parameters offsets, and group them into runs of about `run_numel` elements."""
         # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
         world_size = self.world_size
         aligned = world_size <= MAX_ALIGNED_RANKS
@@ -202,7 +206,7 @@ class Layout:
         for position, member in enumerate(members):
             names.append(member)
             end += _round_up(self.parameters[member].numel(), ALIGNMENT)
-            limit = run_numel if runs or self.segments else min(run_numel, FIRST_RUN_BYTES // 2)
+            limit = run_numel if runs or self.segments else _first_limit(run_numel)
             following = (
                 self.parameters[members[position + 1]].numel() if position + 1 < len(members) else None
             )
@@ -212,6 +216,34 @@ class Layout:
                 runs.append(Run(self._place(names, first, start), start, end))
                 names, start = [], end
         return runs
+
+    def messages(self, segment: Segment, message_bytes: int) -> list[Run]:
+        """The runs of a segment as they are sent: joined to messages of about so many bytes, where allowed.
+
+        The vectors are few, and are sent in one grouping whatever the size.
+        """
+        if not (self.regroups and segment.name == MATRICES):
+            return segment.runs
+        numel = message_bytes // segment.grad.itemsize
+        joined: list[list[Run]] = []
+        for run in segment.runs:
+            limit = numel if len(joined) > 1 else _first_limit(numel)
+            if joined and run.end - joined[-1][0].start <= limit:
+                joined[-1].append(run)
+            else:
+                joined.append([run])
+        return [
+            Run(tuple(slot for run in runs for slot in run.slots), runs[0].start, runs[-1].end)
+            for runs in joined
+        ]
+
+    def message_sizes(self) -> list[int]:
+        """Bytes, in rising order, that make different messages: `message_bytes`, and others about it."""
+        present, found = self.message_bytes, dict[tuple[int, ...], int]()
+        for size_bytes in (present, present // FINER, present // 2, 2 * present):
+            borders = [run.end for segment in self.segments for run in self.messages(segment, size_bytes)]
+            found.setdefault(tuple(borders), size_bytes)
+        return sorted(found.values())
 
     def _place(self, names: Sequence[str], first: int, start: int) -> tuple[Slot, ...]:
         """The slots of one run from element `start`, numbered from `first`: group by group, else as given."""
@@ -284,6 +316,11 @@ class Layout:
 def default_run_bytes(total_bytes: int) -> int:
     """An eighth of the model, within limits: one run of 25 MB would leave a model of 16 MB no overlap."""
     return min(max(total_bytes // 8, MIN_RUN_BYTES), MAX_RUN_BYTES)
+
+
+def _first_limit(run_numel: int) -> int:
+    """Elements of the first run, which is small, so that communication starts early in backward."""
+    return min(run_numel, FIRST_RUN_BYTES // 2)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -32,6 +32,7 @@ class Bucketing:
 
     buckets: list[Bucket]  # in launch order, the same on all ranks
     home: dict[int, Bucket]  # by Slot.index, the bucket that takes the parameter's gradient
+    whole: Tensor  # the last segment's gradients and one more element per rank
     inboxes: list[Inbox]  # by bucket
     accumulated: list[Tensor]  # fp32, flat, by segment; empty for one micro-batch per step
     own_sums: list[ReadSums]  # by bucket, of this rank's gradient before it is sent; none without a group
@@ -48,15 +49,29 @@ class Bucketing:
         accumulates: bool,
         travels: bool,
     ) -> Bucketing:
-        """A bucket per run of `layout`. Moves the last segment's gradients.
+        """Messages of `layout.message_bytes`. Moves the last segment's gradients.
 
         `accumulates` where a step has several micro-batches, `travels` where there is a group.
         """
-        buckets = _buckets(layout, transports)
         totals = _accumulators(layout) if accumulates else {}
+        return cls._of(layout, transports, sums, layout.message_bytes, _with_tail(layout), totals, travels)
+
+    @classmethod
+    def _of(
+        cls,
+        layout: Layout,
+        transports: Mapping[str, Transport],
+        sums: SumOfSquares,
+        message_bytes: int,
+        whole: Tensor,
+        totals: Mapping[str, Tensor],
+        travels: bool,
+    ) -> Bucketing:
+        buckets = _buckets(layout, transports, message_bytes, whole)
         return cls(
             buckets,
             {slot.index: bucket for bucket in buckets for slot in bucket.slots},
+            whole,
             _inboxes(buckets, transports, totals),
             list(totals.values()),
             [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
@@ -79,6 +94,15 @@ class Bucketing:
         inboxes = _inboxes(self.buckets, transports, totals)
         return replace(self, inboxes=inboxes, accumulated=list(totals.values()))
 
+    def regrouped(
+        self, layout: Layout, transports: Mapping[str, Transport], sums: SumOfSquares, message_bytes: int
+    ) -> Bucketing:
+        """The same memory in messages of about so many bytes, where there is a group. Between steps only."""
+        totals = {
+            segment.name: total for segment, total in zip(layout.segments, self.accumulated, strict=False)
+        }
+        return Bucketing._of(layout, transports, sums, message_bytes, self.whole, totals, travels=True)
+
 
 def _inboxes(
     buckets: Sequence[Bucket], transports: Mapping[str, Transport], totals: Mapping[str, Tensor]
@@ -90,15 +114,23 @@ def _inboxes(
     ]
 
 
-def _buckets(layout: Layout, transports: Mapping[str, Transport]) -> list[Bucket]:
-    """One bucket per run. Reallocates the last segment's gradients with one more element per rank.
+def _with_tail(layout: Layout) -> Tensor:
+    """Reallocate the last segment's gradients with one more element per rank; returns all of it."""
+    last = layout.segments[-1]
+    whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
+    last.grad = whole[: last.numel]
+    return whole
+
+
+def _buckets(
+    layout: Layout, transports: Mapping[str, Transport], message_bytes: int, whole: Tensor
+) -> list[Bucket]:
+    """One bucket per message. `whole` is the last segment's gradients with one more element per rank.
 
     Those elements are sent with the last bucket, unless it is sharded: no rank would receive them all.
     """
     last = layout.segments[-1]
-    whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
-    last.grad = whole[: last.numel]
-    pairs = [(segment, run) for segment in layout.segments for run in segment.runs]
+    pairs = [(segment, run) for segment in layout.segments for run in layout.messages(segment, message_bytes)]
     buckets = []
     for index, (segment, run) in enumerate(pairs):
         message = segment.grad[run.start : run.end]

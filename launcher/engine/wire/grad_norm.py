@@ -17,6 +17,8 @@ BLOCKS = (1 << 11, 1 << 9)  # elements that a compiled kernel sums in fp32: long
 SMALL = 1 << 12  # elements below which parameters are summed together: most vectors
 FEW = 1 << 16  # elements below which a copy in fp64 costs less than calls for chunks
 ALL = 1 << 13  # elements of a whole model below which one copy of everything costs less than two
+# Below ALL elements a parameter is always summed in one order, alone or with others: the bits of its sum do
+# not depend on the bucket that it is in.
 IN_CHUNKS, AS_COPY = 0, 1  # how to sum, where it is not by blocks of so many elements
 
 ReadSums = Callable[[], Tensor]  # [parameters] fp64 sums; inf or nan where an element is
@@ -55,7 +57,7 @@ class SumOfSquares:
         whole, method = _stretch(group), self._method(group[0])
         if method == IN_CHUNKS:
             return lambda: self._chunked(whole, wide)[None]
-        if method == AS_COPY and len(group) == 1:
+        if method == AS_COPY and len(group) == 1 and len(whole) >= ALL:
             return lambda: whole.double().square_().sum()[None]
         if method == AS_COPY:
             pairs = [(part.numel(), gap) for part, gap in zip(group, [*_gaps(group), 0], strict=True)]

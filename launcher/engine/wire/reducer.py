@@ -81,10 +81,9 @@ class Reducer:
         self._sharded = is_sharded(transports)
         self._overlap = overlap
         self._tally = tally
-        sums = SumOfSquares(layout.device, compiled)
+        self._sums = SumOfSquares(layout.device, compiled)
         accumulates, travels = micro_batches > 1, group is not None
-        self._parts = Bucketing.of(layout, transports, sums, accumulates=accumulates, travels=travels)
-        self.buckets = self._parts.buckets
+        self._parts = Bucketing.of(layout, transports, self._sums, accumulates=accumulates, travels=travels)
         self._backward = _Backward()
         self._sending = _Sending()
         self._listens = False
@@ -94,6 +93,15 @@ class Reducer:
     def accumulate(self, accumulates: bool) -> None:
         """Make room for several micro-batches per step from the next step on, or free it. Between steps."""
         self._parts = self._parts.accumulating(self._layout, self._transports, accumulates)
+
+    def regroup(self, message_bytes: int) -> None:
+        """Send messages of about so many bytes from the next step on. Between steps, on all ranks alike."""
+        self._parts = self._parts.regrouped(self._layout, self._transports, self._sums, message_bytes)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In launch order."""
+        return self._parts.buckets
 
     @contextlib.contextmanager
     def receiving(self, last: bool) -> Iterator[None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 import launcher.engine.limits as limits
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.layout import Layout, Run, Segment, Slot
+from launcher.engine.flat.layout import VECTORS, Layout, Run, Segment, Slot
 from launcher.engine.wire.side_stream import SideStream
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -280,7 +280,7 @@ def choose_transports(
     side = SideStream(layout.device)
     if wire.shard and layout.world_size > 1:
         transports: dict[str, Transport] = {
-            segment.name: NativeSum(group) if segment.name == "vectors" else ShardedSum(group, side)
+            segment.name: NativeSum(group) if segment.name == VECTORS else ShardedSum(group, side)
             for segment in layout.segments
         }
         return transports, 1
@@ -295,6 +295,15 @@ def choose_transports(
         }, divisor
     divisor = wire.predivide or default_predivide(layout.world_size)
     return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
+
+
+def bits_depend_on_messages(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
+    """Whether a matrix's reduced gradient may depend on where messages begin and end.
+
+    A ring sums the pieces of a message in different orders of the ranks, which matters from 3 ranks on.
+    Sums in fp32 have one order, unless the wire is fp32 itself.
+    """
+    return world_size > 2 and (wire.sum == "native" or wire_dtype == torch.float32)
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -70,3 +70,14 @@ def test_a_look_sees_what_its_parts_hold_now_and_not_what_lies_between_them(sums
             part.fill_(value)
         lengths = [part.numel() for part in parts]
         assert look().tolist() == [*(value**2 * length for length in lengths), 63.0, value**2 * 5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_a_sum_do_not_depend_on_the_parameters_beside_it(sums, dtype) -> None:
+    lengths = (3, 4000, 8191, 8192, 5000, 17, CHUNK, 2048, 100, 70_000)
+    flat = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = list(torch.split(flat, lengths))
+    together = sums.over(parts)()
+    for border in range(1, len(parts)):
+        divided = torch.cat([sums.over(parts[:border])(), sums.over(parts[border:])()])
+        assert divided.tolist() == together.tolist(), border
