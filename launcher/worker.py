@@ -51,6 +51,7 @@ from launcher.telemetry.gpu import GpuSampler, measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
 from launcher.training.answers import Answers
+from launcher.training.bucket_trial import BucketTrial
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
@@ -265,8 +266,9 @@ def _train(
     rescue = Rescue(run, continuity.standing, inspector)
     if config.precision.scale.mode == "auto" and not continuity.has_scale:
         _calibrate(job, batches, start)
-    links = Links.of(peers, run.env.rank)
-    votes, stragglers = Votes(), Stragglers(run, [peer.host for peer in peers], links)
+    links, decide = Links.of(peers, run.env.rank), run.telemetry.decision
+    votes, trial = Votes(), BucketTrial(stepper, run.env.world_size, config.wire.shard, decide)
+    voters = (Stragglers(run, [peer.host for peer in peers], links), trial)
     monitor = Monitor(
         run,
         votes,
@@ -274,7 +276,7 @@ def _train(
         rescue,
         build.gradient_stats(config, run.env, stepper, run.telemetry),
         continuity.totals,
-        stragglers,
+        voters,
         first_step_done=partial(_first_step_done, run, watchdog),
     )
     evaluator = Evaluator(
@@ -302,6 +304,8 @@ def _train(
         Writer(continuity.directory, config.checkpoint.keep) as writer,
         links,
     ):
+        if config.wire.bucket_mb == "auto":
+            trial.begin(start.step, job.course.total_steps - start.step, is_recorded=steps is not task)
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
         end = train(
             job.course,
@@ -312,7 +316,7 @@ def _train(
             Replicas(run, job.course),
             evaluator,
             relief,
-            stragglers,
+            voters,
         )
     run.heartbeat.beat("finishing")
     seconds = time.perf_counter() - began

@@ -17,7 +17,7 @@ LARGEST_RATE = 1e30  # a step computes in fp32, whose largest number is 3.4e38
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
 LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
 LARGEST_COUNT = 2**53
-VOTES = 8  # questions on which ranks can vote in a step; the caller defines their meaning
+VOTES = 10  # questions on which ranks can vote in a step; the caller defines their meaning
 
 
 @dataclass(frozen=True)

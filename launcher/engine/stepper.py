@@ -191,6 +191,16 @@ class Stepper:
         self.reducer.accumulate(micro_batches > 1)
         self._reference.micro_batches = micro_batches
 
+    @property
+    def bucket_bytes(self) -> int:
+        """About how large the buckets are in which matrices are sent; a larger parameter has its own."""
+        return self.reducer.message_bytes
+
+    @property
+    def num_buckets(self) -> int:
+        """In how many messages the gradients of a step are sent."""
+        return len(self.reducer.buckets)
+
     def bucket_sizes(self) -> list[int]:
         """Sizes in bytes for `set_bucket_bytes`, in rising order; one or none where there is no choice.
 
@@ -239,7 +249,7 @@ class Stepper:
         """Vote on one of the caller's questions in the coming step, before its first backward().
 
         The votes are sent with the counts, so they cost no extra collective: `StepReport.votes[question]` is
-        their sum over the ranks, the same on all ranks. `question` is 0 to 7.
+        their sum over the ranks, the same on all ranks. `question` is 0 to 9.
         """
         limits.question.require("vote question", question)
         self._refuse_within_step("vote()")

@@ -5,7 +5,7 @@ Owns the order of training, logging, evaluation and saving. Every line it runs i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +24,7 @@ from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import DroppedStepError, Relief
 from launcher.training.progress import Course, Position, Start
 from launcher.training.replica_check import Replicas
-from launcher.training.run import Question
-from launcher.training.stragglers import Stragglers
+from launcher.training.run import Question, Voter
 
 
 class Learner(Protocol):
@@ -117,7 +116,7 @@ def train(
     replicas: Replicas,
     evaluator: Evaluator,
     relief: Relief,
-    stragglers: Stragglers,
+    voters: Sequence[Voter],
 ) -> int:
     """Train from `start` to the last step, and return its number. A collective.
 
@@ -139,7 +138,8 @@ def train(
         position = course.position_of(step + 1)
         try:
             checkpoints.vote(position)
-            stragglers.vote(position)
+            for voter in voters:
+                voter.vote(position)
             monitor.record(position, task.train_on(position))
             replicas.check(position)
             measured = evaluator.after(position)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +23,8 @@ from launcher.training.divergence.rescue import Rescue
 from launcher.training.gradient_stats import GradientStats
 from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
-from launcher.training.run import Question, Run, Votes
+from launcher.training.run import Question, Run, Voter, Votes
 from launcher.training.step_times import StepTimes, parts_of
-from launcher.training.stragglers import Stragglers
 
 log = logging.getLogger("launcher")
 
@@ -52,7 +51,7 @@ class Monitor:
         rescue: Rescue,
         gradients: GradientStats,
         totals: Totals,
-        stragglers: Stragglers,
+        voters: Sequence[Voter],
         first_step_done: Callable[[], None] | None = None,
     ) -> None:
         self._telemetry = run.telemetry
@@ -70,7 +69,7 @@ class Monitor:
         self._first_step_done = first_step_done
         self._bad_loss_steps = 0  # of this process
         self.totals = totals
-        self._stragglers = stragglers
+        self._voters = voters
         self.times = StepTimes()
         self._world_size = run.env.world_size
 
@@ -119,7 +118,8 @@ class Monitor:
         self._window.reports.append(report)
         self._window.seconds += seconds
         self._votes.count(report)
-        self._stragglers.after(position, report)
+        for voter in self._voters:
+            voter.after(position, report)
         self._count_bad_samples(position, report)
         self.totals.samples += report.count
         self.totals.seconds += seconds

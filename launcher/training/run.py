@@ -1,6 +1,6 @@
 """What the parts of a run share on one rank, and the questions that ranks vote on in each step.
 
-Owns the meaning of each vote; how votes travel is the engine's.
+Owns the meaning of each vote, and how a time travels as one; how votes travel is the engine's.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeat
@@ -15,6 +16,7 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper, StepReport, WeightAverage
 from launcher.run_dir.records import logs_of_failure
 from launcher.telemetry import Telemetry
+from launcher.training.progress import Position
 from launcher.training.signals import Requests
 
 
@@ -46,8 +48,31 @@ class Question(IntEnum):
     STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
 
 
-# No questions: the times and the link of one rank, which `stragglers` sends as votes.
-WAIT_SLOT, DATA_SLOT, LINK_SLOT = 5, 6, 7
+# No questions: the times and the link of one rank, which `stragglers` sends as votes, and the times of all
+# ranks, which `bucket_trial` sends.
+WAIT_SLOT, DATA_SLOT, LINK_SLOT, BUCKET_SLOT = 5, 6, 7, 8
+
+
+def time_as_votes(milliseconds: float) -> int:
+    """A time as votes: whole microseconds, and one more, because no vote is 0."""
+    return round(1e3 * milliseconds) + 1
+
+
+def milliseconds_of(votes: int, num_ranks: int = 1) -> float:
+    """The sum of the times of so many ranks."""
+    return (votes - num_ranks) / 1e3
+
+
+class Voter(Protocol):
+    """Follows the steps of a run, and sends what it measures with their counts. Alike on all ranks."""
+
+    def vote(self, position: Position) -> None:
+        """Before a step."""
+        ...
+
+    def after(self, position: Position, report: StepReport) -> None:
+        """After a step was read, in order."""
+        ...
 
 
 class Votes:

@@ -16,7 +16,7 @@ from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
 from launcher.training.links import Links
 from launcher.training.progress import Position
-from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run
+from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
 from launcher.training.slow_links import SlowLinks, votes_of
 
 WINDOW = 50  # steps, or as many as there are ranks
@@ -64,8 +64,8 @@ class Stragglers:
     def vote(self, position: Position) -> None:
         """Before a step: send this rank's times, if it is its turn."""
         if self._done is not None and self._turn(position.step) == self._run.env.rank and self._ranks > 1:
-            self._run.stepper.vote(WAIT_SLOT, _votes(self._done.mean_ms(WIRE)))
-            self._run.stepper.vote(DATA_SLOT, _votes(self._done.mean_ms(DATA)))
+            self._run.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
+            self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
             if self._links is not None:
                 self._run.stepper.vote(LINK_SLOT, votes_of(self._links.take()))
 
@@ -87,7 +87,10 @@ class Stragglers:
     def _receive(self, step: int, votes: Sequence[int]) -> None:
         turn = self._turn(step)
         if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
-            self._received[turn] = (_milliseconds(votes[WAIT_SLOT]), _milliseconds(votes[DATA_SLOT]))
+            self._received[turn] = (
+                milliseconds_of(votes[WAIT_SLOT]),
+                milliseconds_of(votes[DATA_SLOT]),
+            )
             self._slow_links.receive(turn, votes[LINK_SLOT])
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
             first_step = step - step % self._length - self._length
@@ -133,12 +136,3 @@ class Stragglers:
             f"rank {rank} on {self._hosts[rank]} arrives last{often}: the other ranks waited {late_ms:.1f} "
             f"of the {step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
         )
-
-
-def _votes(milliseconds: float) -> int:
-    """As votes: whole microseconds, and one more, because no vote is 0."""
-    return round(1e3 * milliseconds) + 1
-
-
-def _milliseconds(votes: int) -> float:
-    return (votes - 1) / 1e3

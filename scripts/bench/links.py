@@ -1,14 +1,18 @@
 """Bytes on the wire, and step times over links of a limited rate, between hosts that are network namespaces.
 
-    python scripts/bench/links.py [--quick] [--rates 100 300 1000] [--json FILE]
+    python scripts/bench/links.py [--quick] [--rates 100 300 1000] [--buckets 100 1000] [--json FILE]
 
 A network of 4.2 M parameters on one core per rank, SGD with momentum. Bytes are counted by the kernel on the
 interface of each host, between 2 and between 4 hosts. Steps are timed between 2 hosts, each of which limits
 what it sends (tc tbf). Peers: DistributedDataParallel in fp32, and with torch's fp16_compress_hook and
 GradScaler, each with its default buckets and with smaller ones, of which the best counts. All sides
 alternate and must have the same losses. Peers compute in fp32, as ours does beside them ("fp32 arithmetic");
-ours as the launcher runs it emulates fp16. The lower limit of a step is T_fwd + max(T_bwd, wire) + T_update,
-of our own step without a wire on the same cores, with 2 bytes per parameter over 95.6 % of the link's rate.
+ours as the launcher runs it emulates fp16. The lower
+limit of a step is T_fwd + max(T_bwd, wire) + T_update, of our own step without a wire on the same cores, with
+2 bytes per parameter over 95.6 % of the link's rate.
+
+--buckets compares ours with itself: buckets of given sizes, and of the size that the launcher measures in its
+first steps over that link.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
-from scripts.bench.links_rank import OURS, Plan
+from scripts.bench.links_rank import AUTO, OURS, Plan
 from scripts.bench.network import INTERFACE, Network, lacking, network
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +43,7 @@ TAIL = 3000  # characters kept of what a failed rank wrote
 OF_LIMIT = {100: 1.03, 300: 1.05, 1000: 1.12}
 SPEED_UP = {100: 1.95, 300: 1.9, 1000: 1.75}
 OF_HOOK_DEFAULT, OF_HOOK_BEST, OF_NATIVE = 0.95, 1.0, 1.03
+OF_BEST_SIZE = 1.03  # of buckets: by chance the best of several is better than it is
 # By side of ours: the policy of the same step without a wire.
 ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
 
@@ -158,6 +164,13 @@ def speed_up(mbit: int, times: Times, side: str) -> Goal:
     )
 
 
+def goal_of_buckets(mbit: int, times: Times) -> Goal:
+    """The size that the launcher measures over the best of those that were given."""
+    given = [name for name in times if name != AUTO]
+    fastest = min(given, key=lambda name: statistics.median(times[name]))
+    return Goal.of("buckets", f"{mbit} Mbit, size as measured", times, AUTO, fastest, OF_BEST_SIZE)
+
+
 def tell(mbit: int, times: Times, limits: dict[str, list[float]]) -> None:
     print(f"\n{f'{mbit} Mbit':28} {'min ms':>9} {'median ms':>10}")
     for name, seconds in (times | limits).items():
@@ -193,6 +206,17 @@ def main() -> None:
             rows[f"{rate} Mbit"] = {
                 name: row_of(seconds) for name, seconds in (found["times"] | limits).items()
             }
+    if arguments.buckets:
+        with network(2) as hosts:
+            timed = on_hosts(hosts, replace(plan.over(arguments.buckets, repeats), buckets=True))[0]
+        for rate in arguments.buckets:
+            found = timed[str(rate)]
+            goals.append(goal_of_buckets(rate, found["times"]))
+            tell(rate, found["times"], {})
+            print(f"wire.bucket_mb=auto: {found['chosen']}")
+            rows[f"buckets, {rate} Mbit"] = {
+                name: row_of(seconds) for name, seconds in found["times"].items()
+            }
     print(f"\n{goal_table(goals)}")
     write(arguments.json, "bytes and step times over limited links", repeats, rows, goals)
 
@@ -206,6 +230,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rates", type=int, nargs="*", default=[*OF_LIMIT], choices=[*OF_LIMIT], help="in Mbit/s"
+    )
+    parser.add_argument(
+        "--buckets", type=int, nargs="*", default=[100, 1000], help="rates for buckets of several sizes"
     )
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument(

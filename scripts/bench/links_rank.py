@@ -26,12 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import Wire
+from launcher.engine import Stepper, StepResult, Wire
 from launcher.process.lifetime import end_with
+from launcher.training.bucket_trial import BucketTrial
+from launcher.training.progress import Position
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Times, interleave
 from scripts.bench.network import bytes_sent, limit_own_link
-from scripts.bench.ours import ours, stepper_for
+from scripts.bench.ours import ours, step_with, stepper_for
 
 HALF = torch.float16
 SETUP = Setup("sgd", half=False, init_scale=2**10)
@@ -44,6 +46,9 @@ OURS = {
     "ours, sum=fp32": Wire(sum="fp32"),
     "ours, shard": Wire(shard=True),
 }
+BUCKETS_MB = (0.25, 0.5, 1, 2, 4, 8, 16)  # of ours, beside the size that it measures
+AUTO = "measured"
+ENOUGH = 1000  # steps that the launcher believes to come, so that measuring pays
 CHECKED_STEPS, TOLERANCE = 10, 0.01
 
 
@@ -60,13 +65,17 @@ class Residual(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks do. Without rates they count bytes and collectives, with rates they time steps."""
+    """What the ranks do. Without rates they count bytes and collectives, with rates they time steps.
+
+    `buckets`: they time ours with buckets of several sizes, and not the peers.
+    """
 
     layers: int = 16
     width: int = 512
     batch: int = 256
     mbits: tuple[int, ...] = ()
     repeats: int = 8
+    buckets: bool = False
     steps: int = 4  # over which bytes are counted
 
     def as_json(self) -> str:
@@ -202,6 +211,54 @@ def timed(plan: Plan, batch: Batch) -> dict[str, Any]:
     return found
 
 
+def timed_buckets(plan: Plan, batch: Batch) -> dict[str, Any]:
+    """Seconds of steps by rate and size of the buckets, and by rate what was measured and chosen."""
+    model = plan.model()
+    sides: dict[str, Step] = {}
+    for mb in BUCKETS_MB:
+        wire = Wire(bucket_bytes=int(mb * 2**20))
+        sides[f"{mb} MB"] = ours(copy.deepcopy(model), SETUP, wire=wire, emulate=True)
+    stepper = stepper_for(copy.deepcopy(model), SETUP, emulate=True)
+    usual = stepper.bucket_bytes
+    sides[AUTO] = step_with(stepper)
+    checked(sides, batch)
+    calls = {name: partial(step, batch) for name, step in sides.items()}
+    found: dict[str, Any] = {}
+    for mbit in plan.mbits:
+        dist.barrier()
+        limit_own_link(mbit)
+        chosen = measured_size(stepper, usual, batch)
+        times = interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)
+        found[str(mbit)] = {"times": times, "chosen": chosen}
+    limit_own_link(None)
+    return found
+
+
+def measured_size(stepper: Stepper, usual: int, batch: Batch) -> str:
+    """What the launcher's first steps over this link choose, and why."""
+    said: list[str] = []
+    if len(stepper.bucket_sizes()) < 2:
+        return "nothing: all sizes make the same buckets"  # of the small network of --quick
+    stepper.set_bucket_bytes(usual)  # as at the start of a run
+    trial = BucketTrial(stepper, dist.get_world_size(), False, lambda _, text, **__: said.append(text))
+    trial.begin(0, ENOUGH, is_recorded=False)
+    inputs, labels = batch
+    waiting: tuple[Position, StepResult] | None = None
+    for number in range(1, ENOUGH):
+        position = Position(0, number - 1, number)
+        trial.vote(position)
+        with stepper.forward():
+            loss = F.cross_entropy(stepper.model(inputs).float(), labels, reduction="sum")
+        stepper.backward(loss, len(labels))
+        result = stepper.step()
+        if waiting is not None:
+            trial.after(waiting[0], waiting[1].read())
+        waiting = position, result
+        if said:
+            break
+    return said[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=json.loads)
@@ -213,7 +270,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         batch = plan.batch_of(dist.get_rank())
-        own = timed(plan, batch) if plan.mbits else count(plan, batch)
+        measure = timed_buckets if plan.buckets else timed if plan.mbits else count
+        own = measure(plan, batch)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         env = WorkerEnv(rank, world_size, rank, world_size, torch.device("cpu"), dist.group.WORLD)
         by_rank = [json.loads(text) for text in exchange_texts(env, json.dumps(own))]

@@ -49,6 +49,13 @@ def test_goals_are_over_the_best_buckets_of_the_hook_and_over_the_default_ones()
     }
 
 
+def test_the_measured_size_is_compared_with_the_best_of_the_given_ones() -> None:
+    goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [3.0] * 3, "measured": [3.3] * 3})
+    assert (goal.baseline, goal.value, goal.reached) == ("2 MB", pytest.approx(1.1), False)
+    goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [5.0] * 3, "measured": [3.9] * 3})
+    assert (goal.baseline, goal.reached) == ("1 MB", True)
+
+
 def test_bytes_are_in_units_of_what_a_ring_sends() -> None:
     """Four ranks that send 3 bytes per parameter each: 2 in units of 2 x 3/4."""
     rank = {
@@ -142,9 +149,11 @@ def test_links_measures_bytes_and_steps_between_hosts(tmp_path: Path) -> None:
     if reason := network.lacking():
         pytest.skip(reason)
     file = tmp_path / "links.json"
-    printed = run("links.py", "--hosts", "2", "--rates", "300", "--json", str(file), timeout_s=280)
+    printed = run(
+        "links.py", "--hosts", "2", "--rates", "300", "--buckets", "300", "--json", str(file), timeout_s=280
+    )
     content = json.loads(file.read_text())
-    assert {goal["row"] for goal in content["goals"]} == {"P1", "P2", "P3", "P4", "P5", "wire"}
+    assert {goal["row"] for goal in content["goals"]} == {"P1", "P2", "P3", "P4", "P5", "wire", "buckets"}
     tuned = {f"{peer}, {size} MB" for peer in ("ddp", "ddp + hook") for size in TUNED_MB}
     assert {*OURS, *tuned, "ddp", "ddp + hook", "limit, fp32", "limit, fp16"} < content["rows"][
         "300 Mbit"

@@ -86,9 +86,9 @@ def monitor_of(
     run = run_alone(Telemetry([recorder]), LIMITS, every)
     gradients = GradientStats(lambda: GRADIENTS, run.telemetry, gradients_every, torch.device("cpu"))
     check = DivergenceCheck(LIMITS, Inspector())
-    stragglers = Stragglers(run, ["here"])
+    voters = [Stragglers(run, ["here"])]
     monitor = Monitor(
-        run, votes or Votes(), check, NeverRescued(), gradients, Totals(), stragglers, first_step_done
+        run, votes or Votes(), check, NeverRescued(), gradients, Totals(), voters, first_step_done
     )
     for step, report in enumerate(reports, 1):
         monitor.record(Position(0, step - 1, step), Ready(report))

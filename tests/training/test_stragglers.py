@@ -18,7 +18,7 @@ from launcher.run_dir.atomic import json_line
 from launcher.telemetry import Telemetry
 from launcher.training.links import Links, LinkUse
 from launcher.training.progress import Position
-from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Question, Run
+from launcher.training.run import BUCKET_SLOT, DATA_SLOT, LINK_SLOT, WAIT_SLOT, Question, Run
 from launcher.training.slow_links import use_of, votes_of
 from launcher.training.stragglers import WINDOW, Stragglers
 from tests.training.reports import CLEAN, LIMITS
@@ -219,7 +219,7 @@ def test_only_addresses_that_no_host_shares_lead_to_a_rank():
 
 
 def test_the_times_use_no_question_of_the_votes():
-    slots = {WAIT_SLOT, DATA_SLOT, LINK_SLOT}
-    assert len(slots) == 3
+    slots = {WAIT_SLOT, DATA_SLOT, LINK_SLOT, BUCKET_SLOT}
+    assert len(slots) == 4
     assert not slots & set(Question)
     assert max(*slots, *Question) < VOTES

@@ -82,6 +82,7 @@ class Reducer:
         self._overlap = overlap
         self._tally = tally
         self._sums = SumOfSquares(layout.device, compiled)
+        self.message_bytes = layout.message_bytes
         accumulates, travels = micro_batches > 1, group is not None
         self._parts = Bucketing.of(layout, transports, self._sums, accumulates=accumulates, travels=travels)
         self._backward = _Backward()
@@ -96,6 +97,7 @@ class Reducer:
 
     def regroup(self, message_bytes: int) -> None:
         """Send messages of about so many bytes from the next step on. Between steps, on all ranks alike."""
+        self.message_bytes = message_bytes
         self._parts = self._parts.regrouped(self._layout, self._transports, self._sums, message_bytes)
 
     @property
