@@ -17,12 +17,12 @@ from typing import Any
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError, listed
 from launcher.run_dir.atomic import NotPlainError, read_json
+from launcher.run_dir.differences import another_run, other_training
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import (
     CHECKPOINTS,
     CONFIG,
     RESULT,
-    config_yaml,
     describe,
     foreign_to_a_run,
     refuse_links,
@@ -32,17 +32,7 @@ from launcher.run_dir.status import FILE_NAME
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
-# Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
-IDENTITY = (
-    "seed",
-    "recipe.name",
-    "model.name",
-    "optim.name",
-    "precision.name",
-    "data.name",
-    "data.batch_size",
-    "data.drop_last",
-)
+SHOWN = 6  # settings that differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +116,15 @@ def _holds_run(directory: Path) -> bool:
 def _finished(config: Config, directory: Path) -> str:
     """The message for a run that is already done; empty for one that can be resumed.
 
-    Raises ConfigError for a run that cannot be resumed, and for another run.
+    Raises ConfigError for a run that cannot be resumed, for another run, and for one that is done and was
+    trained with other settings: this command would leave it as it is.
     """
     if config.checkpoint.resume == "never":
         raise ConfigError(
             f"run.dir={directory} already holds a run, and checkpoint.resume=never would overwrite it. "
             "Choose another directory, leave run.dir out for a new one, or resume: checkpoint.resume=auto."
         )
-    differences = _differences(config, directory)
+    differences = another_run(config, directory)
     if differences:
         raise ConfigError(
             f"run.dir={directory} holds another run: {'; '.join(differences)}. Give the overrides that it "
@@ -155,6 +146,13 @@ def _finished(config: Config, directory: Path) -> str:
     metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps
     key = "early_stopping.patience" if early else "train.max_steps" if limits else "train.epochs"
+    if others := other_training(config, directory):
+        raise ConfigError(
+            f"run.dir={directory} holds a run that is done, after {steps} steps{metric}, and was trained "
+            f"with other settings: {listed(others, SHOWN, '; ')}. To train with those of this command, "
+            "choose another directory, or leave run.dir out for a new one. To train that run longer with "
+            f"them, raise {key}."
+        )
     return f"{directory}: the run is done, after {steps} steps{metric}. To train longer, raise {key}."
 
 
@@ -175,32 +173,6 @@ def _was_cut_short(directory: Path, steps: int) -> bool:
     except (OSError, ValueError):
         return False
     return state == "running" and (directory / CHECKPOINTS / f"step-{steps:08d}").is_dir()
-
-
-def _differences(config: Config, directory: Path) -> list[str]:
-    """Keys of IDENTITY on which the existing run differs from this one, with both values.
-
-    Raises ConfigError for files that have the names of a run's files but other content.
-    """
-    import yaml
-
-    try:
-        there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-        here = yaml.safe_load(config_yaml(config))
-        pairs = [(key, _value_at(there, key), _value_at(here, key)) for key in IDENTITY]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        raise ConfigError(
-            f"run.dir={directory} holds a {CONFIG} or {FILE_NAME} that no run has written. "
-            "Choose another directory: a run never overwrites the files of others."
-        ) from None
-    return [f"{key} is {old} there and {new} here" for key, old, new in pairs if old != new]
-
-
-def _value_at(tree: Mapping[str, Any], path: str) -> Any:
-    value: Any = tree
-    for key in path.split("."):
-        value = value[key]
-    return value
 
 
 def _new_default(recipe: str) -> Path:

@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir import claim, records
+from launcher.run_dir import claim, differences, records
 from launcher.run_dir.claim import claimed
 from tests.run_dir.test_records import sample_config
 
@@ -172,6 +173,48 @@ def test_a_finished_run_goes_on_where_more_epochs_are_asked_for(tmp_path):
         assert own.finished == ""
     with claimed(replace(config, train=replace(config.train, epochs=3, max_steps=20)), []) as own:
         assert own.finished
+
+
+def test_a_finished_run_that_was_trained_otherwise_is_named_with_what_differs(tmp_path):
+    config = two_epochs(tmp_path / "mine")
+    prepared(config, [])
+    leave_result(tmp_path / "mine")
+    before = (tmp_path / "mine" / "config.yaml").read_bytes()
+    other = replace(
+        config,
+        optim=replace(config.optim, lr=0.5),
+        data=replace(config.data, options=config.data.options | {"crop": 3}),
+        train=replace(config.train, tf32=not config.train.tf32),
+    )
+    with pytest.raises(ConfigError, match=r"done, after 20 steps: accuracy 0\.5, and was trained") as refusal:
+        prepared(other, [])
+    text = str(refusal.value)
+    assert f"optim.lr is {config.optim.lr} there and 0.5 here" in text
+    assert "data.crop is null there and 3 here" in text
+    assert "train.tf32 is true there and false here" in text
+    assert text.endswith("To train that run longer with them, raise train.epochs.")
+    assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
+    with claimed(replace(other, train=replace(other.train, epochs=3)), []) as own:
+        assert own.finished == "", "as before, a run that is not done resumes with other settings"
+
+
+def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path):
+    config = two_epochs(tmp_path / "mine")
+    prepared(config, [])
+    leave_result(tmp_path / "mine")
+    tree = (tmp_path / "mine" / "config.yaml").read_text()
+    (tmp_path / "mine" / "config.yaml").write_text(tree.replace("  micro_batch: null", "  micro_batch: 4"))
+    fewer = replace(config.train, epochs=1, log_every_steps=3, compile=True, eval_every_steps=7)
+    data, launch = replace(config.data, workers=7), replace(config.launch, nproc=2, log_level="debug")
+    with claimed(replace(config, train=fewer, data=data, launch=launch), []) as own:
+        assert "the run is done, after 20 steps" in own.finished
+
+
+def test_every_section_of_the_config_either_has_a_part_in_training_or_none():
+    """A new section or key is to be decided on: see launcher/run_dir/differences.py."""
+    sections = set(yaml.safe_load(records.config_yaml(sample_config())))
+    none = {"run", "early_stopping", "checkpoint", "consistency", "tracker", "telemetry", "launch"}
+    assert sections == none | set(differences.LEARNED_FROM)
 
 
 def test_another_run_is_refused_and_nothing_of_it_changed(tmp_path):

@@ -1,0 +1,126 @@
+"""How the settings of the run in a directory differ from those of a command.
+
+Owns which keys make another run of it, and which have no part in what a run learns. Reads config.yaml alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from launcher.config.schema import Config
+from launcher.errors import ConfigError
+from launcher.run_dir.records import CONFIG, config_yaml
+from launcher.run_dir.status import FILE_NAME
+
+# Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
+IDENTITY = (
+    "seed",
+    "recipe.name",
+    "model.name",
+    "optim.name",
+    "precision.name",
+    "data.name",
+    "data.batch_size",
+    "data.drop_last",
+)
+LEARNED_FROM = (
+    "seed",
+    "recipe",
+    "recipes",
+    "train",
+    "schedule",
+    "ema",
+    "optim",
+    "model",
+    "data",
+    "precision",
+    "wire",
+)
+# Within these sections: how long and how fast a run trains, and what it finds out for itself.
+WITHOUT_A_PART = (
+    "train.epochs",
+    "train.max_steps",
+    "train.eval_every_*",
+    "train.log_every_steps",
+    "train.on_oom",
+    "train.compile",
+    "train.cuda_graph",
+    "train.channels_last",
+    "train.deterministic",
+    "data.micro_batch",
+    "data.workers",
+    "data.cache",
+    "model.weights_sha256",
+    "precision.emulate",
+    "precision.fp32_modules",
+    "precision.*rescue*",
+    "wire.bucket_mb",
+    "wire.overlap",
+    "wire.predivide",
+    "wire.shard",
+)
+
+
+def another_run(config: Config, directory: Path) -> list[str]:
+    """Keys of IDENTITY on which the run in `directory` differs from `config`, with both values.
+
+    Raises ConfigError for files that have the names of a run's files but other content.
+    """
+    there, here = _settings(config, directory)
+    try:
+        return [_shown(key, there[key], here[key]) for key in IDENTITY if there[key] != here[key]]
+    except KeyError:
+        raise _foreign(directory) from None
+
+
+def other_training(config: Config, directory: Path) -> list[str]:
+    """Keys by which the run in `directory` has been trained otherwise than `config` says, with both values.
+
+    A key that one of them lacks, and that is off in the other, is that of another version of the launcher.
+    """
+    there, here = _settings(config, directory)
+    keys = [key for key in dict.fromkeys((*there, *here)) if _has_a_part(key)]
+    pairs = [(key, there.get(key), here.get(key)) for key in keys]
+    return [_shown(key, old, new) for key, old, new in pairs if old != new and (old or new)]
+
+
+def _has_a_part(key: str) -> bool:
+    return key.partition(".")[0] in LEARNED_FROM and not any(fnmatch(key, each) for each in WITHOUT_A_PART)
+
+
+def _shown(key: str, there: Any, here: Any) -> str:
+    return f"{key} is {_written(there)} there and {_written(here)} here"
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _settings(config: Config, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values by dotted key of the run in `directory` and of `config`."""
+    import yaml
+
+    try:
+        there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
+        here = yaml.safe_load(config_yaml(config))
+        return dict(_leaves(there)), dict(_leaves(here))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        raise _foreign(directory) from None
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _foreign(directory: Path) -> ConfigError:
+    return ConfigError(
+        f"run.dir={directory} holds a {CONFIG} or {FILE_NAME} that no run has written. "
+        "Choose another directory: a run never overwrites the files of others."
+    )
