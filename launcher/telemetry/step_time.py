@@ -6,13 +6,13 @@ Owns the averages over a run's `step` events and the verdict. Reads no clock and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.telemetry.stream import Record
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
+TIMES = ("step_ms", *PARTS)
 OVERHEAD = "overhead"
 LIMIT = 0.3  # a part with this share is reported, even where computing takes longer
 OVERHEAD_LIMIT = 0.4
@@ -84,28 +84,40 @@ class TimeShares:
         return ADVICE[bound].format(share=f"{share:.0%}".replace("%", " %"), of=of)
 
 
-def time_shares(steps: Iterable[Record]) -> TimeShares | None:
-    """Averages, each `step` event weighted by its number of steps; None where no event has the parts.
+class TimeTotals:
+    """Averages over `step` events in order, each weighted by its number of steps. Memory does not grow.
 
-    The first of several events is ignored, because it contains compilation and the first touch of memory.
+    Events without all parts are left out. The first of several is ignored, because it contains compilation
+    and the first touch of memory.
     """
-    timed = [record for record in steps if all(_is_time(record.get(key)) for key in ("step_ms", *PARTS))]
-    if not timed:
-        return None
-    before = [0, *(record["step"] for record in timed)]
-    weights = [max(1, record["step"] - earlier) for record, earlier in zip(timed, before, strict=False)]
-    if len(timed) > 1:
-        timed, weights = timed[1:], weights[1:]
-    total = sum(weights)
 
-    def average(key: str) -> float:
-        weighed = (float(record[key]) * weight for record, weight in zip(timed, weights, strict=True))
-        return math.fsum(weighed) / float(total)
+    def __init__(self) -> None:
+        self._first: tuple[int, dict[str, float]] | None = None
+        self._steps = 0  # after the first event
+        self._sums = dict.fromkeys(TIMES, 0.0)
+        self._last_step = 0
 
-    step_ms = average("step_ms")
-    if step_ms <= 0:
-        return None
-    return TimeShares(total, step_ms, {part: average(part) for part in PARTS})
+    def add(self, record: Record) -> None:
+        if not all(_is_time(record.get(key)) for key in TIMES):
+            return
+        weight, self._last_step = max(1, record["step"] - self._last_step), record["step"]
+        if self._first is None:
+            self._first = weight, {key: float(record[key]) for key in TIMES}
+            return
+        self._steps += weight
+        for key in TIMES:
+            self._sums[key] += weight * record[key]
+
+    def shares(self) -> TimeShares | None:
+        """None where no event has the parts."""
+        if self._first is None:
+            return None
+        steps, averages = self._first
+        if self._steps:
+            steps, averages = self._steps, {key: total / self._steps for key, total in self._sums.items()}
+        if averages["step_ms"] <= 0:
+            return None
+        return TimeShares(steps, averages["step_ms"], {part: averages[part] for part in PARTS})
 
 
 def time_at_end(end: Record) -> TimeShares | None:

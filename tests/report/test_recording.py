@@ -13,7 +13,7 @@ from launcher.report.recording import MAX_LINE_BYTES, Follower, Recording, read_
 from launcher.report.step_lines import columns_of_events, columns_of_lines, event_of
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry.events import FORMAT, EventLog
-from launcher.telemetry.step_time import time_shares
+from tests.telemetry.console.test_console import shares_of
 
 
 def step(number, **fields):
@@ -88,11 +88,11 @@ def test_the_averages_of_the_time_are_those_of_the_console():
     events = [step(k) for k in range(1, 50)]
     found = recording_of(*events[:30])
     found.add([json_line(event)[:-1] for event in events[30:]])
-    expected = time_shares(events)
+    expected = shares_of(*events)
     assert found.time_shares.num_steps == expected.num_steps
     assert found.time_shares.step_ms == pytest.approx(expected.step_ms)
     assert found.time_shares.parts_ms == pytest.approx(expected.parts_ms)
-    assert recording_of(events[0]).time_shares == time_shares(events[:1])
+    assert recording_of(events[0]).time_shares == shares_of(*events[:1])
     assert recording_of().time_shares is None
 
 

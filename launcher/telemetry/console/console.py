@@ -15,7 +15,7 @@ from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import Bars, Lines, Progress
 from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import evaluation_cells, number, table_lines, table_widths
-from launcher.telemetry.step_time import PARTS, time_at_end, time_shares
+from launcher.telemetry.step_time import TimeTotals, time_at_end
 from launcher.telemetry.stream import Record
 
 
@@ -33,7 +33,7 @@ class Console:
         self._out = out
         self._run_dir = run_dir
         self._progress: Progress = Bars(err) if err.isatty() else Lines(self._print, clock)
-        self._steps: list[Record] = []  # times of the whole run, for the verdict at its end
+        self._times = TimeTotals()  # of the whole run, for the verdict at its end
         self._widths: dict[str, int] = {}  # by title, of the table of the last printed line
         self._report = self._sync = ""
         self._shows: dict[str, Callable[[Record], None]] = {
@@ -63,7 +63,7 @@ class Console:
         self._print(f"{record['topic']} {record['text']}")
 
     def _step(self, record: Record) -> None:
-        self._steps.append({key: record.get(key) for key in ("step", "step_ms", *PARTS)})
+        self._times.add(record)
         self._progress.show(record)
 
     def _evaluation(self, record: Record) -> None:
@@ -88,7 +88,7 @@ class Console:
         report, columns = self._report, columns_of(self._out)
         if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
             report = ""  # a table that wraps cannot be read; it is in the run's files
-        shares = time_at_end(record) or time_shares(self._steps)
+        shares = time_at_end(record) or self._times.shares()
         self._print(*end_lines(record, report, shares, self._run_dir, self._sync))
 
     def _print(self, *lines: str) -> None:

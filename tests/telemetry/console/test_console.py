@@ -9,13 +9,15 @@ import subprocess
 import sys
 import termios
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from launcher.telemetry.console.console import Console
 from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import duration, metric, number
-from launcher.telemetry.step_time import time_at_end, time_shares
+from launcher.telemetry.step_time import TimeShares, TimeTotals, time_at_end
 
 RUN = """
 import sys, threading
@@ -153,6 +155,13 @@ def timed(step, data, compute, wire, update):
     return {"step": step, "step_ms": float(data + compute + wire + update), **times}
 
 
+def shares_of(*records) -> TimeShares | None:
+    totals = TimeTotals()
+    for record in records:
+        totals.add(record)
+    return totals.shares()
+
+
 @pytest.mark.parametrize(
     ("parts", "verdict"),
     [
@@ -164,7 +173,7 @@ def timed(step, data, compute, wire, update):
     ],
 )
 def test_the_verdict_names_the_part_that_takes_too_much(parts, verdict):
-    shares = time_shares([timed(5, *parts), timed(10, *parts)])
+    shares = shares_of(timed(5, *parts), timed(10, *parts))
     assert shares.verdict.startswith(verdict)
 
 
@@ -201,16 +210,29 @@ def test_an_end_without_times_has_no_verdict(end):
 
 
 def test_the_first_event_does_not_count_and_the_rest_weigh_by_their_steps():
-    shares = time_shares([timed(1, 1000, 0, 0, 0), timed(11, 0, 10, 0, 0), timed(41, 0, 50, 0, 0)])
+    shares = shares_of(timed(1, 1000, 0, 0, 0), timed(11, 0, 10, 0, 0), timed(41, 0, 50, 0, 0))
     assert shares.num_steps == 40
     assert shares.step_ms == pytest.approx((10 * 10 + 30 * 50) / 40)
+
+
+def test_the_memory_of_the_console_does_not_grow_with_the_run():
+    kept = []
+    with open(os.devnull, "w") as null:
+        for num_events in (200, 4000):
+            console = Console(null, null, Path("/runs/one"))
+            tracemalloc.start()
+            for step in range(1, num_events + 1):
+                console.write({"event": "step", "epoch": 0, "loss": 1.0, **timed(step, step, 2, 1, 1)})
+            kept.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+    assert kept[1] < kept[0] + 20_000, kept
 
 
 @pytest.mark.parametrize("missing", ["step_ms", "data_ms", "wire_ms"])
 def test_without_times_there_is_no_verdict(missing):
     record = {**timed(5, 1, 1, 1, 1), missing: None}
-    assert time_shares([record]) is None
-    assert time_shares([]) is None
+    assert shares_of(record) is None
+    assert shares_of() is None
 
 
 @pytest.mark.parametrize(
