@@ -1,44 +1,31 @@
 """Comparison of the runs of a sweep: one plot of their curves, and a table.
 
 Owns the grouping of runs (those that differ only in the seed) and the files comparison.png, summary.md,
-summary.csv and, for runs in several precisions, side_by_side.md. Reads only the files of the runs, and
-accepts missing ones.
+summary.csv and, for runs in several precisions, side_by_side.md. Reads only the files of the runs, one after
+the other in bounded memory, and accepts missing ones.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
-from launcher.report.plots import FAINT, INK, figure_of, plain, points_of, save, use_log_scale
-from launcher.report.reading import (
-    Warn,
-    evaluations_of,
-    events_of,
-    result_of,
-    silent,
-    text_of,
-    training_seconds_of,
-)
-from launcher.report.run_record import MARKS, is_run
-from launcher.report.side_by_side import Side, measured, side_by_side
+from launcher.report.comparison_plot import Line, Panel, draw
+from launcher.report.reading import Warn, silent, text_of, training_seconds_of
+from launcher.report.run_record import MARKS, RunRecord, is_run
+from launcher.report.side_by_side import Measured, Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import CONFIG, OVERRIDES
+from launcher.run_dir.records import OVERRIDES
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
-COLORS = ("#2f6ca3", "#d4722a", "#b3261e", "#3a8f5c", "#7a5aa6", "#8c6d3f", "#4a4a4a", "#c2528b")
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
 RESULT_KEYS = (
     "state",
@@ -54,14 +41,16 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, finished or not."""
+    """One run of a sweep, finished or not. Its events are not kept."""
 
     directory: Path
     overrides: dict[str, str]
     result: dict[str, Any]
-    events: list[dict[str, Any]]
-    steps: dict[int, float]  # training loss by step
-    accuracies: dict[int, float]  # held out
+    measured: Measured
+    metric_name: str | None  # by which it is compared
+    last_loss: float | None
+    loss: Line  # training
+    metric: Line  # held out
 
 
 @dataclass(frozen=True)
@@ -70,11 +59,6 @@ class Setting:
 
     label: str
     jobs: tuple[Job, ...]
-
-    def mean(self, curves: Sequence[Mapping[int, float]]) -> dict[int, float]:
-        """The mean at each step that all of these curves have."""
-        common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
-        return {step: statistics.fmean(curve[step] for curve in curves) for step in sorted(common)}
 
 
 def is_sweep(directory: Path) -> bool:
@@ -96,28 +80,30 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
     table, rows = sweep_dir / TABLE, sweep_dir / ROWS
     write_text(table, markdown(sweep_dir.name, settings, note))
     write_text(rows, as_csv(jobs))
-    written = [draw(settings, sweep_dir / COMPARISON), table, rows]
+    written = [draw([s.label for s in settings], panels_of(settings), sweep_dir / COMPARISON), table, rows]
     if of_precisions(jobs):
-        sides = [
-            Side(s.label, tuple(measured(seed_of(j), j.result, j.events, config_of(j)) for j in s.jobs))
-            for s in settings
-        ]
+        sides = [Side(s.label, tuple(job.measured for job in s.jobs)) for s in settings]
         written.append(sweep_dir / SIDE_BY_SIDE)
         write_text(written[-1], side_by_side(sweep_dir.name, sides))
     return written
 
 
 def read_job(directory: Path, warn: Warn = silent) -> Job:
-    events = events_of(directory, warn)
-    steps = points_of([event for event in events if event["event"] == "step"], "loss")
-    accuracies = points_of(evaluations_of(events), "accuracy")
+    """Read the files of the run, metrics.jsonl in bounded memory. Raises OSError."""
+    run = RunRecord.read(directory, warn)
+    overrides, result = overrides_of(directory), {"state": "not finished", **run.result}
+    config = config_of(run)
+    seed = overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
+    loss, name = run.recording.steps["loss"], run.metric_name
     return Job(
         directory,
-        overrides_of(directory),
-        {"state": "not finished", **result_of(directory, warn)},
-        events,
-        dict(steps),
-        dict(accuracies),
+        overrides,
+        result,
+        measured(seed, result, run.recording, config),
+        name,
+        loss.last,
+        Line.of(loss),
+        Line.of(run.recording.evaluation(name) if name else None),
     )
 
 
@@ -153,18 +139,13 @@ def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     return "precision" in varied and set(varied) <= {"precision", REPEATED}
 
 
-def seed_of(job: Job) -> str:
-    """The seed of a run: of its command line, else of its config.yaml; "-" where neither says it."""
-    return job.overrides.get(REPEATED) or str(config_of(job).get(REPEATED, "-"))
-
-
-def config_of(job: Job) -> dict[str, Any]:
-    """The run's config.yaml; empty where it cannot be read."""
+def config_of(run: RunRecord) -> dict[str, Any]:
+    """The run's config.yaml as a tree; empty where it cannot be read."""
     import yaml
 
     try:
-        tree = yaml.safe_load((job.directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        tree = yaml.safe_load(run.config_text)
+    except (ValueError, RecursionError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}
 
@@ -190,9 +171,7 @@ def note_of(jobs: Sequence[Job]) -> str:
 
 def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
     """One row per setting: mean and standard deviation over its seeds."""
-    name = next(
-        (str(j.result["metric_name"]) for s in settings for j in s.jobs if "metric_name" in j.result), ""
-    )
+    name = metric_name_of(settings)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
     head = ["", "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
     lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
@@ -206,7 +185,7 @@ def cells(setting: Setting, metric_name: str) -> list[str]:
     done = [job for job in setting.jobs if job.result["state"] == "done"]
     ended = f"{len(done)}" if len(done) == len(setting.jobs) else f"{len(done)} of {len(setting.jobs)} done"
     values = [job.result["metric"] for job in done if job.result.get("metric") is not None]
-    losses = [job.steps[max(job.steps)] for job in done if job.steps]
+    losses = [job.last_loss for job in done if job.last_loss is not None]
     seconds = [value for job in done if (value := training_seconds_of(job.result)) is not None]
     return [
         setting.label,
@@ -244,52 +223,20 @@ def as_csv(jobs: Sequence[Job]) -> str:
     return text.getvalue()
 
 
-def draw(settings: Sequence[Setting], path: Path) -> Path:
-    """Loss and accuracy: a colour per setting, a thin line per seed, a bold one for their mean."""
-    figure = figure_of(11.0, 4.6)
-    loss, accuracy = figure.subplots(1, 2)
-    values = draw_curves_of(loss, settings, [[job.steps for job in s.jobs] for s in settings], 1.0)
-    draw_curves_of(accuracy, settings, [[job.accuracies for job in s.jobs] for s in settings], 100.0)
-    positive = [value for value in values if value > 0]
-    if positive and max(positive) / min(positive) > 20:
-        use_log_scale(loss, positive)
-    loss.set_ylabel("loss, training")
-    accuracy.set_ylabel("accuracy, held out (%)")
-    if any(len(setting.jobs) > 1 for setting in settings):
-        accuracy.set_title("thin: one seed, bold: their mean", loc="right", fontsize=9, color=FAINT)
-    for axes in (loss, accuracy):
-        axes.set_xlabel("step")
-    if any(axes.lines for axes in (loss, accuracy)):
-        (loss if loss.lines else accuracy).legend(frameon=False)
-    return save(figure, path)
+def metric_name_of(settings: Sequence[Setting]) -> str:
+    """What these runs are compared by; "" if none was evaluated."""
+    jobs = [job for setting in settings for job in setting.jobs]
+    known = [job.result.get("metric_name") for job in jobs] + [job.metric_name for job in jobs]
+    return next((str(name) for name in known if name), "")
 
 
-def draw_curves_of(
-    axes: Axes, settings: Sequence[Setting], curves: Sequence[Sequence[Mapping[int, float]]], factor: float
-) -> list[float]:
-    """Draw the curves; returns the drawn values."""
-    drawn: list[float] = []
-    for index, (setting, of_jobs) in enumerate(zip(settings, curves, strict=True)):
-        color = COLORS[index % len(COLORS)]
-        present = [curve for curve in of_jobs if curve]
-        marker = "o" if present and max(map(len, present)) < 30 else None
-        for curve in present if len(present) > 1 else ():
-            axes.plot(
-                list(curve), [factor * v for v in curve.values()], color=color, linewidth=0.7, alpha=0.45
-            )
-            drawn += curve.values()
-        mean = setting.mean(present)
-        if mean:
-            axes.plot(
-                list(mean),
-                [factor * value for value in mean.values()],
-                label=plain(setting.label),
-                color=color,
-                linewidth=4.5 if index == 0 else 2.2,  # the first remains visible below the others
-                marker=marker,
-                markersize=3.5,
-            )
-            drawn += mean.values()
-    if not drawn:
-        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=INK)
-    return [value for value in drawn if math.isfinite(value)]
+def panels_of(settings: Sequence[Setting]) -> list[Panel]:
+    """Training loss, and what the runs are compared by."""
+    name = metric_name_of(settings)
+    is_share = metric(name, 0.5).endswith("%")
+    title = f"{metric_title(name)}, held out{' (%)' if is_share else ''}"
+    metrics = [[job.metric for job in s.jobs if job.metric_name == name] for s in settings]
+    return [
+        Panel("loss, training", [[job.loss for job in s.jobs] for s in settings]),
+        Panel(title, metrics, 100.0 if is_share else 1.0),
+    ]

@@ -45,7 +45,7 @@ def draw_curves(run_dir: Path) -> Path | None:
     _draw_loss(loss, steps["loss"], recording.evaluations.get("loss", Curve()))
     _draw_metric(metric, recording)
     _draw_series(rate, steps["lr"], "learning rate")
-    if len({value for _, value in _points(steps["scale"])}) > 1 or recording.skips.num_points:
+    if len({value for _, value in points_of(steps["scale"])}) > 1 or recording.skips.num_points:
         _draw_scale(last, steps["scale"], recording.skips)
     else:
         _draw_series(last, steps["grad_norm"], "gradient norm", logarithmic=True)
@@ -84,10 +84,10 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
 
 def _draw_loss(axes: Axes, training: Curve, held_out: Curve) -> None:
     _draw_series(axes, training, "loss")
-    points = _points(held_out)
+    points = points_of(held_out)
     if points:
         axes.plot(*zip(*points, strict=True), color=HELD_OUT, marker="o", markersize=3.5, label="held out")
-    values = [value for _, value in _points(training) + points]
+    values = [value for _, value in points_of(training) + points]
     if values and min(values) > 0 and max(values) / min(values) > 20:
         use_log_scale(axes, values)
     axes.legend(frameon=False)
@@ -95,7 +95,7 @@ def _draw_loss(axes: Axes, training: Curve, held_out: Curve) -> None:
 
 def _draw_metric(axes: Axes, recording: Recording) -> None:
     """Plot the accuracy where the task has it, otherwise the speed."""
-    points = _points(recording.evaluations.get("accuracy", Curve()))
+    points = points_of(recording.evaluations.get("accuracy", Curve()))
     if not points:
         _draw_series(axes, recording.steps["samples_per_s"], "samples / s")
         return
@@ -113,7 +113,7 @@ def _draw_metric(axes: Axes, recording: Recording) -> None:
 
 def _draw_scale(axes: Axes, scale: Curve, skips: Curve) -> None:
     """The loss scale in powers of two, and the steps that were skipped on overflow."""
-    changes = sorted(_points(scale) + _points(skips))
+    changes = sorted(points_of(scale) + points_of(skips))
     axes.step(
         [step for step, _ in changes],
         [value for _, value in changes],
@@ -123,7 +123,7 @@ def _draw_scale(axes: Axes, scale: Curve, skips: Curve) -> None:
     )
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")
-    skipped = _points(skips)
+    skipped = points_of(skips)
     if skipped:
         axes.plot(
             [step for step, _ in skipped],
@@ -137,7 +137,7 @@ def _draw_scale(axes: Axes, scale: Curve, skips: Curve) -> None:
 
 
 def _draw_series(axes: Axes, curve: Curve, label: str, logarithmic: bool = False) -> None:
-    points = _points(curve)
+    points = points_of(curve)
     axes.set_ylabel(label)
     if not points:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=FAINT)
@@ -182,13 +182,7 @@ def _name_classes(axes: Axes, classes: Sequence[str]) -> None:
     axes.tick_params(length=0)
 
 
-def points_of(events: Sequence[Event], key: str) -> list[tuple[int, float]]:
-    """(step, value) of the events that have a finite value."""
-    pairs = [(event["step"], event.get(key)) for event in events]
-    return [(step, value) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)]
-
-
-def _points(curve: Curve) -> list[tuple[float, float]]:
+def points_of(curve: Curve) -> list[tuple[float, float]]:
     """(step, value), thinned."""
     x, y = curve.points()
     return list(zip(x.tolist(), y.tolist(), strict=True))

@@ -6,13 +6,12 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.atomic import read_json, read_regular
 from launcher.run_dir.records import RESULT
-from launcher.telemetry.events import recording_of
 
 Warn = Callable[[str], None]
 NUMBER = (int, float, type(None))
@@ -40,20 +39,6 @@ def training_seconds_of(result: Mapping[str, Any]) -> float | None:
 
 def silent(text: str) -> None:
     """For callers that have already warned."""
-
-
-def events_of(run_dir: Path, warn: Warn = silent) -> list[dict[str, Any]]:
-    """The recorded events of the run. Raises OSError."""
-    recording = recording_of(run_dir)
-    if recording.warning:
-        warn(f"{run_dir}: {recording.warning}")
-    return recording.events
-
-
-def evaluations_of(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations on the set that runs are compared on: the first one, where there are several."""
-    found = [dict(event) for event in events if event["event"] == "eval"]
-    return [event for event in found if event.get("set") == found[0].get("set")]
 
 
 def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:

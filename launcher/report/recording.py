@@ -19,6 +19,7 @@ import numpy as np
 
 from launcher.errors import listed
 from launcher.report.curve import Curve, FloatArray, Means
+from launcher.report.spread import Spread
 from launcher.report.step_lines import (
     PREFIX,
     StepColumns,
@@ -98,6 +99,7 @@ class Recording:
     def __init__(self) -> None:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
+        self.windows_ms = Spread()  # of a step, by log line; without the first, which compiles
         self.evaluations: dict[str, Curve] = {}  # of the first set, by metric
         self.other_sets: dict[str, Curve] = {}  # by SET/METRIC
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
@@ -206,12 +208,17 @@ class Recording:
 
     def _add_steps(self, found: StepColumns) -> None:
         steps = found.columns["step"]
+        self._add_windows(found.columns.get("step_ms", np.empty(0)), is_first=not self._rated_step)
         for name, curve in self.steps.items():
             if name in found.columns:
                 curve.add(steps, found.columns[name])
                 curve.num_not_finite -= found.missing.get(name, 0)
         self._add_rates(steps, found.columns.get("samples_per_s"))
         self._time.add(found, self.parts_ms)
+
+    def _add_windows(self, step_ms: FloatArray, is_first: bool) -> None:
+        step_ms = step_ms[1:] if is_first else step_ms
+        self.windows_ms = self.windows_ms.plus(Spread.of(step_ms[np.isfinite(step_ms)]))
 
     def _add_rates(self, steps: FloatArray, rates: FloatArray | None) -> None:
         weights = np.maximum(1.0, np.diff(steps, prepend=self._rated_step))

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.report.reading import training_seconds_of
+from launcher.report.recording import Recording
+from launcher.report.spread import Spread, joined
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
-from launcher.telemetry.step_time import TimeShares, time_at_end, time_shares
+from launcher.telemetry.step_time import TimeShares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
 FEW_STEPS = 5  # with fewer measured ones nothing is said of the time
@@ -38,7 +40,7 @@ class Measured:
     state: str
     seconds: float | None
     shares: TimeShares | None
-    windows_ms: tuple[float, ...]  # of a step, by log line; the first, which compiles, left out
+    windows_ms: Spread  # of a step, by log line; the first, which compiles, left out
     memory_bytes: float | None
     wire_bytes: float | None
     state_bytes: float | None
@@ -161,14 +163,13 @@ def time_differs(first: Side, other: Side) -> tuple[bool, str]:
         if beyond_chance(differences):
             return True, f"{pairs}, beyond what runs differ by in 19 of 20 cases"
         return False, f"{pairs} that vary as much"
-    windows = [[ms for run in side.done for ms in run.windows_ms] for side in (first, other)]
-    fewest = min(map(len, windows))
+    before, after = (joined(run.windows_ms for run in side.done) for side in (first, other))
+    fewest = min(before.count, after.count)
     if fewest < 2:
         return False, "with one seed and too few log lines to know how it varies: seed=0,1,2 runs three"
     # The windows of one run share whatever else its machine did, so that their mean is no surer than one.
-    spread = math.hypot(*map(statistics.stdev, windows))
-    gap = abs(statistics.fmean(windows[1]) - statistics.fmean(windows[0]))
-    if gap > certain_from(fewest) * spread:
+    spread = math.hypot(before.deviation, after.deviation)
+    if abs(after.mean - before.mean) > certain_from(fewest) * spread:
         return True, "with one seed, beyond the spread over its log lines"
     return False, "with one seed, within the spread over its log lines: seed=0,1,2 runs three"
 
@@ -341,22 +342,22 @@ def size(value: float) -> str:
 
 
 def measured(
-    seed: str, result: dict[str, Any], events: Sequence[dict[str, Any]], config: Mapping[str, Any]
+    seed: str, result: Mapping[str, Any], recording: Recording, config: Mapping[str, Any]
 ) -> Measured:
     """From a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
     data = config.get("data")
-    steps = [event for event in events if event["event"] == "step"]
-    ends = [event for event in events if event["event"] == "end"]
-    choices = [event.get("text", "") for event in events if event.get("topic") == "precision"]
-    memory = [event["memory_bytes"] for event in steps if isinstance(event.get("memory_bytes"), int | float)]
-    error = str(ends[-1].get("error") or "") if ends else ""
+    end = recording.of("end").last
+    choices = [
+        event.get("text") for event in recording.of("decision").all() if event.get("topic") == "precision"
+    ]
+    _, memory = recording.steps["memory_bytes"].points()  # thinned without losing peaks
     return Measured(
         seed=seed,
-        state=str(ends[-1].get("state") if ends and result["state"] != "done" else result["state"]),
+        state=str(end.get("state") if end and result["state"] != "done" else result["state"]),
         seconds=training_seconds_of(result),
-        shares=(time_at_end(ends[-1]) if ends else None) or time_shares(steps),
-        windows_ms=tuple(float(e["step_ms"]) for e in steps[1:] if isinstance(e.get("step_ms"), int | float)),
-        memory_bytes=max(memory, default=None),
+        shares=recording.time_shares,
+        windows_ms=recording.windows_ms,
+        memory_bytes=float(memory.max()) if memory.size else None,
         wire_bytes=result.get("wire_bytes_per_step"),
         state_bytes=result.get("state_bytes"),
         loss=result.get("metrics", {}).get("loss"),
@@ -365,5 +366,5 @@ def measured(
         skipped_steps=int(result.get("skipped_steps") or 0),
         emulated=any("emulated" in str(text) for text in choices),
         cache_is_off=isinstance(data, dict) and data.get("cache") == "none",
-        error=error.partition("\n")[0],
+        error=str((end or {}).get("error") or "").partition("\n")[0],
     )

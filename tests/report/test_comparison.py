@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import math
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from launcher.report import comparison
+from launcher.report import comparison, comparison_plot, curve, recording
 from launcher.report.comparison import is_sweep, read_job, settings_of, write_comparison
+from launcher.report.comparison_plot import Line, mean_of
+from launcher.report.curve import Curve
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry.events import EventLog
 
@@ -79,7 +84,7 @@ def test_the_files_hold_means_spreads_and_every_job(sweep) -> None:
 
 def test_the_picture_has_a_bold_mean_and_a_thin_line_per_seed(sweep, monkeypatch) -> None:
     drawn = []
-    monkeypatch.setattr(comparison, "save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr(comparison_plot, "save", lambda figure, path: drawn.append(figure) or path)
     write_comparison(sweep)
     loss, accuracy = drawn[0].axes
     assert len(loss.lines) == len(accuracy.lines) == 2 * (6 + 1)
@@ -134,6 +139,106 @@ def test_a_run_is_no_sweep(sweep) -> None:
     assert is_sweep(sweep)
     assert not is_sweep(comparison.job_directories(sweep)[0])
     assert not is_sweep(sweep / "nothing")
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """What is drawn instead of written."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(comparison_plot, "save", lambda figure, path: figures.append(figure) or path)
+    return figures
+
+
+def write_evaluations(directory: Path, metric_name: str | None, **values: float) -> None:
+    """Replace those of a job, and its result's metric."""
+    log = EventLog(directory / "metrics.jsonl")
+    log.rewind(0, evaluates_again=True)
+    log.write({"event": "step", "time": 0.0, "step": 5, "loss": 1.0})
+    if values:
+        log.write({"event": "eval", "time": 0.0, "step": 5, **values})
+    log.close()
+    write_json(
+        directory / "result.json", {"state": "done", "exit": 0, "metric_name": metric_name, "metric": 0.5}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "titles"),
+    [
+        ("r2", {"loss": 0.5, "mae": 0.4, "r2": 0.5}, ["loss, training", "r2, held out"]),
+        ("loss", {"loss": 0.5}, ["loss, training", "loss, held out"]),
+        ("accuracy", {"loss": 0.5, "accuracy": 0.5}, ["loss, training", "accuracy, held out (%)"]),
+        ("loss", {}, ["loss, training"]),
+    ],
+)
+def test_the_picture_shows_what_the_runs_are_compared_by_and_no_empty_half(
+    tmp_path, drawn, name, values, titles
+) -> None:
+    for number in range(2):
+        write_evaluations(write_job(tmp_path, number, [f"optim.lr={number}"]), name, **values)
+    write_comparison(tmp_path)
+    assert [axes.get_ylabel() for axes in drawn[0].axes] == titles
+    if values:
+        factor = 100 if "%" in titles[1] else 1
+        assert [list(line.get_ydata()) for line in drawn[0].axes[1].lines] == [[factor * 0.5]] * 2
+
+
+def test_a_sweep_without_any_event_says_that_nothing_was_recorded(tmp_path, drawn) -> None:
+    (write_job(tmp_path, 0, ["optim.lr=1"]) / "metrics.jsonl").unlink()
+    write_comparison(tmp_path)
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == ["not recorded"]
+
+
+def line_of(*points: tuple[float, float]) -> Line:
+    curve = Curve()
+    for x, y in points:
+        curve.add_point(x, y)
+    return Line.of(curve)
+
+
+def test_the_mean_is_taken_where_all_lines_are_and_between_their_steps() -> None:
+    early, late = line_of((0, 0.0), (10, 10.0), (20, 0.0)), line_of((5, 3.0), (15, 3.0), (30, 3.0))
+    assert mean_of([early, late]) == {5: 4.0, 10: 6.5, 15: 4.0, 20: 1.5}
+    assert mean_of([line_of((0, 1.0)), line_of((1, 1.0))]) == {}
+    assert mean_of([]) == {}
+
+
+def test_the_mean_of_thinned_lines_is_that_of_their_values_not_of_their_peaks() -> None:
+    lines = []
+    for seed in range(3):
+        noisy, noise = Curve(), np.random.default_rng(seed).exponential(1.0, 100_000)
+        noisy.add(np.arange(noise.size, dtype=float), noise)
+        lines.append(Line.of(noisy))
+    assert max(lines[0].points.values()) > 8, "peaks are kept"
+    assert np.mean(list(mean_of(lines).values())) == pytest.approx(1.0, rel=0.02)
+
+
+def peak_bytes(sweep: Path) -> int:
+    tracemalloc.start()
+    try:
+        write_comparison(sweep)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_memory_for_a_sweep_does_not_grow_with_the_length_of_its_runs(
+    tmp_path, drawn, monkeypatch
+) -> None:
+    monkeypatch.setattr(recording, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(curve, "BUFFERED", 1 << 11)
+    peaks = []
+    for num_events in (6_000, 30_000):  # the first fills all buffers
+        sweep = tmp_path / str(num_events)
+        for seed in range(2):
+            job = write_job(sweep, seed, [f"precision=fp{16 + 16 * seed}"])
+            line = (
+                '{"event": "step", "time": 1.0, "step": %d, "loss": 0.5, "step_ms": 10.0, "data_ms": 1.0}\n'
+            )
+            (job / "metrics.jsonl").write_text("".join(line % step for step in range(num_events)))
+        peaks.append(peak_bytes(sweep))
+    assert peaks[1] < 1.2 * peaks[0], peaks
 
 
 def test_dollars_in_overrides_are_no_formulas(tmp_path) -> None:

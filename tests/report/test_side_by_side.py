@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
+from launcher.report.recording import Recording
 from launcher.report.side_by_side import Measured, Side, measured, metric_verdict, side_by_side, time_verdict
-from launcher.run_dir.atomic import read_json, write_json
+from launcher.report.spread import Spread, joined
+from launcher.run_dir.atomic import json_line, read_json, write_json
 from launcher.telemetry.step_time import TimeShares
 from tests.report.test_comparison import write_job
+
+
+def spread_of(*values: float) -> Spread:
+    return Spread.of(np.array(values))
 
 
 def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measured:
@@ -25,7 +33,7 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measure
         state="done" if metric is not None else "not finished",
         seconds=60.0,
         shares=TimeShares(int(parts.get("steps", 10)), sum(parts_ms.values()), parts_ms),
-        windows_ms=tuple(sum(parts_ms.values()) + apart * parts.get("noise", 1.0) for apart in (-1, 0, 1)),
+        windows_ms=spread_of(*(sum(parts_ms.values()) + k * parts.get("noise", 1.0) for k in (-1, 0, 1))),
         memory_bytes=parts.get("memory", 100e6),
         wire_bytes=parts.get("sent", 4e6),
         state_bytes=16e6,
@@ -88,7 +96,7 @@ def test_a_step_that_waits_for_data_makes_no_precision_slower_or_faster(precisio
 def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
     config: dict[str, Any], advised: bool
 ) -> None:
-    cache_is_off = measured("0", {"state": "done"}, [], config).cache_is_off
+    cache_is_off = measured("0", {"state": "done"}, Recording(), config).cache_is_off
     slow = Side("fp16", (replace(run_of(data=500.0), cache_is_off=cache_is_off),))
     assert ("set data.cache=auto" in time_verdict(side("fp32"), slow)) == advised
 
@@ -110,9 +118,26 @@ def test_times_of_several_seeds_are_compared_in_pairs_like_the_metric(
 
 def test_the_spread_over_log_lines_leaves_out_the_first_and_needs_two_more() -> None:
     steps = [{"event": "step", "step": 10 * n, "step_ms": ms} for n, ms in enumerate((900, 90, 110), start=1)]
-    assert measured("0", {"state": "done"}, steps, {}).windows_ms == (90.0, 110.0)
-    short = Side("fp16", (replace(run_of(compute=50.0), windows_ms=(50.0,)),))
+    found = Recording()
+    for lines in ([json_line(step)[:-1] for step in steps[:2]], [json_line(steps[2])[:-1]]):
+        found.add(lines)
+    windows = measured("0", {"state": "done"}, found, {}).windows_ms
+    assert (windows.count, windows.mean, windows.deviation) == (
+        2,
+        100.0,
+        pytest.approx(statistics.stdev((90, 110))),
+    )
+    short = Side("fp16", (replace(run_of(compute=50.0), windows_ms=spread_of(50.0)),))
     assert "too few log lines" in time_verdict(side("fp32"), short)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (0, 3), (3, 0), (2, 5, 1), (40, 60)])
+def test_a_spread_of_parts_is_that_of_all_values(sizes: tuple[int, ...]) -> None:
+    parts = [1e6 + np.random.default_rng(size).random(size) for size in sizes]
+    found, values = joined(map(Spread.of, parts)), np.concatenate(parts).tolist()
+    assert found.count == len(values)
+    assert found.mean == pytest.approx(statistics.fmean(values), rel=1e-12)
+    assert found.deviation == pytest.approx(statistics.stdev(values), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +174,7 @@ def test_the_page_has_means_deviations_and_shares() -> None:
 
 
 def test_what_a_run_lacks_is_a_dash() -> None:
-    nothing = measured("0", {"state": "not finished"}, [], {})
+    nothing = measured("0", {"state": "not finished"}, Recording(), {})
     page = side_by_side("x", [Side("fp32", (nothing,)), side("fp16")])
     assert "- fp32 with seed 0 has failed: it has no result (not finished)" in page
     assert "| memory | - | 100.0 MB |  |" in page

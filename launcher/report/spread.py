@@ -1,0 +1,47 @@
+"""Number, mean and deviation of values that are not kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from launcher.report.curve import FloatArray
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of values seen so far; `squares` is the sum of the squared deviations from their mean."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: FloatArray) -> Spread:
+        if not values.size:
+            return cls()
+        mean = float(values.mean())
+        return cls(int(values.size), mean, float(((values - mean) ** 2).sum()))
+
+    def plus(self, other: Spread) -> Spread:
+        """Of the values of both (Chan, Golub and LeVeque, 1979)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        squares = self.squares + other.squares + gap * gap * self.count * other.count / count
+        return Spread(count, self.mean + gap * other.count / count, squares)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a sample; at least two values are needed."""
+        return math.sqrt(self.squares / (self.count - 1))
+
+
+def joined(spreads: Iterable[Spread]) -> Spread:
+    return reduce(Spread.plus, spreads, Spread())
