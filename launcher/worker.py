@@ -73,6 +73,7 @@ from launcher.training.setup.data_check import compare_data, nan_warnings
 from launcher.training.setup.decisions import decisions
 from launcher.training.setup.initial_weights import Loaded, load_weights, settle
 from launcher.training.setup.micro_batch import settled
+from launcher.training.shortage_advice import advice_for, place_of_shortage
 from launcher.training.signals import Requests, heeded
 from launcher.training.step_times import of_the_slowest, overhead_ms
 from launcher.training.stragglers import Stragglers
@@ -115,7 +116,9 @@ def run(
         except BaseException as error:
             claim_first_failure(store, job, launch.rank)
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
-            failure = failure_of(error, store, job, launch, logs)
+            beat = heartbeat.latest
+            at_shortage = place_of_shortage(beat), advice_for(beat, config, launch.world_size)
+            failure = failure_of(error, store, job, launch, logs, at_shortage)
             give_reason(store, job, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = of_another_rank(failure or error, store, job, launch)

@@ -37,14 +37,20 @@ log = logging.getLogger("launcher")
 
 
 def failure_of(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, logs: str
+    error: BaseException,
+    store: dist.Store | None,
+    job: str,
+    launch: LaunchEnv,
+    logs: str,
+    at_shortage: tuple[str, str],
 ) -> LauncherError | None:
     """The error for users, caused by `error`; None where it is to be raised as it is.
 
-    `logs` is the end of a sentence: the log that the full traceback will be in, and those of other ranks.
+    `at_shortage` is where the run is, and what to change if it lacks memory there. `logs` is the end of a
+    sentence: the log that the full traceback will be in, and those of other ranks.
     """
     failure = (
-        _user_error(error, launch)
+        _user_error(error, launch, *at_shortage)
         or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
         or _of_the_recipe(error, logs)
@@ -56,11 +62,11 @@ def failure_of(
     return failure
 
 
-def _user_error(error: BaseException, launch: LaunchEnv) -> LauncherError | None:
+def _user_error(error: BaseException, launch: LaunchEnv, place: str, advice: str) -> LauncherError | None:
     """The error for users, if `error` is one of torch or the engine that they can fix; else None."""
     if isinstance(error, UnusableError):
         return ConfigError(str(error))
-    return shortage_of(error, f"rank {launch.rank}")
+    return shortage_of(error, f"rank {launch.rank}", place, advice)
 
 
 def _disagreement(

@@ -49,8 +49,8 @@ class Relief:
         self._standing = standing
         self._batches = batches
         self._answers = answers
-        waits_for_others = run.config.model.sync_bn and run.env.group is not None
-        self._active = run.config.train.on_oom == "halve" and not waits_for_others
+        self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
+        self._active = run.config.train.on_oom == "halve"
         self._generators = Generators(run.env.device)
         self._before: dict[int, tuple[Any, Any]] = {}  # by step, of the latest two: generators and answers
         self._halved = ""  # how, once it has been
@@ -69,19 +69,21 @@ class Relief:
 
     def begin(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
-        if self._active and not self._halved:
+        if self._active and not self._waits_for_others and not self._halved:
             self._before[position.step] = self._generators.take(), self._answers.kept()
             self._before.pop(position.step - 2, None)
 
     def accepts(self, error: Exception, position: Position) -> bool:
         """Whether this rank abandons the step after `error`, to take it again in smaller pieces.
 
-        False for every other error, and where nothing can be halved. Raises OutOfMemoryError if that has been
-        done already.
+        False for every other error, and with train.on_oom=stop. Raises OutOfMemoryError if that has been done
+        already, where nothing can be halved, and under model.sync_bn on several ranks.
         """
         shortage = ran_out(error)
-        if not (shortage and self._active) or self._half is None:
+        if not (shortage and self._active):
             return False
+        if self._waits_for_others or self._half is None:
+            raise self._not_halved(shortage, position) from error
         if self._halved:
             raise OutOfMemoryError(
                 f"rank {self._run.env.rank} ran out of {shortage} in step {position.step}, after "
@@ -93,6 +95,25 @@ class Relief:
         frames.release(error)
         free_memory(self._run.env.device)
         return True
+
+    def _not_halved(self, shortage: str, position: Position) -> OutOfMemoryError:
+        size = self._batches.plan.largest_micro_batch
+        changes = ["a smaller model or smaller samples"]
+        reason = f"The micro-batch is {size} already, which cannot be halved."
+        if self._waits_for_others:
+            changes = [
+                *([f"data.micro_batch below {size}"] if size > 1 else []),
+                "model.sync_bn=false",
+                *changes,
+            ]
+            reason = (
+                "With model.sync_bn=true on several ranks a step is not repeated in smaller pieces "
+                "(train.on_oom), because their passes wait for each other."
+            )
+        return OutOfMemoryError(
+            f"rank {self._run.env.rank} ran out of {shortage} in the forward or backward pass of step "
+            f"{position.step}. {reason} What helps: {'; '.join(changes)}."
+        )
 
     def halve(self, position: Position) -> None:
         """Divide the batches from `position` on into smaller pieces, and return there. A collective."""

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from launcher.engine.optim.updater import Updater
+from launcher.engine.wire.reducer import Reducer
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import both, hungry, lacking_memory, send_signal, stop_after
 
@@ -147,16 +150,74 @@ def test_a_second_shortage_ends_the_run_with_exit_4(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "above", "first"),
-    [(("train.on_oom=stop",), 4, 3), (("model.sync_bn=true",), 4, 3), (("data.micro_batch=1",), 0, 0)],
+    ("words", "above", "first", "text"),
+    [
+        (("train.on_oom=stop",), 4, 3, "Lower data.micro_batch"),
+        (
+            ("model.sync_bn=true",),
+            4,
+            3,
+            "in the forward or backward pass of step 4. With model.sync_bn=true on several ranks a step is "
+            "not repeated in smaller pieces (train.on_oom), because their passes wait for each other. What "
+            "helps: data.micro_batch below 8; model.sync_bn=false; a smaller model",
+        ),
+        (
+            ("data.micro_batch=1",),
+            0,
+            0,
+            "The micro-batch is 1 already, which cannot be halved. What helps",
+        ),
+    ],
 )
-def test_a_run_that_cannot_be_halved_or_may_not_ends_with_exit_4(tmp_path: Path, words, above, first) -> None:
+def test_a_run_that_cannot_be_halved_or_may_not_ends_with_exit_4(
+    tmp_path: Path, words, above, first, text
+) -> None:
     ended = run(
         tmp_path / "run", *words, ranks=2, user_code=lacking_memory(above, 0, 1, passes=range(first, 100))
     )
     assert ended.codes == [4, 4], ended
-    assert "Lower data.micro_batch" in ended.outputs[0]
+    assert text in ended.outputs[0]
     assert ended.events("out_of_memory") == []
+
+
+def no_room(*values: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("no room for 8 GiB")
+
+
+def lack_memory_in_the_update() -> None:
+    Updater.step = no_room  # type: ignore[method-assign]
+
+
+def lack_memory_in_the_exchange() -> None:
+    Reducer.flush = no_room  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "ranks", "words", "text"),
+    [
+        (
+            lack_memory_in_the_update,
+            2,
+            ("optim=adamw",),
+            "in the update of step 1: no room for 8 GiB. What helps: wire.shard=true divides masters and "
+            "optimizer states among the ranks; optim=sgd has fewer states than adamw; a smaller data.micro",
+        ),
+        pytest.param(
+            lack_memory_in_the_exchange,
+            1,
+            (),
+            "in the exchange of gradients of step 1: no room for 8 GiB. What helps: a smaller wire.bucket_mb",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_shortage_outside_the_passes_names_its_place_and_what_helps(
+    tmp_path: Path, prepare, ranks, words, text
+) -> None:
+    ended = run(tmp_path / "run", "train.max_steps=2", *words, ranks=ranks, prepare=prepare)
+    assert ended.codes == [4] * ranks, ended
+    assert sum(output.count(text) for output in ended.outputs) == 1, ended
+    assert text in ended.result["error"]
 
 
 @pytest.mark.slow
