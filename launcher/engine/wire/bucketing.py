@@ -31,7 +31,6 @@ class Bucketing:
     """The buckets, and by bucket what receives gradients and what sums their squares."""
 
     buckets: list[Bucket]  # in launch order, the same on all ranks
-    home: dict[int, Bucket]  # by Slot.index, the bucket that takes the parameter's gradient
     whole: Tensor  # the last segment's gradients and one more element per rank
     inboxes: list[Inbox]  # by bucket
     accumulated: list[Tensor]  # fp32, flat, by segment; empty for one micro-batch per step
@@ -70,9 +69,8 @@ class Bucketing:
         buckets = _buckets(layout, transports, message_bytes, whole)
         return cls(
             buckets,
-            {slot.index: bucket for bucket in buckets for slot in bucket.slots},
             whole,
-            _inboxes(buckets, transports, totals),
+            _inboxes(layout, buckets, transports, totals),
             list(totals.values()),
             [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
             [
@@ -91,7 +89,7 @@ class Bucketing:
         if accumulates == bool(self.accumulated):
             return self
         totals = _accumulators(layout) if accumulates else {}
-        inboxes = _inboxes(self.buckets, transports, totals)
+        inboxes = _inboxes(layout, self.buckets, transports, totals)
         return replace(self, inboxes=inboxes, accumulated=list(totals.values()))
 
     def regrouped(
@@ -105,11 +103,16 @@ class Bucketing:
 
 
 def _inboxes(
-    buckets: Sequence[Bucket], transports: Mapping[str, Transport], totals: Mapping[str, Tensor]
+    layout: Layout,
+    buckets: Sequence[Bucket],
+    transports: Mapping[str, Transport],
+    totals: Mapping[str, Tensor],
 ) -> list[Inbox]:
     """One per bucket; `totals` are the accumulators by segment, none for one micro-batch per step."""
     return [
-        Inbox(b.segment, b.run, transports[b.segment.name].before, totals.get(b.segment.name))
+        Inbox(
+            b.segment, b.run, layout.parameters, transports[b.segment.name].before, totals.get(b.segment.name)
+        )
         for b in buckets
     ]
 

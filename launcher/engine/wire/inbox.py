@@ -1,4 +1,4 @@
-"""Collects the gradients of one bucket from autograd, and copies them to the wire in one call.
+"""Moves the gradients of one bucket from `p.grad` to the wire, in one call.
 
 Owns what a bucket's slots hold within a step: sums of micro-batches in fp32, zeros where nothing arrived. A
 copy per parameter would cost a small network on a GPU more host time than communication does. In exchange the
@@ -7,57 +7,69 @@ gradients of a bucket stay alive until it is complete.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor, nn
+
+from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import Run, Segment, Slot
 
 
 class Inbox:
-    """Receives the gradients of one run of `segment`; `factor`, a power of two, multiplies what is sent.
+    """Collects the gradients of one run of `segment`; `factor`, a power of two, multiplies what is sent.
 
-    `totals` is the segment's fp32 accumulator where a step has several micro-batches, else None.
+    `parameters` by name. `totals` is the segment's fp32 accumulator where a step has several micro-batches,
+    else None.
     """
 
-    def __init__(self, segment: Segment, run: Run, factor: float, totals: Tensor | None) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        run: Run,
+        parameters: Mapping[str, nn.Parameter],
+        factor: float,
+        totals: Tensor | None,
+    ) -> None:
         self._factor = factor
         self._sent = segment.grad[run.start : run.end]
         self._totals = None if totals is None else totals[run.start : run.end]
         written = segment.grad if totals is None else totals
-        self._places = {slot.index: slot.view(written) for slot in run.slots}
-        self._held: dict[int, Tensor] = {}
+        self._slots = [(slot, parameters[slot.name], slot.view(written)) for slot in run.slots]
         self._filled: set[int] = set()  # slots that hold a gradient of this step
 
-    def take(self, slot: Slot, gradient: Tensor) -> None:
-        """Hold a parameter's gradient. A second one is added to the first, in this order."""
-        if slot.index in self._held:
-            self.drain()
-        self._held[slot.index] = _laid_out(gradient, slot)
-
     def drain(self) -> None:
-        """Copy all held gradients to their places, and release them."""
-        held, self._held = self._held, {}
-        first = [index for index in held if index not in self._filled]
-        again = [index for index in held if index in self._filled]
-        self._filled.update(first)
+        """Move all gradients to their places: added where the step has one there. `p.grad` is None then.
+
+        Raises UnusableError for a sparse gradient.
+        """
+        first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        again: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for slot, parameter, place in self._slots:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            refuse_sparse(slot.name, gradient)
+            places, gradients = again if slot.index in self._filled else first
+            places.append(place)
+            gradients.append(gradient if gradient.stride() == slot.stride else _laid_out(gradient, slot))
+            self._filled.add(slot.index)
+            parameter.grad = None
         factor = self._factor if self._totals is None else 1.0
-        if first:
-            _write([self._places[i] for i in first], [held[i] for i in first], factor)
-        if again:
-            places, gradients = [self._places[i] for i in again], [held[i] for i in again]
+        if first[0]:
+            _write(*first, factor)
+        if again[0]:
+            places, gradients = again
             torch._foreach_add_(places, _exact(gradients, places[0].dtype), alpha=factor)
 
-    def drop(self) -> None:
-        """Release held gradients, after a backward pass that failed."""
-        self._held = {}
-
     def complete(self) -> None:
-        """Complete the message: sums of micro-batches rounded once, zeros where nothing arrived."""
-        self.drain()
-        missing = [place for index, place in self._places.items() if index not in self._filled]
-        self._filled = set()
-        if missing:
-            torch._foreach_zero_(missing)
+        """Complete the message: sums of micro-batches rounded once, zeros where nothing arrived.
+
+        Drained before, within the backward pass: after it, `p.grad` is the user's.
+        """
+        if len(self._filled) < len(self._slots):
+            torch._foreach_zero_([place for slot, _, place in self._slots if slot.index not in self._filled])
+        self._filled.clear()
         if self._totals is not None:
             _write([self._sent], [self._totals], self._factor)
 
@@ -87,10 +99,16 @@ def _laid_out(gradient: Tensor, slot: Slot) -> Tensor:
 
     On a GPU one kernel copies many gradients if all strides are equal; else each needs its own kernel.
     """
-    own = gradient.stride()
-    if own == slot.stride:
-        return gradient
-    sizes = zip(gradient.shape, own, slot.stride, strict=True)
+    sizes = zip(gradient.shape, gradient.stride(), slot.stride, strict=True)
     if any(size != 1 and stride != other for size, stride, other in sizes):
         return gradient
     return gradient.as_strided(slot.shape, slot.stride)
+
+
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """Raise UnusableError if the gradient of the parameter `name` is sparse."""
+    if gradient.layout != torch.strided:
+        raise UnusableError(
+            f"the gradient of {name} is sparse; only dense gradients can be reduced. Build the embedding "
+            "with sparse=False."
+        )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Slot
 from launcher.engine.wire.bucketing import Bucketing
 from launcher.engine.wire.grad_norm import SumOfSquares
+from launcher.engine.wire.inbox import refuse_sparse
 from launcher.engine.wire.step_counts import FIELDS, Tally
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport, is_sharded
 
@@ -39,12 +40,32 @@ class Reduced:
     bytes: int  # passed to collectives by this rank
 
 
-@dataclass
-class _Backward:
-    """State of the current micro-batch."""
+class Arrivals:
+    """What the hooks on the parameters know and write, without a reference to reducer or memory.
 
-    last: bool = False
-    arrived: set[int] = field(default_factory=set)
+    Its lists and its set stay the same objects, so that a hook can keep them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.listens = False
+        self.last = False  # micro-batch of the step
+        self.seen: set[int] = set()  # by Slot.index, the gradients of this micro-batch
+        self.home = [0] * sum(len(bucket.slots) for bucket in buckets)  # by Slot.index, its bucket
+        self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
+        self.divide(buckets)
+
+    def divide(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters belong to these buckets from now on."""
+        self._sizes = [len(bucket.slots) for bucket in buckets]
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self.home[slot.index] = bucket.index
+
+    def expect(self, last: bool) -> None:
+        """A micro-batch begins."""
+        self.last = last
+        self.seen.clear()
+        self.pending[:] = self._sizes
 
 
 @dataclass
@@ -85,9 +106,8 @@ class Reducer:
         self.message_bytes = layout.message_bytes
         accumulates, travels = micro_batches > 1, group is not None
         self._parts = Bucketing.of(layout, transports, self._sums, accumulates=accumulates, travels=travels)
-        self._backward = _Backward()
+        self.arrivals = Arrivals(self.buckets)
         self._sending = _Sending()
-        self._listens = False
         self._hooks = _take_over(self, layout)
         self.closed = False
 
@@ -99,6 +119,7 @@ class Reducer:
         """Send messages of about so many bytes from the next step on. Between steps, on all ranks alike."""
         self.message_bytes = message_bytes
         self._parts = self._parts.regrouped(self._layout, self._transports, self._sums, message_bytes)
+        self.arrivals.divide(self.buckets)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -113,19 +134,15 @@ class Reducer:
         """
         if not last and not self._parts.accumulated:
             raise RuntimeError("a reducer for one micro-batch per step was given more than one")
-        self._backward = _Backward(last)
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
+        self.arrivals.expect(last)
         with self.grad_put_aside():
-            self._listens = True
+            self.arrivals.listens = True
             try:
                 yield
                 for inbox in self._parts.inboxes:
                     inbox.drain()
             finally:
-                self._listens = False
-                for inbox in self._parts.inboxes:
-                    inbox.drop()
+                self.arrivals.listens = False
 
     @contextlib.contextmanager
     def grad_put_aside(self) -> Iterator[None]:
@@ -163,34 +180,30 @@ class Reducer:
             refuse_sparse(name, gradient)
         return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
-    def take(self, slot: Slot, gradient: Tensor) -> None:
-        """Receive a parameter's gradient from autograd."""
-        refuse_sparse(slot.name, gradient)
-        bucket = self._parts.home[slot.index]
-        again = slot.index in self._backward.arrived
-        self._backward.arrived.add(slot.index)
-        if again and bucket.index < self._sending.next:
+    @property
+    def has_received(self) -> bool:
+        """Whether any parameter has a gradient of the current backward pass."""
+        return bool(self.arrivals.seen)
+
+    def bucket_ready(self, bucket: int) -> None:
+        """All its gradients have arrived. Send all buckets that are next in the fixed order."""
+        self._parts.inboxes[bucket].drain()
+        if not (self.arrivals.last and self._overlap):
+            return
+        # The last bucket waits for flush(), because it carries the marks.
+        sending, pending = self._sending, self.arrivals.pending
+        while sending.next < len(self.buckets) - 1 and pending[sending.next] == 0:
+            self._launch(self.buckets[sending.next])
+            sending.next += 1
+
+    def refuse_second(self, slot: Slot, bucket: int) -> None:
+        """Raise UnusableError where a second gradient of this pass comes after the first was sent."""
+        if bucket < self._sending.next:
             raise UnusableError(
                 f"parameter {slot.name} received a gradient twice in one backward pass, after its bucket "
                 "was sent. Re-entrant activation checkpointing does that: use use_reentrant=False, or "
                 "build the Stepper with overlap=False."
             )
-        self._parts.inboxes[bucket.index].take(slot, gradient)
-        if not again:
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self._bucket_ready(bucket)
-
-    @property
-    def has_received(self) -> bool:
-        """Whether any parameter has a gradient of the current backward pass."""
-        return bool(self._backward.arrived)
-
-    def receive(self, slot: Slot, parameter: nn.Parameter) -> None:
-        """Take the gradient that autograd has just put into `parameter.grad`."""
-        if self._listens and parameter.grad is not None:
-            self.take(slot, parameter.grad)
-            parameter.grad = None
 
     def flush(self, abandoned: bool = False) -> None:
         """Send the remaining buckets: the last, and those of parameters without a gradient, with zeros.
@@ -224,7 +237,7 @@ class Reducer:
             last = self.buckets[-1]
             marks = last.tail.double() / self._transports[last.segment.name].after
         reduced = Reduced(sums, marks, self._sending.bytes)
-        self._backward = _Backward()
+        self.arrivals.seen.clear()
         self._sending = _Sending()
         return reduced
 
@@ -272,16 +285,6 @@ class Reducer:
         abandoned = self._sending.abandoned
         return torch.full_like(bad, ABANDONED, dtype=torch.float64) if abandoned else bad.double()
 
-    def _bucket_ready(self, bucket: Bucket) -> None:
-        """A bucket has all its gradients. Send all buckets that are next in the fixed order."""
-        self._parts.inboxes[bucket.index].drain()
-        if not (self._backward.last and self._overlap):
-            return
-        # The last bucket waits for flush(), because it carries the marks.
-        while self._sending.next < len(self.buckets) - 1 and self.buckets[self._sending.next].pending == 0:
-            self._launch(self.buckets[self._sending.next])
-            self._sending.next += 1
-
     def _launch(self, bucket: Bucket) -> None:
         """Sum this rank's squares, then send the bucket. The last bucket carries the result of all sums."""
         self._parts.inboxes[bucket.index].complete()
@@ -315,28 +318,35 @@ def _not_finite(sums: Tensor) -> Tensor:
 
 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
-    """The hook for one parameter. A weak reference: the model does not keep the reducer alive."""
-    held = weakref.ref(reducer)
+    """The hook for one parameter: a network of many small ones spends its backward pass in here.
+
+    The gradient stays in `p.grad` until its bucket is complete. A weak reference: the model does not keep the
+    reducer alive.
+    """
+    held, index, arrivals = weakref.ref(reducer), slot.index, reducer.arrivals
+    seen, home, pending = arrivals.seen, arrivals.home, arrivals.pending
 
     def receive(parameter: nn.Parameter) -> None:
-        reducer = held()
-        if reducer is not None:
-            # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
-            with torch._C.DisableTorchFunction():
-                reducer.receive(slot, parameter)
+        if not arrivals.listens:
+            return
+        again, bucket = index in seen, home[index]
+        if not again:
+            seen.add(index)
+            pending[bucket] -= 1
+            if pending[bucket]:
+                return
+        if (reducer := held()) is None:
+            return
+        # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
+        with torch._C.DisableTorchFunction():
+            if again:
+                reducer.refuse_second(slot, bucket)
+            else:
+                reducer.bucket_ready(bucket)
 
     receive.reducer = held  # type: ignore[attr-defined]
 
     return receive
-
-
-def refuse_sparse(name: str, gradient: Tensor) -> None:
-    """Raise UnusableError if the gradient of the parameter `name` is sparse."""
-    if gradient.layout != torch.strided:
-        raise UnusableError(
-            f"the gradient of {name} is sparse; only dense gradients can be reduced. Build the embedding "
-            "with sparse=False."
-        )
 
 
 def _take_over(reducer: Reducer, layout: Layout) -> list[RemovableHandle]:

@@ -74,7 +74,6 @@ class Bucket:
     run: Run
     message: Tensor
     tail: Tensor
-    pending: int = 0
     work: dist.Work | None = None
     received: Tensor | None = None
     local_sums: Tensor | None = None

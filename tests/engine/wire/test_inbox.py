@@ -20,7 +20,7 @@ def inbox_of(policy: Policy, factor: float = 1.0, sums: bool = False) -> tuple[I
     layout = Layout(nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 1)), policy)
     segment = layout.segments[0]
     totals = torch.zeros(segment.numel) if sums else None
-    return Inbox(segment, segment.runs[0], factor, totals), layout
+    return Inbox(segment, segment.runs[0], layout.parameters, factor, totals), layout
 
 
 class Copies(TorchDispatchMode):
@@ -29,10 +29,12 @@ class Copies(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.strides: set[tuple[int, ...]] = set()  # of what lists of tensors hold
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(word in str(func) for word in ("copy", "mul", "add", "zero")):
             self.calls.append(str(func))
+            self.strides |= {t.stride() for tensors in args if isinstance(tensors, list) for t in tensors}
         return func(*args, **(kwargs or {}))
 
 
@@ -43,7 +45,8 @@ def test_a_bucket_is_one_copy(policy) -> None:
     gradients = {slot.name: torch.randn(slot.shape).to(segment.weight) for slot in segment.slots}
     with Copies() as copies:
         for slot in segment.slots:
-            inbox.take(slot, gradients[slot.name])
+            layout.parameters[slot.name].grad = gradients[slot.name]
+        inbox.drain()
         inbox.complete()
     assert copies.calls == ["aten._foreach_copy_.default"]
     for slot in segment.slots:
@@ -57,9 +60,11 @@ def test_a_predivided_gradient_is_rounded_once(given, wire) -> None:
     layout = Layout(nn.Linear(64, 3, bias=False), Policy.fp32(), wire)
     (segment,) = layout.segments
     (slot,) = segment.slots
-    inbox = Inbox(segment, segment.runs[0], 0.25, None)
     gradient = (torch.randn(slot.shape) * torch.logspace(-8, 4, 64)).to(given)
-    inbox.take(slot, gradient)
+    parameter = nn.Parameter(torch.empty_like(gradient))
+    inbox = Inbox(segment, segment.runs[0], {slot.name: parameter}, 0.25, None)
+    parameter.grad = gradient
+    inbox.drain()
     inbox.complete()
     assert torch.equal(slot.view(segment.grad), (gradient.double() * 0.25).to(wire))
 
@@ -70,22 +75,23 @@ def test_what_does_not_arrive_is_zero_although_the_step_before_left_something(su
     segment = layout.segments[0]
     one, other = segment.slots
     for slot in (one, other):
-        inbox.take(slot, torch.full(slot.shape, 3.0, dtype=torch.float16))
+        layout.parameters[slot.name].grad = torch.full(slot.shape, 3.0, dtype=torch.float16)
+    inbox.drain()
     inbox.complete()
-    inbox.take(one, torch.ones(one.shape, dtype=torch.float16))
+    layout.parameters[one.name].grad = torch.ones(one.shape, dtype=torch.float16)
+    inbox.drain()
     inbox.complete()
     assert torch.equal(one.flat(segment.grad), torch.ones(one.numel, dtype=torch.float16))
     assert not other.flat(segment.grad).any()
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_a_second_gradient_of_a_pass_is_added_whether_or_not_the_first_is_still_held(held) -> None:
+def test_a_second_gradient_of_a_pass_is_added_to_the_first() -> None:
     inbox, layout = inbox_of(Policy.fp16(), factor=0.5)
     slot = layout.segments[0].slots[0]
     for value in (3.0, 5.0):
-        inbox.take(slot, torch.full(slot.shape, value, dtype=torch.float16))
-        if not held:
-            inbox.drain()
+        layout.parameters[slot.name].grad = torch.full(slot.shape, value, dtype=torch.float16)
+        inbox.drain()
+        assert layout.parameters[slot.name].grad is None
     inbox.complete()
     assert torch.equal(slot.flat(layout.segments[0].grad), torch.full((slot.numel,), 4.0).half())
 
@@ -97,11 +103,12 @@ def test_a_stride_of_a_dimension_of_one_element_costs_no_copy_of_its_own() -> No
     (slot,) = segment.slots
     gradient = torch.randn(4, 4, 1, 1)
     assert gradient.stride() != slot.stride
-    inbox = Inbox(segment, segment.runs[0], 1.0, None)
-    inbox.take(slot, gradient)
-    (held,) = inbox._held.values()
-    assert held.stride() == slot.stride
+    inbox = Inbox(segment, segment.runs[0], layout.parameters, 1.0, None)
+    layout.parameters[slot.name].grad = gradient
+    with Copies() as copies:
+        inbox.drain()
     inbox.complete()
+    assert copies.strides == {slot.stride}
     assert torch.equal(slot.view(segment.grad), gradient)
 
 
