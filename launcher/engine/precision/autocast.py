@@ -46,7 +46,9 @@ class HalfArithmetic(torch.autocast):
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         super().__init__(device_type, dtype=dtype)
-        _register(device_type)
+        # Not a cached function: torch.compile would trace what it wraps, and warn.
+        if device_type not in _REGISTERED:
+            _REGISTERED[device_type] = _register(device_type)
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
@@ -71,9 +73,11 @@ def repeating_forward() -> Iterator[None]:
         torch.set_autocast_enabled(MARK, outer)
 
 
-@functools.cache
+_REGISTERED: dict[str, Library | None] = {}  # by type of device: a registration lasts as long as its Library
+
+
 def _register(device_type: str) -> Library | None:
-    """The registration for one type of device, which lasts as long as the process."""
+    """Add the missing operators to autocast's on one type of device."""
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(device_type)
     if key is None:
         return None
@@ -129,7 +133,8 @@ def _compute(
     **kwargs: Any,
 ) -> Any:
     if not torch.is_autocast_enabled(MARK):  # someone else's torch.autocast
-        return operator.redispatch(keyset.remove(key), *args, **kwargs)
+        # Not only without `key`: the snapshot that torch.compile puts before all keys would come back here.
+        return operator.redispatch(keyset & torch._C._dispatch_keyset_full_after(key), *args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, False)
     try:

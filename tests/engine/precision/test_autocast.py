@@ -259,5 +259,7 @@ def test_the_compiler_traces_them() -> None:
         around = torch.compile(compute, backend="aot_eager", fullgraph=True)
         assert torch.equal(around(x), expected)
     assert torch.equal(torch.compile(within, backend="aot_eager")(x), expected)
-    with torch.autocast("cpu", torch.bfloat16):  # another arithmetic: compiled again
-        assert torch.equal(around(x), compute(x))
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # another arithmetic: compiled again; torch's own makes nan of it
+        assert torch.allclose(around(x), compute(x), rtol=0, atol=0, equal_nan=True)
