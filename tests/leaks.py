@@ -31,7 +31,8 @@ CACHES = ("__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypoth
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST",
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # by the first import of sklearn
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),  # by the first use of torch's compiler
+    # By the first use of torch's compiler:
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),
     "TORCHINDUCTOR_COMPILE_THREADS",  # by a worker, for as long as its process lives
 }
 _REPORTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # once is enough; a thread cannot be ended
@@ -64,7 +65,7 @@ class Moment:
 
     def _threads(self) -> str:
         # Gloo's threads are the C++ library's own: they outlive the group of a process, and are not listed.
-        known = self.threads | set(_REPORTED)
+        known = self.threads | set(_REPORTED) | _threads_of_the_compiler()
         left = _after_grace(lambda: {thread for thread in threading.enumerate() if not thread.daemon} - known)
         _REPORTED.update(left)
         return f"threads: {sorted(thread.name for thread in left)}. Join each." if left else ""
@@ -81,6 +82,13 @@ class Moment:
         return (
             f"changed environment variables: {sorted(changed)}. Use monkeypatch.setenv."  # values may be keys
         )
+
+
+def _threads_of_the_compiler() -> set[threading.Thread]:
+    """Of torch's pool, which lasts as long as the process."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    pool = compiler.AsyncCompile.pool if compiler else None
+    return set(pool()._threads) if pool and pool.cache_info().currsize else set()
 
 
 def _process_group() -> str:

@@ -86,7 +86,7 @@ def test_the_tracker_shows_them(ended: Ended) -> None:
     assert media_of(event)["after_evaluation/a sample"] == Text("<6>")
     assert row_of(event)["after_evaluation/width"] == 3
     assert isinstance(media_of(event)["after_evaluation/pixels"], Picture)
-    media = list((ended.directory / "wandb").glob("offline-run-*/files/media/**/*.*"))
+    media = list((ended.directory / "wandb").glob("offline-run-*/files/media/*/after_evaluation/**/*.*"))
     assert sorted(path.suffix for path in media) == [".html"] * 2 + [".png"] * 6
     texts = [path.read_text() for path in media if path.suffix == ".html"]
     assert any("<pre>&lt;6&gt;</pre>" in text for text in texts)
