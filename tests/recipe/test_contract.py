@@ -29,12 +29,21 @@ IMAGES = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     [
         (IMAGES[:, :, 0, 0], torch.tensor([1, -100]), 1),
         (IMAGES[:, :, 0, 0], torch.tensor([-100, -100]), 0),
+        (IMAGES[:0, :, 0, 0], torch.tensor([], dtype=torch.int64), 0),
         (IMAGES, torch.ones(2, 3, 3, dtype=torch.int64), 18),
         (IMAGES, torch.tensor([[[1, -100, 2]] * 3, [[0, 3, -100]] * 3]), 12),
         (IMAGES[:, :, 0, 0], torch.full((2, 4), 0.25), 2),
         (IMAGES, torch.full((2, 4, 3, 3), 0.25), 18),
     ],
-    ids=["an ignored label", "only ignored", "pixels", "ignored pixels", "probabilities", "of pixels"],
+    ids=[
+        "an ignored label",
+        "only ignored",
+        "no label",
+        "pixels",
+        "ignored pixels",
+        "probabilities",
+        "of pixels",
+    ],
 )
 def test_cross_entropy_counts_the_labels_that_carry_loss(logits, labels, count):
     """Else a step divides by a wrong number."""
