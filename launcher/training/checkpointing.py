@@ -64,6 +64,8 @@ class Checkpoints:
         PreemptedError for a run that was asked to stop, StorageError for one that cannot be saved, and
         DivergedError for one that ends with nothing to save.
         """
+        if measured is None and not (self.votes.some or self.due.after_step(position.step)):
+            return
         done = measured is not None and (self.course.ends_with(position.step) or bool(measured.stops))
         agreed = self.votes.take()
         stops = Question.STOP in agreed and not done

@@ -70,7 +70,7 @@ class Monitor:
         self._bad_loss_steps = 0  # of this process
         self.totals = totals
         self._voters = voters
-        self.times = StepTimes()
+        self.times = StepTimes(run.env.world_size)
         self._world_size = run.env.world_size
 
     def record(self, position: Position, result: StepResult) -> None:
@@ -117,17 +117,13 @@ class Monitor:
         self._last = position
         self._window.reports.append(report)
         self._window.seconds += seconds
-        self._votes.count(report)
         for voter in self._voters:
             voter.after(position, report)
-        self._count_bad_samples(position, report)
-        self.totals.samples += report.count
-        self.totals.seconds += seconds
-        self.totals.wire_bytes_per_step = report.wire_bytes
-        if not report.bad_losses and report.count:
-            self.totals.since_evaluation.loss_sum += report.loss * report.count
-            self.totals.since_evaluation.loss_count += report.count
-        self.times.add(seconds, parts_of(report.spans_ms, self._world_size))
+        if any(report.votes):
+            self._votes.count(report)
+            self._count_bad_samples(position, report)
+        self.totals.add(report, seconds)
+        self.times.add(seconds, report.spans_ms)
         self._telemetry.advance(position.epoch, position.step)
         if log.isEnabledFor(logging.DEBUG):
             spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.checkpoint import Metric
 from launcher.config.schema import TrainConfig
+from launcher.engine import StepReport
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class Totals:
     seconds: float = 0.0
     wire_bytes_per_step: int = 0
     since_evaluation: SinceEvaluation = field(default_factory=SinceEvaluation)
+
+    def add(self, report: StepReport, seconds: float) -> None:
+        """A step."""
+        count, since = report.count, self.since_evaluation
+        self.samples += count
+        self.seconds += seconds
+        self.wire_bytes_per_step = report.wire_bytes
+        if count and not report.bad_losses:
+            since.loss_sum += report.loss * count
+            since.loss_count += count
 
 
 @dataclass(frozen=True)

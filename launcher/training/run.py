@@ -84,13 +84,17 @@ class Votes:
 
     def count(self, report: StepReport) -> None:
         """Add the votes of a step, which its report carries."""
-        if any(report.votes):
-            self._agreed |= {question for question in Question if report.votes[question]}
-            self.bad_samples += report.votes[Question.BAD_SAMPLES]
+        self._agreed |= {question for question in Question if report.votes[question]}
+        self.bad_samples += report.votes[Question.BAD_SAMPLES]
 
     def agree(self, question: Question) -> None:
         """Add a question that all ranks have agreed on outside a step."""
         self._agreed.add(question)
+
+    @property
+    def some(self) -> bool:
+        """Whether there is any."""
+        return bool(self._agreed)
 
     def __contains__(self, question: Question) -> bool:
         return question in self._agreed

@@ -33,26 +33,31 @@ class StepTimes:
     It compiles, chooses algorithms and touches memory for the first time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._steps = 0
-        self._sums: dict[str, float] = {}
+        self._seconds = 0.0
+        self._spans_ms: dict[str, float] = {}
 
-    def add(self, seconds: float, parts_ms: Mapping[str, float]) -> None:
-        """A step that took so long on the host, and its parts."""
-        values = {"step_ms": 1e3 * seconds, **parts_ms}
+    def add(self, seconds: float, spans_ms: Mapping[str, float]) -> None:
+        """A step that took so long on the host, and its spans."""
         self._steps += 1
         if self._steps <= 2:
-            self._sums = values
+            self._seconds, self._spans_ms = seconds, dict(spans_ms)
             return
-        for name, value in values.items():
-            self._sums[name] += value
+        self._seconds += seconds
+        sums = self._spans_ms
+        for part, milliseconds in spans_ms.items():
+            sums[part] = sums.get(part, 0.0) + milliseconds
 
     def means(self) -> dict[str, float]:
         """`steps`, `step_ms` and the parts of a step; empty before the first."""
         if not self._steps:
             return {}
         counted = max(1, self._steps - 1)
-        return {"steps": counted, **{name: total / counted for name, total in self._sums.items()}}
+        means = {part: total / counted for part, total in self._spans_ms.items()}
+        step_ms = 1e3 * self._seconds / counted
+        return {"steps": counted, "step_ms": step_ms, **parts_of(means, self._world_size)}
 
 
 def of_the_slowest(env: WorkerEnv, times: StepTimes) -> dict[str, Any] | None:

@@ -28,10 +28,10 @@ def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
     ("seconds", "steps", "step_ms"), [([9.0], 1, 9e3), ([9.0, 1.0], 1, 1e3), ([9, 1, 3], 2, 2e3)]
 )
 def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, step_ms) -> None:
-    times = StepTimes()
+    times = StepTimes(1)
     assert of_the_slowest(ALONE, times) is None
     for each in seconds:
-        times.add(each, parts_of(SPANS, 1))
+        times.add(each, SPANS)
     found = of_the_slowest(ALONE, times)
     assert found is not None
     assert (found["steps"], found["step_ms"], found["data_ms"]) == (steps, step_ms, 1.0)
@@ -39,8 +39,8 @@ def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, ste
 
 
 def slowest_of(env: WorkerEnv, waits_ms: list[float]) -> str:
-    times = StepTimes()
-    times.add(0.01, parts_of(SPANS | {"wire": waits_ms[env.rank], "data": float(env.rank)}, env.world_size))
+    times = StepTimes(env.world_size)
+    times.add(0.01, SPANS | {"wire": waits_ms[env.rank], "data": float(env.rank)})
     return json.dumps(of_the_slowest(env, times))
 
 
