@@ -19,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launcher.errors import ConfigError, DataError, PreflightError, listed
+from launcher.config.messages import nearest, suggestion
+from launcher.errors import ConfigError, DataError, LauncherError, PreflightError, listed
 
 TRAINING_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
@@ -110,10 +111,24 @@ def split_files(path: Path) -> tuple[Path, Path | None]:
     return train, _named(tables, VALIDATION_NAMES)
 
 
+class MissingColumnsError(DataError):
+    """A file lacks columns, though it has the names of its columns as it should."""
+
+
 def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> DataError:
     """The error for columns that a file does not have."""
     which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
-    return DataError(f"{file} has not {which}. It has: {shown(there)}.{_other_separator(file, there)}")
+    advice = _other_separator(file, there)
+    kind = DataError if advice else MissingColumnsError
+    return kind(f"{file} has not {which}. It has: {shown(there)}.{advice}")
+
+
+def no_such_column(key: str, name: str, file: Path, there: Sequence[str]) -> LauncherError:
+    """The error for a key of the config that names a column which the file does not have."""
+    error = missing_columns(file, [name], there)
+    if not isinstance(error, MissingColumnsError):
+        return error
+    return ConfigError(f"{key}={name}: {error}{suggestion(nearest(name, there))}")
 
 
 def _other_separator(file: Path, there: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ from launcher.data.features import (
     numbers,
     refuse_absent,
 )
-from launcher.data.tables import Table, missing_columns, read_table, shown, split_files
+from launcher.data.tables import Table, missing_columns, no_such_column, read_table, shown, split_files
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
 
@@ -142,7 +142,7 @@ def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) 
 
 
 def feature_names(table: Table, options: Options) -> list[str]:
-    """The columns to learn from. Raises DataError for columns in the config that the table lacks."""
+    """The columns to learn from. Raises ConfigError for columns in the config that the table lacks."""
     if not options.target:
         raise ConfigError(
             f"data.target names the column to predict. {table.file} has: {shown(list(table.columns))}."
@@ -152,9 +152,10 @@ def feature_names(table: Table, options: Options) -> list[str]:
             f"data.leave_out has {options.target}, which is data.target. Leave other columns out, or predict "
             "another one."
         )
-    named = [options.target, *options.categorical, *options.leave_out]
-    if missing := [name for name in dict.fromkeys(named) if name not in table.columns]:
-        raise missing_columns(table.file, missing, list(table.columns))
+    named = {"target": [options.target], "categorical": options.categorical, "leave_out": options.leave_out}
+    for key, name in ((key, name) for key, columns in named.items() for name in columns):
+        if name not in table.columns:
+            raise no_such_column(f"data.{key}", name, table.file, list(table.columns))
     names = [name for name in table.columns if name != options.target and name not in options.leave_out]
     if not names:
         raise ConfigError(

@@ -104,7 +104,12 @@ def test_absent_values_are_refused_with_column_and_count_or_replaced(tmp_path) -
 
 
 BAD = {
-    "no_such_target": (ROWS, {"target": "cost"}, DataError, "has not the column cost. It has: size, colour"),
+    "no_such_target": (
+        ROWS,
+        {"target": "cost"},
+        ConfigError,
+        "^data.target=cost: .* has not the column cost. It has: size, colour",
+    ),
     "no_target": (
         ROWS,
         {"target": None},
@@ -166,7 +171,8 @@ BAD = {
         ConfigError,
         "no column is left to learn from",
     ),
-    "odd_column": (ROWS, {"leave_out": ["id"]}, DataError, "has not the column id"),
+    "odd_column": (ROWS, {"leave_out": ["id"]}, ConfigError, "^data.leave_out=id: .* has not the column id"),
+    "misspelt_column": (ROWS, {"categorical": ["color"]}, ConfigError, "Nearest: colour"),
 }
 
 
@@ -176,6 +182,12 @@ def test_bad_tables_are_refused(case, tmp_path) -> None:
     fraction = {"val_fraction": 0.2}
     with pytest.raises(kind, match=text):
         load_table(replace(data_of(written(tmp_path, rows), **options), **fraction))
+
+
+def test_another_separator_is_the_files_mistake_and_not_the_configs(tmp_path) -> None:
+    (tmp_path / "set.csv").write_text("size;price\n1;2\n3;4\n")
+    with pytest.raises(DataError, match=r"has not the column price.* seem to be separated by ';'"):
+        load_table(data_of(tmp_path / "set.csv"))
 
 
 def test_labels_that_are_in_no_training_row_are_refused(tmp_path) -> None:

@@ -296,6 +296,9 @@ def _report_ignored(root: Path, ignored: Counter[str]) -> None:
 
 
 def _rows(file: Path) -> list[list[str]]:
+    if not file.is_file():
+        kind = "is a folder" if file.exists() else "does not exist"
+        raise ConfigError(f"data.csv={file} {kind}. Give a file with the columns {', '.join(COLUMNS)}.")
     try:
         with open(file, encoding="utf-8-sig", newline="") as lines:
             return [row for row in csv.reader(lines, strict=True) if row]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from launcher.config.messages import nearest, suggestion
 from launcher.data.images.folder import TRAIN, VALIDATION, stratified
 from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
 from launcher.data.images.photograph import Source
@@ -207,7 +208,8 @@ def _label_column(library: ModuleType, rows: Any, wish: str | None, where: str) 
 
 def _existing(rows: Any, key: str, name: str, where: str) -> str:
     if name not in rows.features:
-        raise DataError(f"{where} has no column data.{key}={name}. Its columns: {_described(rows)}.")
+        close = suggestion(nearest(name, rows.features))
+        raise ConfigError(f"data.{key}={name}: {where} has no such column.{close} It has {_described(rows)}.")
     return name
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from launcher.config.schema import DataConfig
 from launcher.data.images.folder import stratified
-from launcher.data.tables import Table, read_table, split_files
+from launcher.data.tables import MissingColumnsError, Table, read_table, split_files
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import Batch
 from launcher.data.text.library import tokenizers_library
@@ -187,7 +187,8 @@ def _tokenised(
 ) -> Stored:
     """The rows of all parts as tensors, and what was learned of them as texts."""
     columns = [name for name in (options["sentence1"], options["sentence2"], options["label"]) if name]
-    tables = {name: read_table(file, columns) for name, file in files.items()}
+    tables = {"train": _training_table(files["train"], options, columns)}
+    tables |= {name: read_table(file, columns) for name, file in files.items() if name != "train"}
     kept = {name: _labelled(table, options) for name, table in tables.items()}
     labels = kept["train"].texts(options["label"])
     classes = sorted(set(labels), key=_natural)
@@ -214,6 +215,15 @@ def _tokenised(
         "notice": _notice(tables, kept, cut, options),
     }
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
+
+
+def _training_table(file: Path, options: Mapping[str, Any], columns: Sequence[str]) -> Table:
+    """The table to train on. Raises ConfigError where the config names columns that it lacks."""
+    try:
+        return read_table(file, columns)
+    except MissingColumnsError as error:
+        keys = ", ".join(f"data.{key}={options[key]}" for key in ("sentence1", "sentence2", "label"))
+        raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
 def _labelled(table: Table, options: Mapping[str, Any]) -> Table:

@@ -240,6 +240,12 @@ def test_a_csv_that_cannot_be_used(tmp_path, text, message):
         list_csv(tmp_path / "mine.csv", None, 0.25)
 
 
+def test_a_csv_that_is_not_there_is_a_mistake_in_the_config(tmp_path):
+    for place, kind in (("no.csv", "does not exist"), (".", "is a folder")):
+        with pytest.raises(ConfigError, match=rf"data\.csv=.* {kind}\. Give a file with the columns path"):
+            list_csv(tmp_path / place, None, 0.25)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -166,14 +166,14 @@ def missing_labels(folder):
         (
             saved,
             {"image_column": "photo"},
-            DataError,
-            r"no column data\.image_column=photo\. Its columns",
+            ConfigError,
+            r"^data\.image_column=photo: .* has no such column\. It has",
         ),
         (
             saved,
             {"label_column": "kind"},
-            DataError,
-            r"no column data\.label_column=kind\. Its columns",
+            ConfigError,
+            r"^data\.label_column=kind: .* has no such column\. It has",
         ),
         (csv, {"image_column": "file"}, DataError, r"no columns of labels\. Its columns: file \(.*\), kind"),
         (unknown_label, {}, DataError, r"1 label\(s\) are not in the training set: z\. It knows a, b"),

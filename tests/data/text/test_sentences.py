@@ -197,9 +197,15 @@ def test_a_label_that_the_training_set_does_not_have(tmp_path):
 
 def test_a_missing_column_lists_those_that_are_there(tmp_path):
     file = written(tmp_path, "train.tsv", header=("premise", "hypothesis", "label"))
-    with pytest.raises(DataError, match=r"has not the columns.*It has: premise, hypothesis, label\."):
+    with pytest.raises(
+        ConfigError, match=r"has not the columns.*It has: premise, hypothesis, label\. data\.s"
+    ):
         load_sentences(config_of(file))
-    assert load_sentences(config_of(file, sentence1="premise", sentence2="hypothesis", label="label")).classes
+    named = {"sentence1": "premise", "sentence2": "hypothesis", "label": "label"}
+    assert load_sentences(config_of(file, **named)).classes
+    written(tmp_path, "dev.tsv", header=("premise", "text", "label"))
+    with pytest.raises(DataError, match=r"dev\.tsv has not the column hypothesis"):
+        load_sentences(config_of(tmp_path, **named))
 
 
 @pytest.mark.parametrize(
