@@ -1,4 +1,4 @@
-"""The check of a batch's labels against the classes that the recipe names."""
+"""The check of labels against the classes that the recipe names, and what to do about those that are none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from launcher.data.reader import Fetched
 from launcher.errors import DataError
+
+IGNORED = -100  # the label that torch's cross-entropy leaves out
+UNLABELLED = -1
+OF_UNLABELLED = (
+    "-1 marks samples without a label, as in the test splits of many sets of the Hugging Face hub. Leave "
+    'them out, as with data.filter(lambda row: row["label"] != -1), or choose a split that has labels, such '
+    "as validation."
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,22 @@ class Labels:
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return
-        if (highest := int(labels.max())) >= self.num_classes:
-            where = int(labels.argmax())
+        lowest, highest = labels.aminmax()
+        if lowest >= 0 and highest < self.num_classes:
+            return
+        odd = (labels >= self.num_classes) | ((labels < 0) & (labels != IGNORED))
+        if odd.any():
+            where = int(odd.int().argmax())
             sample = f" of sample {indices[fetched.kept[where]]}" if indices else ""
             raise DataError(
-                f"the {name}: the {self.column}{sample} is {highest}, but the recipe names "
-                f"{self.num_classes} classes: a label must lie between 0 and {self.num_classes - 1}. Correct "
-                "the labels, or name all classes in Recipe.classes."
+                f"the {name}: the {self.column}{sample} is {labels[where]}, but the recipe names "
+                f"{self.num_classes} classes: a label must lie between 0 and {self.num_classes - 1}. "
+                f"{correction(int(labels[where]))}"
             )
+
+
+def correction(label: int) -> str:
+    """What to do about a label that is no class."""
+    if label == UNLABELLED:
+        return OF_UNLABELLED
+    return "Correct the labels, or name all classes in Recipe.classes."

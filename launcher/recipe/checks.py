@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sized
 
 from launcher.config.messages import nearest, suggestion
+from launcher.data.labels import IGNORED, correction
 from launcher.data.sources import refuse_no_length
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import LossMetric, Metric
 from launcher.metrics.metric import RESERVED, declared_names, name_of
-from launcher.recipe.contract import IGNORED, ONLY_SET, Recipe, set_title
+from launcher.recipe.contract import ONLY_SET, Recipe, set_title
 
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:
@@ -109,5 +110,5 @@ def refuse_unusable_data(recipe: Recipe) -> None:
             raise DataError(
                 f"the {kind} column {recipe.label} goes from {lowest} to {highest}, but the recipe names "
                 f"{len(recipe.classes)} classes: a label must lie between 0 and {len(recipe.classes) - 1}. "
-                "Correct the labels, or name all classes in Recipe.classes."
+                f"{correction(lowest)}"
             )

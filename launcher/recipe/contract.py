@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.config.schema import Config
+from launcher.data.labels import IGNORED
 from launcher.data.reader import Collate, Indexed
 from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
@@ -31,7 +32,6 @@ Source = (
 # `position.epoch` counts from 0, `position.step` from 1.
 AfterEvaluation = Callable[[nn.Module, Any], Mapping[str, Any]]
 ONLY_SET = ""  # the name of a validation set that is the only one
-IGNORED = -100  # the label that torch's cross-entropy leaves out
 
 
 @dataclass(frozen=True)

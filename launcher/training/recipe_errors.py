@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, is_the_users, place_of
+from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.distributed.process_group import is_of_another
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, OutOfMemoryError, RecipeError
@@ -183,11 +184,11 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
         )
     if isinstance(error, IndexError) and (found := TARGET.search(str(error))):
         label = int(found[1])
+        rule = "A label must be at least 0 and less than the number of the model's outputs."
+        if label == UNLABELLED:
+            return f"{rule} {OF_UNLABELLED}"
         more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
-        return (
-            "A label must be at least 0 and less than the number of the model's outputs. Give it "
-            f"{more}, or correct the labels."
-        )
+        return f"{rule} Give it {more}, or correct the labels."
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "

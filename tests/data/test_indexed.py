@@ -358,6 +358,22 @@ def test_a_label_of_a_class_that_is_not_there_is_named_with_its_sample(kind):
         list(stream.evaluation_batches(0, 1, 3))
 
 
+def test_the_marker_of_unlabelled_samples_is_explained():
+    datasets = pytest.importorskip("datasets")
+    labels = datasets.Features(
+        {"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=["a", "b"])}
+    )
+    rows = datasets.Dataset.from_dict({"x": [0.0] * 4, "label": [0, 1, -1, -1]}, features=labels)
+    data = IndexedData(rows.with_format("torch"), None, loading(labels=Labels("label", 2)), "validation")
+    with pytest.raises(
+        DataError, match=r"label of sample 2 is -1, but .* -1 marks samples without a label, as"
+    ):
+        list(data.evaluation_batches(0, 1, 4))
+    kept = rows.filter(lambda row: row["label"] != -1).with_format("torch")
+    data = IndexedData(kept, None, loading(labels=Labels("label", 2)), "validation")
+    assert sum(len(indices) for indices, _ in data.evaluation_batches(0, 1, 4)) == 2, "the advice"
+
+
 class Curriculum(Dataset):
     """Its samples depend on the epoch, and on what set_epoch draws."""
 

@@ -20,6 +20,7 @@ from launcher.config.messages import nearest, suggestion
 from launcher.data.images.folder import TRAIN, VALIDATION, stratified
 from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
 from launcher.data.images.photograph import Source
+from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.errors import ConfigError, DataError, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
@@ -251,6 +252,10 @@ def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: st
     """The index of each row's class."""
     known = range(len(classes)) if getattr(kind, "names", None) else classes
     numbers = {value: number for number, value in enumerate(known)}
+    if UNLABELLED in values and UNLABELLED not in numbers:
+        raise DataError(
+            f"{where}: {values.count(UNLABELLED):,} of {len(values):,} labels are -1. {OF_UNLABELLED}"
+        )
     if unknown := list(dict.fromkeys(value for value in values if value not in numbers)):
         raise DataError(
             f"{where}: {len(unknown)} label(s) are not in the training set: {listed(unknown, SHOWN)}. It "

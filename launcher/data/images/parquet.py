@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from launcher.data.hub import reachable
+from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
@@ -247,7 +248,7 @@ def _check_labels(labels: Int64Array, num_classes: int, where: str) -> None:
     if len(wrong):
         raise DataError(
             f"{where}: {len(wrong)} labels are outside 0..{num_classes - 1}, the first in row {wrong[0]}: "
-            f"{labels[wrong[0]]}."
+            f"{labels[wrong[0]]}.{f' {OF_UNLABELLED}' if labels[wrong[0]] == UNLABELLED else ''}"
         )
 
 

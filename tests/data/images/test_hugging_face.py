@@ -153,6 +153,15 @@ def unknown_label(folder):
     datasets.DatasetDict(splits).save_to_disk(folder)
 
 
+def unlabelled(folder):
+    splits = {"train": rows(4, lambda index: "ab"[index % 2]), "test": rows(4, lambda index: "a")}
+    named = datasets.ClassLabel(names=["a", "b"])
+    splits = {name: split.cast_column("label", named) for name, split in splits.items()}
+    markers = [0, -1, -1, -1]
+    splits["test"] = splits["test"].remove_columns("label").add_column("label", markers, feature=named)
+    datasets.DatasetDict(splits).save_to_disk(folder)
+
+
 def missing_labels(folder):
     rows(4, lambda index: "a" if index else None).save_to_disk(folder)
 
@@ -177,6 +186,12 @@ def missing_labels(folder):
         ),
         (csv, {"image_column": "file"}, DataError, r"no columns of labels\. Its columns: file \(.*\), kind"),
         (unknown_label, {}, DataError, r"1 label\(s\) are not in the training set: z\. It knows a, b"),
+        (
+            unlabelled,
+            {},
+            DataError,
+            r"set: 3 of 4 labels are -1\. -1 marks samples without a label",
+        ),
         (missing_labels, {}, DataError, r"row 0 has None in the label column label \(1 such rows\)"),
         (
             lambda f: rows(4, lambda index: ("a", "b", "")[index % 3]).save_to_disk(f),
