@@ -106,7 +106,7 @@ class Replica:
 
     def count_update(self, skip: Tensor) -> None:
         """Samples of this rank went into an update, unless `skip` (bool, 0-dim, on the device)."""
-        self._trained |= ~skip
+        self._trained.ge_(skip)  # trained or not skip, in one operation
 
     def tensors(self) -> list[Tensor]:
         """All that is kept between steps, wire gradients included."""
