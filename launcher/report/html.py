@@ -75,10 +75,20 @@ def tiles(cells: Mapping[str, str]) -> str:
     return f'<dl class="tiles">{inner}</dl>\n' if inner else ""
 
 
-def table(rows: Sequence[Mapping[str, str]], texts: Collection[str] = ()) -> str:
+def scrolled(name: str, body: str, kind: str = "scroll") -> str:
+    """A part that may be wider than the page: keys scroll it, and a screen reader says what it is."""
+    return f'<div class="{kind}" tabindex="0" role="group" aria-label="{escape(name)}">{body}</div>\n'
+
+
+def hidden(text: str) -> str:
+    """Text for screen readers only."""
+    return f'<span class="hidden">{escape(text)}</span>'
+
+
+def table(name: str, rows: Sequence[Mapping[str, str]], texts: Collection[str] = ()) -> str:
     """One row per mapping; the columns are all their keys, in the order of first use.
 
-    The columns in `texts` hold sentences rather than numbers.
+    The columns in `texts` hold sentences rather than numbers. A screen reader says the name.
     """
     titles = list(dict.fromkeys(title for row in rows for title in row))
     if not titles:
@@ -94,16 +104,16 @@ def table(rows: Sequence[Mapping[str, str]], texts: Collection[str] = ()) -> str
         + "</tr>\n"
         for row in rows
     )
-    return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>\n{body}</table></div>\n'
+    return scrolled(name, f"<table><caption>{hidden(name)}</caption><tr>{head}</tr>\n{body}</table>")
 
 
-def facts(cells: Mapping[str, str]) -> str:
+def facts(name: str, cells: Mapping[str, str]) -> str:
     """A table with a name and a text in each row."""
     inner = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>\n'
-        for name, text in cells.items()
+        f'<tr><th scope="row">{escape(key)}</th><td>{escape(text)}</td></tr>\n' for key, text in cells.items()
     )
-    return f'<div class="scroll"><table class="facts">{inner}</table></div>\n' if inner else ""
+    caption = f"<caption>{hidden(name)}</caption>"
+    return scrolled(name, f'<table class="facts">{caption}{inner}</table>') if inner else ""
 
 
 def listing(texts: Iterable[str]) -> str:
@@ -111,8 +121,8 @@ def listing(texts: Iterable[str]) -> str:
     return f'<ul class="plain">{inner}</ul>\n' if inner else ""
 
 
-def preformatted(text: str) -> str:
-    return f'<pre tabindex="0">{escape(text.rstrip())}</pre>\n' if text.strip() else ""
+def preformatted(name: str, text: str) -> str:
+    return scrolled(name, f"<pre>{escape(text.rstrip())}</pre>") if text.strip() else ""
 
 
 def picture(png: bytes, description: str) -> str:

@@ -66,16 +66,19 @@ def render(runs: Sequence[RunRecord], title: str = "") -> str:
     settings = run_settings(runs)
     alone = runs[0] if len(runs) == 1 else None
     parts = [
-        _headline(alone) if alone else table([row_of(run) for run in runs], texts=("run",)),
+        _headline(alone) if alone else table("Runs", [row_of(run) for run in runs], texts=("run",)),
         *(failure(_failure_title(run, alone is None), run.error) for run in runs),
-        section("Over the seeds", table(setting_rows(settings), texts=("setting",))),
+        section("Over the seeds", table("Over the seeds", setting_rows(settings), texts=("setting",))),
         section("Curves", paragraph(restart_note(settings), "note") + grid(charts_of(settings))),
         _each("Where the time goes", runs, time_split),
         _each("Gradients in the range of fp16", runs, gradient_part),
         _each("GPUs", runs, lambda run: grid(gpu_charts(run))),
         _each("Mistakes by class", runs, confusion_part),
         _each("Time line", runs, timeline),
-        section("Config differences", table(difference_rows(runs), texts=("run",)) if not alone else ""),
+        section(
+            "Config differences",
+            table("Config differences", difference_rows(runs), texts=("run",)) if not alone else "",
+        ),
         _each("Evaluations", runs, _evaluations),
         _each("Skipped steps", runs, _overflows),
         _each("Ranks that the others waited for", runs, _stragglers),
@@ -170,7 +173,7 @@ def _evaluations(run: RunRecord) -> str:
     records = run.recording.of("eval")
     shown = records.all()
     left_out = records.count - len(shown)
-    return table([evaluation_cells(record) for record in shown]) + listing(
+    return table("Evaluations", [evaluation_cells(record) for record in shown]) + listing(
         [f"{left_out:,} in the middle are left out; they are in {FILE_NAME}"] if left_out else []
     )
 
@@ -188,7 +191,7 @@ def _overflows(run: RunRecord) -> str:
     ]
     left_out = records.count - len(rows)
     more = listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
-    return table(rows, texts=("first parameters",)) + more
+    return table("Skipped steps", rows, texts=("first parameters",)) + more
 
 
 def _stragglers(run: RunRecord) -> str:
@@ -203,7 +206,7 @@ def _stragglers(run: RunRecord) -> str:
         }
         for one in run.recording.of("straggler").all()[:MAX_OVERFLOWS]
     ]
-    return table(rows, texts=("host",))
+    return table("Ranks that the others waited for", rows, texts=("host",))
 
 
 def _warnings(run: RunRecord) -> str:
@@ -217,10 +220,10 @@ def _details(run: RunRecord) -> str:
     decisions = run.recording.of("decision").all()
     return (
         folded("Decisions", listing(f"{one.get('topic')} {one.get('text')}" for one in decisions))
-        + folded("Classification report", preformatted(run.classification_report))
+        + folded("Classification report", preformatted("Classification report", run.classification_report))
         + folded("Result", _result(run))
         + folded("Environment", _environment(run))
-        + folded("Config", preformatted(_config(run)))
+        + folded("Config", preformatted("Config", _config(run)))
     )
 
 
@@ -240,7 +243,9 @@ def _config(run: RunRecord) -> str:
 def _result(run: RunRecord) -> str:
     cells = {key: number(value) for key, value in run.result.items() if key not in TILES}
     metrics = run.result.get("metrics") or {}
-    return facts({**{metric_title(name): metric(name, value) for name, value in metrics.items()}, **cells})
+    return facts(
+        "Result", {**{metric_title(name): metric(name, value) for name, value in metrics.items()}, **cells}
+    )
 
 
 def _environment(run: RunRecord) -> str:
@@ -250,7 +255,7 @@ def _environment(run: RunRecord) -> str:
             flat.update({f"{key} {name}": str(item) for name, item in value.items() if item is not None})
         elif value is not None:
             flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return facts(flat)
+    return facts("Environment", flat)
 
 
 def _list(value: object) -> list[object]:

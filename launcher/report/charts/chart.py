@@ -1,7 +1,8 @@
 """Charts as inline SVG under labels in HTML, which keep their size at any width.
 
 Owns their markup. The lines are drawn without a script; the page's script reads `data-x` and `data-y` for the
-values under the pointer. Each chart has its values as a table too, for screen readers and for copying.
+values under the pointer, and makes the plot a slider, whose value a screen reader says as keys move it. Each
+chart has its values as a table too, for screen readers and for copying.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from html import escape
 
 import numpy as np
 
+from launcher.errors import listed
 from launcher.report.charts.axis import Axis
 from launcher.report.curve import FloatArray
-from launcher.report.html import table
+from launcher.report.html import hidden, table
 from launcher.telemetry.formatting import number
 
 WIDTH, HEIGHT = 1000, 240  # of the drawing, which is stretched
@@ -68,7 +70,8 @@ class Chart:
         unit = f' <span class="unit">{escape(self.unit)}</span>' if self.unit else ""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
-            f'<figure class="chart"><figcaption>{escape(self.title)}{unit}</figcaption>'
+            f'<figure class="chart" aria-label="{escape(self.title)}">'
+            f"<figcaption>{escape(self.title)}{unit}</figcaption>"
             f"{'' if self.lanes else legend(self.lines)}{self._plot()}{note}{self._values()}</figure>\n"
         )
 
@@ -93,7 +96,9 @@ class Chart:
             for line in shown[:MAX_DESCRIBED]
         ]
         more = f"; {len(shown) - MAX_DESCRIBED} more" if len(shown) > MAX_DESCRIBED else ""
-        return f"{self.title}{f' in {self.unit}' if self.unit else ''}. {'; '.join(texts)}{more}."
+        marks = [f"{text} at {self.x_title} {number(x)}" for x, text in self.events]
+        marked = f" Marks: {listed(marks, MAX_DESCRIBED)}." if marks else ""
+        return f"{self.title}{f' in {self.unit}' if self.unit else ''}. {'; '.join(texts)}{more}.{marked}"
 
     def _grid(self) -> Iterator[str]:
         for value, _ in self._y_ticks():
@@ -128,17 +133,13 @@ class Chart:
     def _labels(self) -> Iterator[str]:
         kind = "lane" if self.lanes else "y"
         for value, text in self._y_ticks():
-            place = 100 * self.y.place(value)
-            yield f'<span class="{kind}" style="bottom:{place:.1f}%">{_raised(text)}</span>'
+            yield _label(kind, "bottom", self.y.place(value), _raised(text))
         for low, high, name, _ in self.zones:
-            middle = 50 * (self.x.place(low) + self.x.place(high))
-            yield f'<span class="zone-name" style="left:{middle:.1f}%">{escape(name)}</span>'
+            yield _label("zone-name", "left", (self.x.place(low) + self.x.place(high)) / 2, escape(name))
         for value, text in self.x.ticks():
-            yield f'<span class="x" style="left:{100 * self.x.place(value):.1f}%">{escape(text)}</span>'
+            yield _label("x", "left", self.x.place(value), escape(text))
         for x, text in self.events:
-            yield (
-                f'<span class="mark" style="left:{100 * self.x.place(x):.1f}%" title="{escape(text)}"></span>'
-            )
+            yield _label("mark", "left", self.x.place(x), "", f' title="{escape(text)}"')
 
     def _values(self) -> str:
         """Each line at some of its points."""
@@ -154,7 +155,9 @@ class Chart:
                 }
                 for k in places
             ]
-        return f'<details class="values"><summary>Values</summary>{table(rows)}</details>'
+        name = f"Values of {self.title}"
+        summary = f"Values{hidden(name.removeprefix('Values'))}"
+        return f'<details class="values"><summary>{summary}</summary>{table(name, rows)}</details>'
 
 
 def legend(lines: Sequence[Line]) -> str:
@@ -210,6 +213,11 @@ def _path(right: Sequence[float], down: Sequence[float], style: str) -> str:
 
 def _numbers(values: FloatArray) -> str:
     return " ".join(f"{value:.5g}" if value % 1 else f"{value:.0f}" for value in values.tolist())
+
+
+def _label(kind: str, side: str, place: float, inner: str, more: str = "") -> str:
+    """Beside the drawing. Hidden from screen readers, which get the description and the values."""
+    return f'<span class="{kind}" aria-hidden="true" style="{side}:{100 * place:.1f}%"{more}>{inner}</span>'
 
 
 def _right(place: float) -> str:

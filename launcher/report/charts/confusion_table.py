@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from launcher.report.html import paragraph, picture, table
+from launcher.report.html import paragraph, picture, scrolled, table
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.formatting import number
 
@@ -13,7 +13,7 @@ MAX_CLASSES = 26  # of a table
 MAX_MISTAKES = 25
 MAX_PICTURE_BYTES = 400_000
 MAX_NAME = 60
-STRONG = 0.55  # share from which on the text is light
+STRONG = 0.55  # share from which on the text is bold
 Counts = list[list[int]]
 
 
@@ -32,7 +32,7 @@ def confusion_part(run: RunRecord) -> str:
     image = run.confusion_picture if len(run.confusion_picture) <= MAX_PICTURE_BYTES else b""
     return (
         text
-        + table(_mistakes(counts, names), texts=("true class", "predicted"))
+        + table("Most frequent mistakes", _mistakes(counts, names), texts=("true class", "predicted"))
         + picture(image, "confusion matrix")
     )
 
@@ -57,10 +57,9 @@ def _matrix(counts: Counts, names: list[str]) -> str:
         rows.append(
             f'<tr><th scope="row" title="{escape(names[k])}">{escape(_cut(names[k]))}</th>{cells}</tr>\n'
         )
-    return (
-        '<div class="scroll" tabindex="0"><table class="confusion"><caption class="note">rows: true class; '
-        f"columns: predicted</caption><tr><td></td>{head}</tr>\n{''.join(rows)}</table></div>\n"
-    )
+    caption = '<caption class="note">rows: true class; columns: predicted</caption>'
+    body = f'<table class="confusion">{caption}<tr><td></td>{head}</tr>\n{"".join(rows)}</table>'
+    return scrolled("Confusion matrix", body)
 
 
 def _cell(count: int, share: float, right: bool) -> str:

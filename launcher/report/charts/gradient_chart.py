@@ -125,7 +125,7 @@ def _layers(found: _Gradients) -> str:
         for name, lost, zero in worst
     ]
     title = f"Zeros by parameter ({len(worst)} of {len(found.layers)}, the worst first)"
-    return folded(title, table(rows, texts=("parameter",)))
+    return folded(title, table("Zeros by parameter", rows, texts=("parameter",)))
 
 
 def _percent(share: float) -> str:

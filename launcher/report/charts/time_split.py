@@ -34,7 +34,7 @@ def time_split(run: RunRecord) -> str:
     other = f"{shares.other_ms / shares.step_ms:.1%}".replace("%", " %")
     rows.append({"part": "everything else", "ms per step": f"{shares.other_ms:.2f}", "share": other})
     rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
-    return paragraph(shares.verdict) + _areas(run) + table(rows)
+    return paragraph(shares.verdict) + _areas(run) + table("Time of a step by part", rows)
 
 
 def _areas(run: RunRecord) -> str:

@@ -75,7 +75,7 @@ def _faults(run: RunRecord, began: float) -> str:
         for event in run.recording.of("restart").all() + _ends(run)
         if isinstance(time := event.get("time"), int | float)
     ]
-    return table(rows[:MAX_FAULTS], texts=("what",))
+    return table("Restarts and failures", rows[:MAX_FAULTS], texts=("what",))
 
 
 def _what(event: dict[str, Any]) -> str:
