@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def verify(path: Path) -> list[str]:
         files = read_manifest(path)
     except (OSError, ValueError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
-    return [problem for name, entry in files.items() for problem in _problems_of(path / name, entry)]
+    with ThreadPoolExecutor(len(files), thread_name_prefix="verify") as threads:  # hashing takes no lock
+        found = threads.map(lambda name: _problems_of(path / name, files[name]), files)
+        return [problem for problems in found for problem in problems]
 
 
 def looks_whole(path: Path) -> bool:

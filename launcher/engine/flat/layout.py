@@ -21,6 +21,7 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.flat.allocation import flat_zeros
 from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.names import named_parameters
+from launcher.engine.flat.one_thread import one_thread
 from launcher.engine.precision.policy import Policy
 
 MATRICES, VECTORS = "matrices", "vectors"  # the segments
@@ -263,8 +264,9 @@ class Layout:
         """Copy the parameters of these runs into flat memory, and make them views of it."""
         exact = flat_zeros(runs[-1].end, torch.float32, self.device)
         slots = [slot for run in runs for slot in run.slots]
-        for slot in slots:
-            slot.view(exact).copy_(self.parameters[slot.name].detach())
+        with one_thread():
+            for slot in slots:
+                slot.view(exact).copy_(self.parameters[slot.name].detach())
         weights = exact
         if weight != torch.float32:
             weights = flat_zeros(len(exact), weight, self.device).copy_(exact)

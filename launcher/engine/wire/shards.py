@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretch
+from launcher.engine.flat.one_thread import one_thread
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
 
@@ -66,8 +67,9 @@ class Shards:
             own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
             divided = isinstance(self._transports[segment.name], ShardedSum)
             whole = torch.zeros(segment.numel, device=self._layout.device) if divided else own[0]
-            for slot in segment.slots:
-                slot.view(whole).copy_(named[slot.name])
+            with one_thread():
+                for slot in segment.slots:
+                    slot.view(whole).copy_(named[slot.name])
             if divided:
                 for tensor, part in zip(own, self._parts(segment), strict=True):
                     tensor.copy_(whole[part])
