@@ -152,6 +152,19 @@ def _value(opened: Browser) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_nothing_is_cut_off_on_a_narrow_screen(page: Path, tmp_path: Path) -> None:
+    with browser(tmp_path / "profile") as opened:
+        for width in (320, 400):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            opened.call("Emulation.setDeviceMetricsOverride", **size)
+            opened.open(page)
+            opened.run("for (const each of document.querySelectorAll('details')) each.open = true")
+            assert opened.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 def test_without_the_script_each_chart_is_a_described_image(page: Path, tmp_path: Path) -> None:
     with browser(tmp_path / "profile") as opened:
         opened.call("Emulation.setScriptExecutionDisabled", value=True)
