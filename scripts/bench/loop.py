@@ -4,7 +4,8 @@
 
 Runs `python -m launcher` as users do, with monitor, evaluator, checkpoints, votes, replica checks, answers,
 heartbeat and files at their defaults, and without a terminal, so without a progress bar; see
-`loop_recipe.py`. One rank, one thread. Rows, by the processor time of the training process and by wall time:
+`loop_recipe.py`. One rank, one thread that computes. Rows, by the processor time of the training process,
+that of the launcher's other threads on its side, and by wall time:
 
 - a bare Stepper around the same batches, gathered by hand from tensors; without a tracker, and with the
   default one (wandb, offline);
