@@ -12,6 +12,7 @@ import torch
 
 from launcher.config.rules import RULES
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
+from launcher.engine.limits import VOTES
 from launcher.training import build
 from tests.models import loss_sum, mlp
 
@@ -188,7 +189,7 @@ def test_a_rate_of_zero_is_for_own_loops_only() -> None:
         ),
         (lambda: TorchOptimizer(torch.optim.SGD, 0.1, {"nesterov": True}), "SGD refuses .*Nesterov momentum"),
         (lambda: TorchOptimizer(torch.optim.Adam, 0.1, betas=(0.9, 1.5)), "Adam refuses .*beta"),
-        (lambda: stepper().vote(8), "vote question=8"),
+        (lambda: stepper().vote(VOTES), f"vote question={VOTES}"),
         (lambda: stepper().vote(-1), "vote question=-1"),
     ],
 )
