@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -185,8 +186,6 @@ def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
     """How many. On a device a tensor for classes, since reading it would wait for the device."""
     if labels.is_floating_point():
         return logits.numel() // logits.shape[1]
-    if not labels.is_cpu:
-        return (labels != IGNORED).sum()
-    if labels.numel() and int(labels.min()) > IGNORED:  # a third of the time of counting
-        return labels.numel()
-    return int((labels != IGNORED).sum())
+    if labels.is_cpu:  # NumPy takes half as long as two operations of torch, and no read that is recorded
+        return int(numpy.count_nonzero(labels.numpy() != IGNORED))
+    return (labels != IGNORED).sum()
