@@ -24,6 +24,7 @@ from launcher.recipe.training_aids import (
     refuse_split_pairs,
     with_training_aids,
 )
+from launcher.telemetry.events import read_events
 from tests.configs import composed
 from tests.forked import launch_forked
 
@@ -217,9 +218,9 @@ def test_a_run_is_the_same_on_one_two_and_three_ranks(tmp_path: Path) -> None:
         run = [f"run.dir={tmp_path / str(ranks)}", f"launch.nproc={ranks}"]
         done = launch_forked(tmp_path, [*words, *run])
         assert done.returncode == 0, done.stderr
-        text = (tmp_path / str(ranks) / "metrics.jsonl").read_text()
-        (*_, last) = (line for line in text.splitlines() if '"event": "eval"' in line)
-        losses.append(float(last.partition('"loss": ')[2].partition(",")[0]))
+        events = read_events(tmp_path / str(ranks) / "metrics.jsonl")
+        (*_, last) = (event for event in events if event["event"] == "eval")
+        losses.append(last["loss"])
         assert "train_accuracy" not in last
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-4)
 
