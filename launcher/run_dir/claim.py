@@ -32,7 +32,7 @@ from launcher.run_dir.status import FILE_NAME
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
-SHOWN = 6  # settings that differ
+SHOWN = 8  # settings that differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +124,10 @@ def _finished(config: Config, directory: Path) -> str:
             f"run.dir={directory} already holds a run, and checkpoint.resume=never would overwrite it. "
             "Choose another directory, leave run.dir out for a new one, or resume: checkpoint.resume=auto."
         )
-    differences = another_run(config, directory)
-    if differences:
+    if differences := another_run(config, directory):
         raise ConfigError(
-            f"run.dir={directory} holds another run: {'; '.join(differences)}. Give the overrides that it "
-            "was started with (its overrides.txt), or choose another directory."
+            f"run.dir={directory} holds another run: {listed(differences, SHOWN, '; ')}. Give the overrides "
+            "that it was started with (its overrides.txt), or choose another directory."
         )
     if Path(config.checkpoint.resume).is_relative_to(directory):
         return ""  # resumes from an earlier checkpoint of the same run

@@ -65,15 +65,20 @@ WITHOUT_A_PART = (
 
 
 def another_run(config: Config, directory: Path) -> list[str]:
-    """Keys of IDENTITY on which the run in `directory` differs from `config`, with both values.
+    """What makes the run in `directory` another one than that of `config`; empty for the same run.
 
-    Raises ConfigError for files that have the names of a run's files but other content.
+    Keys of IDENTITY with both values, then all others by which it has been trained otherwise, so that one
+    error names everything. Raises ConfigError for files that have the names of a run's files but other
+    content.
     """
     there, here = _settings(config, directory)
     try:
-        return [_shown(key, there[key], here[key]) for key in IDENTITY if there[key] != here[key]]
+        found = [_shown(key, there[key], here[key]) for key in IDENTITY if there[key] != here[key]]
     except KeyError:
         raise _foreign(directory) from None
+    return (
+        [*found, *(text for text in other_training(config, directory) if text not in found)] if found else []
+    )
 
 
 def other_training(config: Config, directory: Path) -> list[str]:

@@ -193,6 +193,12 @@ def test_a_finished_run_that_was_trained_otherwise_is_named_with_what_differs(tm
     assert "data.crop is null there and 3 here" in text
     assert "train.tf32 is true there and false here" in text
     assert text.endswith("To train that run longer with them, raise train.epochs.")
+    many = {f"augment_{place}": place for place in range(1, 7)}
+    data = replace(other.data, options=other.data.options | many)
+    with pytest.raises(
+        ConfigError, match=r"; data\.augment_\d is null there and \d here and 1 more\. To train"
+    ):
+        prepared(replace(other, data=data), [])
     assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
     with claimed(replace(other, train=replace(other.train, epochs=3)), []) as own:
         assert own.finished == "", "as before, a run that is not done resumes with other settings"
@@ -223,6 +229,10 @@ def test_another_run_is_refused_and_nothing_of_it_changed(tmp_path):
     before = (tmp_path / "mine" / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"holds another run: seed is 0 there and 4 here.*overrides\.txt"):
         prepared(replace(config, seed=4), [])
+    other = replace(config, seed=4, optim=replace(config.optim, lr=0.5))
+    lr = f"optim.lr is {config.optim.lr} there and 0.5 here"
+    with pytest.raises(ConfigError, match=rf"another run: seed is 0 there and 4 here; {lr}\. Give the over"):
+        prepared(other, [])
     assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
     assert (tmp_path / "mine" / "overrides.txt").read_text() == "seed=0\n"
 
