@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
-from launcher.run_dir.records import CONFIG, config_yaml
+from launcher.run_dir.records import CONFIG, config_yaml, user_shape
 from launcher.run_dir.status import FILE_NAME
 
 # Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
@@ -90,6 +90,20 @@ def other_training(config: Config, directory: Path) -> list[str]:
     keys = [key for key in dict.fromkeys((*there, *here)) if _has_a_part(key)]
     pairs = [(key, there.get(key), here.get(key)) for key in keys]
     return [_shown(key, old, new) for key, old, new in pairs if old != new and (old or new)]
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """What a run learns from, as texts by dotted key: a checkpoint keeps them for `changed_settings`."""
+    return {key: _written(value) for key, value in _leaves(user_shape(config)) if _has_a_part(key)}
+
+
+def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Keys of `settings_of` that differ, with both values; one that either lacks is of another version."""
+    return [
+        f"{key} was {before[key]} and is {now[key]}"
+        for key in before
+        if before[key] != now.get(key, before[key])
+    ]
 
 
 def _has_a_part(key: str) -> bool:

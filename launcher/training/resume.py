@@ -15,11 +15,14 @@ from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, listed
+from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.training.answers import Answers
 from launcher.training.progress import Course, Position, Standing, Start, Totals
 from launcher.training.run import Run
 from launcher.training.setup.data_check import changes
+
+SHOWN = 8  # settings that have changed
 
 
 @dataclass
@@ -91,6 +94,10 @@ class Continuity:
         telemetry = self.run.telemetry
         if text := changes(saved.extra.get("data", {}), self.data):
             telemetry.warn(text)
+        if others := changed_settings(saved.extra.get("settings", {}), settings_of(self.run.config)):
+            telemetry.warn(
+                f"resumed with other settings than the checkpoint's: {listed(others, SHOWN, '; ')}"
+            )
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
         telemetry.emit("restart", start.step, path=str(path), attempt=restart_count)
         telemetry.decision("resume", f"after step {start.step}, from {path}")
@@ -122,7 +129,11 @@ class Continuity:
         self.standing.seconds = self.totals.seconds
         self.standing.since_evaluation = self.totals.since_evaluation
         progress = Progress(position.epoch, position.step, round(self.totals.samples))
-        extra = self.standing.as_values() | {"evaluated": metric is not None, "data": dict(self.data)}
+        extra = self.standing.as_values() | {
+            "evaluated": metric is not None,
+            "data": dict(self.data),
+            "settings": settings_of(self.run.config),
+        }
         if position_text := self.stream_position():
             extra["stream"] = exchange_texts(self.run.env, position_text)
         return checkpoint.stage(

@@ -28,6 +28,10 @@ def scales(ended: Ended) -> list[float]:
     return [event["scale"] for event in ended.events("step")]
 
 
+def changed(ended: Ended) -> list[str]:
+    return [text for event in ended.events("warning") if "other settings" in (text := event["text"])]
+
+
 def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) -> None:
     second, logged = continued(tmp_path, ("precision=fp32",), ("precision=fp16",))
     assert scales(second) == [1024] * 4
@@ -49,9 +53,14 @@ def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
     assert scales(second) == [128] * 4
     assert "loss scale: static, 128 throughout: the state is of a dynamic loss scale of 2^11" in logged
     assert not any("precision: fp16 from here on" in line for line in logged)
+    assert changed(second) == [
+        "resumed with other settings than the checkpoint's: precision.scale.mode was dynamic and is static; "
+        "precision.scale.init was 1024 and is 128"
+    ]
 
 
 def test_what_moves_alike_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
     second, logged = continued(tmp_path, (), ())
     assert scales(second) == [2048] * 4  # it has grown once, after 7 clean steps
     assert not any(line.startswith("loss scale") for line in logged)
+    assert changed(second) == []
