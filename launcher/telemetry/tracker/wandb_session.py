@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,8 @@ from launcher.telemetry.tracker.wandb_environment import READ_HERE
 if TYPE_CHECKING:
     from wandb import Settings
     from wandb.sdk.wandb_run import Run
+
+FLUSH_S = 1.0  # until a row is in the .wandb file
 
 
 def start(
@@ -70,9 +72,16 @@ def own_settings(system_metrics: bool, patience: Patience, warn: Callable[[str],
             x_disable_stats=not system_metrics,
             init_timeout=patience.init_s,
             finish_timeout=patience.finish_s,
+            **_flushing(wandb.Settings.model_fields),
         ),
         stop_fn=lambda: warn("a stop was requested on the run's wandb page; send SIGTERM to stop the run"),
     )
+
+
+def _flushing(known: Container[str]) -> dict[str, float]:
+    """wandb itself writes rows after 15 s or 32 kB: a killed run would lose them. Older releases lack it."""
+    name = "x_transaction_log_flush_interval"
+    return {name: FLUSH_S} if name in known else {}
 
 
 def _unless_in_environment(**ours: Any) -> dict[str, Any]:

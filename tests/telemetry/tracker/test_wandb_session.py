@@ -27,6 +27,7 @@ TRAIN = """
 import json, os, signal, subprocess, sys, threading, time
 from launcher.telemetry import open_telemetry
 from contextlib import ExitStack
+from pathlib import Path
 from launcher.run_dir.claim import claimed
 from launcher.telemetry.tracker.sink import Patience
 from tests.run_dir.test_records import sample_config
@@ -51,6 +52,10 @@ def freeze_or_kill():
     time.sleep(0.7)
     for pid in services():
         os.kill(pid, getattr(signal, plan["signal"]))
+
+def is_on_disk(directory, name):
+    found = Path(directory).glob("wandb/*/*.wandb")
+    return any(name.encode() in path.read_bytes() for path in found)
 
 for job in range(plan.get("jobs", 1)):
     wanted = sample_config(plan.get("dir", ""))
@@ -77,6 +82,9 @@ for job in range(plan.get("jobs", 1)):
     matrix = {"classes": ["a", "b"], "confusion_matrix": [[3, 0], [1, 1]]}
     telemetry.emit("report", plan["steps"], text="a report", table=table, **matrix)
     if plan.get("die"):
+        until = time.monotonic() + 10
+        while not is_on_disk(config.run.dir, plan["die"]) and time.monotonic() < until:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     state, code = plan.get("end", ["done", 0])
     telemetry.emit("end", plan["steps"], state=state, exit=code, metrics={"accuracy": 0.975})
@@ -349,9 +357,13 @@ def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
     assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
 
 
-def test_a_killed_run_takes_its_service_with_it(tmp_path):
-    trained = train(tmp_path, {"steps": 5, "die": True, "signal": "SIGCONT"})
+def test_a_killed_run_has_its_rows_on_disk_and_takes_its_service_with_it(tmp_path):
+    """Within seconds of their logging: wandb by itself would write them after 15 s or 32 kB."""
+    trained = train(tmp_path, {"steps": 5, "die": "eval/accuracy", "signal": "SIGCONT"})
     assert trained.code == -9
+    (path,) = tmp_path.rglob("run-*.wandb")
+    rows = history_of(offline_records(path.parents[2]))
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5]
     until = time.monotonic() + 5
     while services_below(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
