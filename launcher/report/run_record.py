@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of, training_seconds_of
 from launcher.report.recording import Recording, read_recording
+from launcher.run_dir.lock import holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
@@ -38,10 +39,12 @@ class RunRecord:
     config: dict[str, str]  # by dotted key
     classification_report: str
     confusion_picture: bytes
+    holder_has_ended: bool = False  # before the files were read, of a process of this machine
 
     @classmethod
     def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
         """Read the files; with `recording` metrics.jsonl has been read. Raises OSError."""
+        holder_has_ended = _holder_has_ended(run_dir)
         recording = read_recording(run_dir) if recording is None else recording
         for text in recording.warnings:
             warn(f"{run_dir}: {text}")
@@ -57,13 +60,14 @@ class RunRecord:
             config=_flat(config_text, run_dir, warn),
             classification_report=text_of(run_dir / "classification_report.txt"),
             confusion_picture=bytes_of(run_dir / CONFUSION_PICTURE),
+            holder_has_ended=holder_has_ended,
         )
 
     @property
     def state(self) -> str:
-        """done, failed, preempted, running, or "not finished" where no file says more."""
+        """done, failed, preempted, killed, running, or "not finished" where no file says more."""
         if self.status.get("state") in GOING and not self._ended_after_status:
-            return str(self.status["state"])
+            return "killed" if self.holder_has_ended else str(self.status["state"])
         end = self.recording.of("end").last or {}
         known = (self.result.get("state"), end.get("state"), self.status.get("state"))
         return next((str(state) for state in known if state), "not finished")
@@ -157,6 +161,15 @@ class RunRecord:
 
 def is_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in MARKS)
+
+
+def _holder_has_ended(run_dir: Path) -> bool:
+    """Whether the process that the run belongs to is known to have ended."""
+    try:
+        holder = holder_of(run_dir)
+    except OSError:
+        return False
+    return holder is not None and bool(holder.has_ended)
 
 
 def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:

@@ -39,18 +39,20 @@ class View:
     now: float
     may_restart: bool  # by a parent process, after a failure
     result_age_s: float  # since result.json was written; 0 if status.json was written later, or without one
-    holder: Holder | None  # the process that the run belongs to, if it shows no sign of life
+    holder: Holder | None  # the process that the run belongs to; None if unknown
+    holder_has_ended: bool | None  # None if unknown; true only if it had before the files were read
+    has_status: bool  # whether there is a status.json or a result.json
 
     @property
     def has_ended(self) -> bool:
         """Whether the run is over; one that failed may be restarted for a while."""
-        if self.was_killed:
-            return True
         status = self._end
-        if status.get("state") not in ENDED:
-            return False
         updated = status.get("updated", status.get("time"))
         age = self.now - updated if isinstance(updated, int | float) else SETTLE_S
+        if self.was_killed:
+            return age >= SETTLE_S  # torchrun or a scheduler may start it again
+        if status.get("state") not in ENDED:
+            return self.holder is None and not self.has_status
         return status["state"] != "failed" or not self.may_restart or age >= SETTLE_S
 
     @property
@@ -63,20 +65,22 @@ class View:
     @property
     def was_killed(self) -> bool:
         """Whether its process ended without writing the run's end, as by SIGKILL."""
-        return self._end.get("state") not in ENDED and self.holder is not None and bool(self.holder.has_ended)
+        return self._end.get("state") not in ENDED and bool(self.holder_has_ended)
 
     @property
     def note(self) -> str:
         """A sentence on a run that shows no sign of life; "" for others."""
         if self.holder is None or self._end.get("state") in ENDED:
             return ""
-        written = f"{STATUS} was last written {duration(self.record.silent_s(self.now))} ago"
+        updated = self.record.status.get("updated")
+        age_s = max(0.0, self.now - updated) if isinstance(updated, int | float) else None
+        written = f"{STATUS} was last written {duration(age_s)} ago" if age_s is not None else f"no {STATUS}"
         if self.was_killed:
             return (
                 f"process {self.holder.pid} of this run no longer exists, and {written}: it was killed. "
                 f"To resume: the same command with run.dir={self.record.directory}"
             )
-        if self.holder.has_ended is None:
+        if self.holder_has_ended is None and self.record.silent_s(self.now):
             return (
                 f"{written}; process {self.holder.pid} of this run is of another machine, or of an earlier "
                 "boot of this one, so watch cannot tell whether it still runs."
@@ -91,7 +95,8 @@ class View:
             return status
         end = self.record.recording.of("end").last
         if end is None:
-            return self.record.result if self.result_age_s >= SILENT_S else status
+            is_last = self.result_age_s >= SILENT_S or (self.result_age_s and self.holder_has_ended)
+            return self.record.result if is_last else status
         updated, ended = status.get("updated"), end.get("time")
         if not isinstance(updated, int | float) or not isinstance(ended, int | float):
             return end
@@ -109,6 +114,7 @@ class View:
         eta, updated = self.record.status.get("eta_s"), self.record.status.get("updated")
         if (
             self.record.state != "running"
+            or self.was_killed
             or self.record.silent_s(self.now)
             or not isinstance(eta, int | float)
         ):
@@ -127,11 +133,13 @@ class Watched:
     def view(self, now: float | None = None) -> View:
         """What the files say. Raises OSError for unreadable ones; those that are missing are empty."""
         now = time.time() if now is None else now
+        holder = self._holder()  # before its files: one that has ended has written all of them
+        has_ended = None if holder is None else holder.has_ended
         self._follower.poll()
         status = json_of(self.directory, STATUS)
         written, result_written = _written(self.directory / STATUS), _written(self.directory / RESULT)
         result_age_s = max(0.0, now - result_written) if result_written > written else 0.0
-        has_result = status.get("state") in ENDED or result_age_s >= SILENT_S
+        has_result = status.get("state") in ENDED or result_age_s >= SILENT_S or (has_ended and result_age_s)
         record = RunRecord(
             directory=self.directory,
             name="/".join(self.directory.absolute().parts[-2:]),
@@ -144,8 +152,9 @@ class Watched:
             classification_report="",
             confusion_picture=b"",
         )
-        holder = self._holder() if record.silent_s(now) else None
-        return View(record, now, self._may_restart, result_age_s, holder)
+        return View(
+            record, now, self._may_restart, result_age_s, holder, has_ended, bool(written or result_written)
+        )
 
     def _holder(self) -> Holder | None:
         """The process that the run belongs to; None where that cannot be read."""
@@ -172,7 +181,7 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
     room = rows - len(top) - len(bottom) - 2
     curve = plot_lines(record.recording.steps["loss"], columns, min(room, 16), braille)
     title = ["loss"] if curve else []
-    leave = ["Ctrl-C leaves; the run continues."] if not view.has_ended else []
+    leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.was_killed) else []
     lines = [*top, *title, *curve, *bottom, *leave]
     return [_cut(line, columns) for line in lines[:rows]]
 

@@ -21,9 +21,10 @@ import pytest
 from launcher.cli import main
 from launcher.commands.full_screen import ENTER, LEAVE
 from launcher.report.curve import Curve
-from launcher.report.run_record import SILENT_S
+from launcher.report.page import state_text
+from launcher.report.run_record import RunRecord
 from launcher.report.text_plot import plot_lines
-from launcher.report.watching import Watched, job_line, run_line, run_screen, sweep_screen
+from launcher.report.watching import SETTLE_S, Watched, job_line, run_line, run_screen, sweep_screen
 from launcher.run_dir.atomic import json_line, write_json
 from launcher.run_dir.lock import LOCK, Holder, _start_of
 from launcher.telemetry.events import EventLog
@@ -118,11 +119,20 @@ def ended_process() -> Holder:
     return holder
 
 
-def test_a_run_whose_process_was_killed_ends_after_the_time_without_a_sign_of_life(run_dir):
+def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     holder = ended_process()
+    write_lock(run_dir, Holder.this())
+    write_status(run_dir, "running", age_s=1.0)
+    assert "running" in run_line(Watched(run_dir).view(NOW))
+    assert state_text(RunRecord.read(run_dir)) != "killed", "a parent process holds it while it restarts"
     write_lock(run_dir, holder)
-    write_status(run_dir, "running", age_s=SILENT_S - 1)
-    assert not Watched(run_dir).view(NOW).has_ended, "another process may resume it"
+    view = Watched(run_dir).view(NOW)
+    assert (view.state, view.eta_s) == ("killed", None)
+    assert "Ctrl-C" not in "\n".join(run_screen(view, 100, 24))
+    assert state_text(RunRecord.read(run_dir)) == "killed"
+    assert not view.has_ended, "another process may resume it"
+    write_status(run_dir, "running", age_s=SETTLE_S)
+    assert Watched(run_dir).view(NOW).has_ended
     write_status(run_dir, "running", age_s=200.0)
     view = Watched(run_dir).view(NOW)
     assert (view.has_ended, view.exit_code) == (True, 1)
@@ -134,6 +144,22 @@ def test_a_run_whose_process_was_killed_ends_after_the_time_without_a_sign_of_li
     assert f"To resume: the same command with run.dir={run_dir}" in run_line(view)
     assert sentence in "\n".join(run_screen(view, 100, 24)), "wrapped between words, not cut off"
     assert sweep_screen([view], 100, 24)[0] == "1 jobs: 1 killed"
+
+
+def test_a_run_without_a_status_ends_where_nobody_holds_it(run_dir):
+    (run_dir / "status.json").unlink()
+    view = Watched(run_dir).view(NOW)
+    assert (view.has_ended, view.state, view.exit_code) == (True, "not finished", 1)
+    for holder, ended in ((Holder.this(), False), (Holder.of("123"), False), (ended_process(), True)):
+        write_lock(run_dir, holder)
+        assert Watched(run_dir).view(NOW).has_ended is ended
+
+
+def test_a_process_that_ends_while_its_files_are_read_was_not_killed(run_dir, monkeypatch):
+    write_lock(run_dir, holder := ended_process())
+    answers = iter((False, True, True, True))
+    monkeypatch.setattr(Holder, "has_ended", property(lambda self: self == holder and next(answers)))
+    assert Watched(run_dir).view(NOW).state == "running"
 
 
 @pytest.mark.parametrize(
