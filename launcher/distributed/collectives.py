@@ -18,13 +18,15 @@ def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
     """The `text` of each rank, by rank. A collective; bytes only, nothing is unpickled."""
     if env.group is None:
         return [text]
-    data = text.encode()
+    data = text.encode(errors="surrogatepass")  # all ranks get the text that a single one would
     lengths = gather(torch.tensor([len(data)], device=env.device), env.group)
     longest = max(int(length) for length in lengths)
     padded = bytearray(data.ljust(longest + 1))  # at least one byte: an empty buffer is refused
     rows = gather(torch.frombuffer(padded, dtype=torch.uint8).to(env.device), env.group)
     pairs = zip(rows, lengths, strict=True)
-    return [row.cpu().numpy().tobytes()[: int(length)].decode() for row, length in pairs]
+    return [
+        row.cpu().numpy().tobytes()[: int(length)].decode(errors="surrogatepass") for row, length in pairs
+    ]
 
 
 def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:

@@ -149,13 +149,13 @@ class Leader:
         store, key = memory(self._opened(), self.launch), self._directory_key()
         if store is None or not store.check([key]):
             return config
-        return replace(config, run=replace(config.run, dir=store.get(key).decode()))
+        return replace(config, run=replace(config.run, dir=json.loads(store.get(key))))
 
     def remember(self, config: Config) -> None:
         """Record the directory of the job for restarts."""
         store = memory(self._opened(), self.launch)
         if store is not None:
-            store.set(self._directory_key(), config.run.dir)
+            store.set(self._directory_key(), json.dumps(config.run.dir))
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
         """Send the other ranks the exit code to leave with, and wait for their confirmation."""

@@ -272,7 +272,7 @@ class Watchdog:
                 mark_failed(self._run_dir / FILE_NAME, verdict.exit_code, self._heartbeat.steps_done)
         if rank == verdict.writer or self._launch.local_rank == 0:
             with contextlib.suppress(OSError):
-                os.write(2, f"error: {verdict.text}\n".encode())
+                os.write(2, f"error: {verdict.text}\n".encode(errors="backslashreplace"))
         if store is not None:
             leave_word(store, self._job, self._launch, verdict.text, verdict.exit_code)
         log.error("rank %d: %s Stacks: %s", rank, verdict.text, stacks_path(self._run_dir, rank))

@@ -48,7 +48,10 @@ def _ensure_open(descriptor: int) -> None:
 
 
 def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:
-    """A stream like `before`, which is None if Python found the descriptor closed."""
+    """A stream like `before`, which is None if Python found the descriptor closed.
+
+    A character that its encoding lacks, such as a byte of a file name that is not UTF-8, is escaped.
+    """
     raw = Unfailing(descriptor, "w", closefd=False)
     buffered = io.BufferedWriter(raw)
     if not isinstance(before, io.TextIOWrapper):
@@ -57,7 +60,7 @@ def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:
     return io.TextIOWrapper(
         buffered,
         encoding=before.encoding,
-        errors=before.errors,
+        errors="backslashreplace",
         line_buffering=before.line_buffering,
         write_through=before.write_through,
     )

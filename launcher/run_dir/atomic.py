@@ -27,19 +27,40 @@ class NotPlainError(OSError):
     """A link, pipe, device or folder is in the place of a file or folder of the run."""
 
 
+def encodable(text: str) -> str:
+    """The text with lone surrogates escaped, as in caf\\udce9, because UTF-8 cannot represent them.
+
+    They stand for bytes that are not UTF-8, in names of files for example.
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
+def all_encodable(value: Any) -> Any:
+    """The value with all texts in it `encodable`."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, Mapping):
+        return {all_encodable(key): all_encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [all_encodable(item) for item in value]
+    return value
+
+
 def strict(value: Any) -> Any:
-    """The value with non-finite floats as strings, because JSON cannot represent them."""
+    """The value with non-finite floats as strings and texts `encodable`: strict JSON represents neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else _spell(value)
+    if isinstance(value, str):
+        return encodable(value)
     if isinstance(value, Mapping):
-        return {key: strict(item) for key, item in value.items()}
+        return {all_encodable(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [strict(item) for item in value]
     return value
 
 
 def restored(value: Any) -> Any:
-    """The inverse of `strict`: its three strings become floats again."""
+    """The floats of `strict`: its three strings become floats again. Escaped texts stay escaped."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -52,10 +73,9 @@ def restored(value: Any) -> Any:
 def json_line(value: Mapping[str, Any]) -> bytes:
     """One line of strict JSON. Raises TypeError for anything but plain numbers, strings, lists and dicts."""
     try:
-        line = _STRICT.encode(value)
-    except ValueError:  # a number that is not finite, which few lines have
-        line = _STRICT.encode(strict(value))
-    return line.encode() + b"\n"
+        return _STRICT.encode(value).encode() + b"\n"
+    except ValueError:  # a number that is not finite or a lone surrogate, which few lines have
+        return _STRICT.encode(strict(value)).encode() + b"\n"
 
 
 def write_json(path: Path, value: Mapping[str, Any], durable: bool = False) -> None:
@@ -109,8 +129,8 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """`write_content` of a text in UTF-8."""
-    write_content(path, text.encode(), durable)
+    """`write_content` of a text in UTF-8, made `encodable`."""
+    write_content(path, encodable(text).encode(), durable)
 
 
 def write_content(path: Path, content: bytes, durable: bool = False) -> None:

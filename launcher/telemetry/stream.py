@@ -1,7 +1,8 @@
 """The stream of events of a run, and the rule that telemetry never stops training.
 
 Owns the order in which sinks receive an event, the thread that writes the events of steps, and the handling
-of a sink that fails: it is dropped, with one warning to the others. Knows no file format and no tracker.
+of a sink that fails: it is dropped, with one warning to the others. An event that a sink cannot represent
+costs only itself. Knows no file format and no tracker.
 Receives plain numbers, no tensors.
 """
 
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -27,8 +28,15 @@ LIMIT = 10_000  # of them that may wait, while a disk does not answer
 log = logging.getLogger("launcher")
 
 
+class SinkError(Exception):
+    """A sink can write nothing more."""
+
+
 class Sink(Protocol):
-    """Receives events. May raise any exception: the stream then drops it."""
+    """Receives events. May raise any exception.
+
+    The stream drops it after a SinkError or an OSError, else only the event is lost.
+    """
 
     @property
     def name(self) -> str: ...  # as shown in the warning
@@ -79,6 +87,7 @@ class Telemetry:
         self._limit = limit
         self._draining = False
         self._lost = self._reported = 0  # events beyond the limit
+        self._unwritten: Counter[str] = Counter()  # by name of the sink: events that it could not represent
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if every_s is not None:
@@ -156,6 +165,10 @@ class Telemetry:
         if writer is not None:
             self._closing.set()
             writer.join()
+        self.flush()
+        for name, count in list(self._unwritten.items()):
+            if count > 1:
+                self.warn(f"{name} lacks {count:,} events that it could not represent.")
         while self._sinks:
             self.flush()
             sink = self._sinks[-1]
@@ -201,7 +214,21 @@ class Telemetry:
 
     def _hand_out(self, record: Record) -> None:
         for sink in list(self._sinks):
-            self._attempt(sink, partial(sink.write, record))
+            try:
+                sink.write(record)
+            except (OSError, SinkError) as error:
+                self._drop(sink, error)
+            except Exception as error:  # a sink never ends the training
+                self._leave_out(sink, record, error)
+
+    def _leave_out(self, sink: Sink, record: Record, error: Exception) -> None:
+        """Count an event that a sink cannot represent; the first one is a warning, `close` reports more."""
+        self._unwritten[sink.name] += 1
+        if self._unwritten[sink.name] == 1:
+            self.warn(
+                f"{sink.name} lacks the event {record['event']} of step {record['step']}: "
+                f"{type(error).__name__}: {error}. Further ones are counted."
+            )
 
     def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
         try:

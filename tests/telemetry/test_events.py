@@ -181,7 +181,18 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     write_json(path, {"state": "running", "loss": math.inf})
     with pytest.raises(TypeError):
         write_json(path, {"state": object()})
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "half \ud800")
     assert read_json(path) == {"state": "running", "loss": math.inf}
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_bytes_that_are_not_utf_8_are_escaped_in_every_file(tmp_path):
+    """A file name of such bytes is text with lone surrogates."""
+    name, shown = "caf\udce9", "caf\\udce9"
+    log = EventLog(tmp_path / "metrics.jsonl")
+    log.write({"event": "after_evaluation", "step": 1, "texts": {name: [name]}})
+    log.close()
+    assert read_events(tmp_path / "metrics.jsonl")[0]["texts"] == {shown: [shown]}
+    write_json(tmp_path / "result.json", {"error": name, "classes": [name], "\ud800": 1.0})
+    assert read_json(tmp_path / "result.json") == {"error": shown, "classes": [shown], "\\ud800": 1.0}
+    write_text(tmp_path / "classification_report.txt", name)
+    assert (tmp_path / "classification_report.txt").read_text(encoding="utf-8") == shown

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from launcher.telemetry import Telemetry
+from launcher.telemetry.events import EventLog, read_events
+from launcher.telemetry.stream import SinkError
 from tests.limits import at_most
 
 
@@ -45,7 +47,7 @@ class Broken(Kept):
         raise self._error
 
 
-ERRORS = [OSError(28, "No space left on device"), ValueError("bad"), RuntimeError(), TypeError("a tensor")]
+ERRORS = [OSError(28, "No space left on device"), SinkError("gone")]
 
 
 def test_an_event_reaches_every_sink_with_time_and_step():
@@ -216,3 +218,16 @@ def test_a_rewind_comes_after_what_was_emitted_before_it():
         telemetry.emit("step", 1)
         telemetry.rewind(0, False)
     assert [record["event"] for record in kept.records] == ["step", "rewound"]
+
+
+def test_an_event_that_a_sink_cannot_represent_costs_only_itself(tmp_path):
+    kept, path = Kept(), tmp_path / "metrics.jsonl"
+    with Telemetry([EventLog(path), kept]) as telemetry:
+        for step in (1, 2, 3):
+            telemetry.emit("after_evaluation", step, numbers={"n": object()})
+        telemetry.emit("end", 3, state="done")
+    written = [event["event"] for event in read_events(path)]
+    assert written == ["warning", "end", "warning"]
+    assert len(kept.texts()) == 2
+    assert kept.texts()[0].startswith("metrics.jsonl lacks the event after_evaluation of step 1: TypeError: ")
+    assert kept.texts()[1] == "metrics.jsonl lacks 3 events that it could not represent."

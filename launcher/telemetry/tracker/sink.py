@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.config.user_code import place_of
-from launcher.telemetry.stream import PERIODIC, Record
+from launcher.run_dir.atomic import all_encodable
+from launcher.telemetry.stream import PERIODIC, Record, SinkError
 from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 from launcher.telemetry.tracker.used_config import used_config
@@ -30,7 +31,7 @@ SHARE = 1 / 500
 ALLOWANCE_S = 0.05  # for the first rows
 
 
-class TrackerError(Exception):
+class TrackerError(SinkError):
     """The tracker cannot record this run, or no longer can."""
 
 
@@ -90,7 +91,7 @@ class TrackerSink:
             done = record.get("state", "done") == "done"
             self._exit_code = record.get("exit") or (0 if done else 1)
         with self._arrived:
-            self._waiting.append(record)
+            self._waiting.append(record if record["event"] in PERIODIC else all_encodable(record))
             dropped, self._dropped = self._dropped, self._dropped + self._thin()
             if self._rest_s() <= 0:  # else the thread sleeps until then
                 self._arrived.notify()
@@ -184,7 +185,7 @@ class TrackerSink:
         self._run.directory.mkdir(parents=True, exist_ok=True)
         self._is_started = True
         config = used_config(self._run.config, record) | dict(self._facts())
-        self._tracker.start(replace(self._run, config=config))
+        self._tracker.start(replace(self._run, config=all_encodable(config)))
 
     def _log(self, tracker: Tracker, record: Record) -> None:
         if isinstance(tracker, DirectedTracker) and (directions := directions_of(record)):

@@ -135,7 +135,7 @@ def exchange(own: Evidence, group: dist.ProcessGroup | None, device: torch.devic
 
 def pack(evidence: Evidence) -> Tensor:
     """uint8 [MESSAGE_BYTES]: the order, then the text as far as it fits, then zeros."""
-    text = evidence.text.encode()[: MESSAGE_BYTES - ORDER_BYTES]
+    text = evidence.text.encode(errors="backslashreplace")[: MESSAGE_BYTES - ORDER_BYTES]
     content = evidence.order.to_bytes(ORDER_BYTES, "big") + text
     return torch.tensor(list(content.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
 

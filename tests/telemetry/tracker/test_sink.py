@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.telemetry import Telemetry
-from launcher.telemetry.tracker import TrackedRun
+from launcher.telemetry.tracker import Text, TrackedRun
 from launcher.telemetry.tracker.sink import Patience, TrackerError, TrackerSink
 from tests.telemetry.test_stream import Kept
 
@@ -21,6 +21,7 @@ class Recording:
         self.seconds = seconds
         self.rows: list[tuple[int, dict]] = []
         self.media_names: list[str] = []
+        self.texts: list[str] = []
         self.config: dict = {}
         self.threads: set[str] = set()
         self.exit_code = None
@@ -35,6 +36,7 @@ class Recording:
 
     def media(self, step, name, item):
         self.media_names.append(name)
+        self.texts += [item.content] if isinstance(item, Text) else []
 
     def finish(self, exit_code):
         self.exit_code = exit_code
@@ -56,11 +58,12 @@ def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: P
     telemetry.emit("start", 0)
     for step in range(1, 6):
         telemetry.emit("step", step, loss=1 / step, data_ms=2.0)
-    telemetry.emit("report", 5, text="t")
+    telemetry.emit("report", 5, text="class caf\udce9")
     telemetry.emit("end", 5, state="diverged", exit=5)
     telemetry.close()
     assert tracker.rows == [(n, {"train/loss": 1 / n, "time/data_ms": 2.0}) for n in range(1, 6)]
     assert tracker.media_names == ["eval/classification_report"]
+    assert tracker.texts == ["class caf\\udce9"], "bytes that are not UTF-8 are escaped"
     assert tracker.config == {"seed": 0, "git": {"commit": "c0ffee"}}
     assert tracker.exit_code == 5
     assert tracker.threads == {"slow-tracker"}
