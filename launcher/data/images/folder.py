@@ -7,10 +7,12 @@ was chosen. Reads names, sizes and times; images are opened when they are needed
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +26,7 @@ from torch import Tensor
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.photograph import Source
 from launcher.errors import ConfigError, DataError, DataWarning, listed
+from launcher.run_dir.atomic import encodable
 
 SUFFIXES = frozenset(
     {
@@ -47,6 +50,7 @@ VALIDATION = ("val", "valid", "validation", "test")  # folders, and words of a C
 COLUMNS = ("path", "label")
 SPLIT = "split"
 SHOWN = 5  # names in a message
+ESCAPED = re.compile(r"\\u(dc[89a-f][0-9a-f])")  # by `encodable`: a byte of a file name that is not UTF-8
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class File:
     """An image and the label that its folder or the CSV gives it. `held_out` is None before a split."""
 
     path: str  # relative to the folder of the set where it lies in it, with "/"
-    label: str
+    label: str  # encodable, because it is shown everywhere
     held_out: bool | None
     size: int  # bytes
     mtime_ns: int
@@ -93,7 +97,7 @@ class FolderListing:
         return path, str(path)
 
     def csv_text(self) -> str:
-        """The CSV (path, label, split) that `data.csv` reads back as the same set."""
+        """The CSV (path, label, split) that `data.csv` reads back as the same set, also once encodable."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow((*COLUMNS, SPLIT))
@@ -149,18 +153,25 @@ def list_csv(file: Path, root: Path | None, val_fraction: float) -> FolderListin
         if len(row) != len(rows[0]) or not row[path] or not row[label]:
             raise DataError(f"{where}: {row} does not give {', '.join(rows[0])}. Give a value for each.")
         held_out = None if split is None else _is_held_out(row[split], where)
-        try:
-            found = (root / row[path]).stat()
-        except OSError:
-            missing.append(row[path])
-            continue
-        files.append(File(row[path], row[label], held_out, found.st_size, found.st_mtime_ns))
+        name, found = _found(root, row[path])
+        if found is None:
+            missing.append(name)
+        else:
+            files.append(File(name, row[label], held_out, found.st_size, found.st_mtime_ns))
     if missing:
         raise DataError(
             f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
             f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder."
         )
     return listing_of(root, files, val_fraction, f"data.csv={file}")
+
+
+def _found(root: Path, name: str) -> tuple[str, os.stat_result | None]:
+    """The name of a file as the system has it, which may have bytes that the CSV escapes; None: no file."""
+    for each in dict.fromkeys((name, ESCAPED.sub(lambda byte: chr(int(byte[1], 16)), name))):
+        with contextlib.suppress(OSError):
+            return each, (root / each).stat()
+    return name, None
 
 
 def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: str) -> FolderListing:
@@ -257,7 +268,7 @@ def _images(root: Path, folder: Path, held_out: bool | None, ignored: Counter[st
             else:
                 found = entry.stat()
                 path = Path(entry.path).relative_to(root).as_posix()
-                yield File(path, folder.name, held_out, found.st_size, found.st_mtime_ns)
+                yield File(path, encodable(folder.name), held_out, found.st_size, found.st_mtime_ns)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

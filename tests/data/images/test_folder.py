@@ -16,6 +16,7 @@ from launcher.data.images.photograph_set import cut_regions
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading
 from launcher.errors import ConfigError, DataError, DataWarning
+from launcher.run_dir.atomic import write_text
 from tests.data.images.photographs import (
     QUARTERS,
     corner_colours,
@@ -195,11 +196,13 @@ def test_stratified_holds_the_same_share_of_every_class_out(labels, fraction):
 # -- the CSV
 
 
-def test_the_csv_of_a_run_gives_the_same_set(tmp_path):
-    listing = list_folder(write_classes(tmp_path / "set"), 0.25)
+@pytest.mark.parametrize("name", ["cat", os.fsdecode(b"caf\xe9")], ids=["ascii", "latin-1"])
+def test_the_csv_of_a_run_gives_the_same_set(tmp_path, name):
+    listing = list_folder(write_classes(tmp_path / "set", (name, "dog")), 0.25)
+    assert listing.classes == (name.replace("\udce9", "\\udce9"), "dog"), "shown everywhere, so escaped"
     file = tmp_path / "split.csv"
-    file.write_text(listing.csv_text())
-    assert file.read_text().splitlines()[0] == "path,label,split"
+    write_text(file, listing.csv_text())
+    assert file.read_text(encoding="utf-8").splitlines()[0] == "path,label,split"
     again = list_csv(file, tmp_path / "set", 0.9)
     assert (again.files, again.labels, again.key) == (listing.files, listing.labels, listing.key)
 
