@@ -103,9 +103,7 @@ def row_of(run: RunRecord) -> dict[str, str]:
         "state": state_text(run),
         "steps": _steps(run),
         "loss": number(run.recording.steps["loss"].last),
-        metric_title(name) if name and name != "loss" else "loss, held out": metric(
-            name or "loss", run.metric
-        ),
+        run.metric_label if name and name != "loss" else "loss, held out": metric(name or "loss", run.metric),
         "time": duration(run.seconds),
         "samples / s": number(run.samples_per_s and round(run.samples_per_s)),
         "skipped": number(run.skipped),
@@ -152,7 +150,7 @@ def _headline(run: RunRecord) -> str:
     """The most important numbers."""
     cells = {"state": state_text(run)}
     if run.metric is not None and run.metric_name is not None:
-        cells[metric_title(run.metric_name)] = metric(run.metric_name, run.metric)
+        cells[run.metric_label] = metric(run.metric_name, run.metric)
     if run.seconds is not None:
         cells["training time"] = duration(run.seconds)
     if run.samples_per_s is not None:

@@ -117,6 +117,7 @@ class Recording:
         self.unknown: Counter[str] = Counter()
         self.format = 0
         self._first_set: Any = None
+        self._sets: dict[str, None] = {}
         self._resumes = False  # a process that has not recorded its `start` yet
         self._time = _TimeTotals()
         self._rated_step = self._rated_steps = self._rated_time = 0.0
@@ -128,6 +129,11 @@ class Recording:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
         of_first = name.removeprefix(f"{self._first_set}/")
         return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
+
+    @property
+    def sets(self) -> list[str]:
+        """The names of several validation sets; empty where there is one."""
+        return list(self._sets) if len(self._sets) > 1 else []
 
     @property
     def samples_per_s(self) -> float | None:
@@ -257,6 +263,8 @@ class Recording:
         if not self.evaluations:
             self._first_set = event.get("set")
         of_first = event.get("set") == self._first_set
+        if len(self._sets) < MAX_CURVES:
+            self._sets.setdefault(str(event.get("set")))
         curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.get('set')}/")
         for name, value in event.items():
             if name not in NO_METRICS and _is_number(value):

@@ -18,6 +18,7 @@ from launcher.run_dir.lock import holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.formatting import metric_title
 
 SILENT_S = 60.0  # without a change of status.json after which a run shows no sign of life
 MARKS = (FILE_NAME, STATUS, RESULT, ENVIRONMENT)  # of a run, any of them; a folder of configs has none
@@ -115,6 +116,13 @@ class RunRecord:
             return self.result["metric"]
         curve = self.recording.evaluation(self.metric_name or "")
         return None if curve is None else curve.last
+
+    @property
+    def metric_label(self) -> str:
+        """The title of `metric_name`, with its set where there are several; "" without one."""
+        name, sets = self.metric_name or "", self.recording.sets
+        has_set = not name or not sets or any(name.startswith(f"{each}/") for each in sets)
+        return metric_title(name) if has_set else f"{sets[0]}/{metric_title(name)}"
 
     @property
     def steps(self) -> int:

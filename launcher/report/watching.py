@@ -22,7 +22,7 @@ from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
-from launcher.telemetry.formatting import duration, metric, metric_title, number, scale_text
+from launcher.telemetry.formatting import duration, metric, number, scale_text
 
 ENDED = ("done", "failed", "preempted")
 KILLED = 1  # the exit code of a run that could not report one
@@ -270,7 +270,7 @@ def _metric(record: RunRecord) -> list[str]:
     name = record.metric_name
     if name is None or record.metric is None:
         return []
-    return [f"{metric_title(name)} {metric(name, record.metric)}"]
+    return [f"{record.metric_label} {metric(name, record.metric)}"]
 
 
 def _pace(record: RunRecord) -> list[str]:

@@ -341,3 +341,31 @@ def test_the_metric_that_runs_are_compared_by_is_shown_of_any_set(tmp_path, caps
     assert name in page
     assert f"{name[:1].upper()}{name[1:]}, held out" in page
     assert f"{name} {value}" in "\n".join(run_screen(Watched(run).view(), 80, 24))
+
+
+def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path, capsys):
+    counts = {"confusion_matrix": [[9, 1], [0, 10]], "classes": ["a", "b"]}
+    runs = []
+    for name in "ab":
+        run = write_run(
+            tmp_path / name, metric=None, result={"metric_name": "accuracy", "metric": 0.95, **counts}
+        )
+        runs.append(str(run))
+        with (run / "metrics.jsonl").open("ab") as file:
+            for step in (20, 40):
+                for place, accuracy in (("near", 0.95), ("far", 0.4)):
+                    fields = {"event": "eval", "time": 200.0, "step": step, "set": place, "loss": 0.5}
+                    file.write(json_line({**fields, "accuracy": accuracy}))
+    assert main(["report", runs[0]]) == 0
+    assert "near/accuracy" in capsys.readouterr().out.splitlines()[0]
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "19 of 20 right in near." in page
+    for part in ("<dt>near/accuracy</dt>", "held out, near", "held out, far"):
+        assert part in page
+    for part in ("Near/accuracy, held out", "Far/accuracy, held out"):
+        assert page.count(f'<figure class="chart" aria-label="{part}">') == 1
+    assert "near/accuracy 95.00 %" in "\n".join(run_screen(Watched(Path(runs[0])).view(), 80, 24))
+    assert main(["report", *runs, f"--out={tmp_path / 'both.html'}"]) == 0
+    both = (tmp_path / "both.html").read_text()
+    for part in ("Far/accuracy, held out", "Far/loss, held out"):
+        assert f'<figure class="chart" aria-label="{part}">' in both

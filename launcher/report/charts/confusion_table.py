@@ -26,7 +26,8 @@ def confusion_part(run: RunRecord) -> str:
     names = [str(name) for name in given] if isinstance(given, list) and len(given) == len(counts) else []
     names = names or [str(k) for k in range(len(counts))]
     right, total = sum(row[k] for k, row in enumerate(counts)), sum(map(sum, counts))
-    text = paragraph(f"{right:,} of {total:,} right.")
+    of_set = f" in {run.recording.sets[0]}" if run.recording.sets else ""  # only the first is counted
+    text = paragraph(f"{right:,} of {total:,} right{of_set}.")
     if len(counts) <= MAX_CLASSES:
         return text + _matrix(counts, names)
     image = run.confusion_picture if len(run.confusion_picture) <= MAX_PICTURE_BYTES else b""

@@ -15,7 +15,7 @@ from launcher.report.charts.axis import axis_of, steps_axis
 from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import RunSetting
+from launcher.report.settings import NUM_COLORS, RunSetting
 from launcher.telemetry.formatting import SHARES, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
@@ -60,21 +60,37 @@ class _Drawing:
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
         training = self._lines(lambda run: run.recording.steps["loss"])
         held_out = self._lines(lambda run: run.recording.evaluations.get("loss"))
+        sets = self._sets()
         if not self._alone:
             yield self._chart("Loss, training", "", training, note=note)
             yield self._chart("Loss, held out", "", held_out)
+            for name in sets[1:MAX_METRICS]:
+                yield self._metric(f"{name}/loss")
             return
         named = [_named(line, "training", 0) for line in training]
-        named += [_named(line, "held out", 1) for line in held_out]
+        named += [_named(line, f"held out, {sets[0]}" if sets else "held out", 1) for line in held_out]
+        for color, name in enumerate(sets[1:NUM_COLORS], 2):
+            more = self._lines(_evaluation(f"{name}/loss"))
+            named += [_named(line, f"held out, {name}", color % NUM_COLORS) for line in more]
         yield self._chart("Loss", "", named, note=note)
 
     def _metrics(self) -> list[str]:
-        names = dict.fromkeys(run.metric_name for run in self._runs if run.metric_name not in (None, "loss"))
-        return [name for name in names if name][:MAX_METRICS]
+        """What the runs are compared by, then the same of the other sets."""
+        names = [run.metric_name for run in self._runs if run.metric_name]
+        sets = self._sets()
+        metrics = [next((n.removeprefix(f"{s}/") for s in sets if n.startswith(f"{s}/")), n) for n in names]
+        named = [f"{sets[0]}/{n}" if sets and n in metrics else n for n in names]
+        every = [*named, *(f"{each}/{metric}" for metric in metrics for each in sets)]
+        charted = "loss", *(f"{each}/loss" for each in sets)
+        return [name for name in dict.fromkeys(every) if name not in charted][:MAX_METRICS]
+
+    def _sets(self) -> list[str]:
+        """The validation sets of all runs, where one has several."""
+        return list(dict.fromkeys(name for run in self._runs for name in run.recording.sets))
 
     def _metric(self, name: str) -> Chart:
         in_percent = name.endswith(SHARES)
-        lines = self._lines(lambda run: run.recording.evaluation(name))
+        lines = self._lines(_evaluation(name))
         if in_percent:
             lines = [Line(line.name, line.color, line.x, 100 * line.y, line.style) for line in lines]
         title = metric_title(name)
@@ -135,6 +151,10 @@ class _Drawing:
                 name = f"{setting.label}, mean" if together else setting.label
                 bold.append(Line(name, setting.color, *_mean([curve for _, curve in curves]), "mean"))
         return [*faint, *bold]
+
+
+def _evaluation(name: str) -> OfRun:
+    return lambda run: run.recording.evaluation(name)
 
 
 def _mean(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
