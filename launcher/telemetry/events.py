@@ -47,7 +47,7 @@ class EventLog:
         With `evaluates_again`, also drop the evaluation after `step`.
         """
         lines = read_regular(self._path).splitlines(keepends=True)
-        kept = [line for line in lines if _happened(_event(line), step, evaluates_again)]
+        kept = [line for line in lines if happened(_event(line), step, evaluates_again)]
         if kept != lines:
             write_text(self._path, b"".join(kept).decode("utf-8", "replace"), durable=True)
             self._file.close()
@@ -105,7 +105,7 @@ def last_run_id(events: Iterable[Record]) -> str | None:
     return found[-1] if found else None
 
 
-def _happened(event: dict[str, Any] | None, step: int, evaluates_again: bool) -> bool:
+def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
     """Whether a line is kept. Damaged lines are, for inspection."""
     if event is None:
         return True

@@ -22,6 +22,7 @@ from launcher.telemetry.events import EventLog, last_run_id, recording_of
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
+from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import is_own, make, refuse_missing
@@ -62,11 +63,14 @@ def open_telemetry(
         telemetry.decision("tracker", "none: the run is recorded in its own files alone", mode="none")
     for name in config.tracker.names:
         run = _tracked_run(config, name, run_id)
+        delivery = Delivery(run_dir / TRACKERS / f"{name}.json", run_id, before.events)
         if name == "wandb":
-            _add_wandb(telemetry, config, run, environ, with_gpu, patience or Patience())
+            _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or Patience())
         else:
             telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
-            _add(telemetry, config, name, partial(make, name), run, patience, early=not is_own(name))
+            _add(
+                telemetry, config, name, partial(make, name), run, delivery, patience, early=not is_own(name)
+            )
     return telemetry
 
 
@@ -76,17 +80,31 @@ def _add(
     name: str,
     make_tracker: Callable[[], Tracker],
     run: TrackedRun,
+    delivery: Delivery,
     patience: Patience | None,
     early: bool = True,
 ) -> None:
     facts = partial(_facts, Path(config.run.dir))
-    telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, patience, early=early, facts=facts))
+    telemetry.add(
+        TrackerSink(
+            name,
+            make_tracker,
+            run,
+            telemetry.warn,
+            patience,
+            early=early,
+            facts=facts,
+            delivery=delivery,
+            report=partial(telemetry.decision, "tracker"),
+        )
+    )
 
 
 def _add_wandb(
     telemetry: Telemetry,
     config: Config,
     run: TrackedRun,
+    delivery: Delivery,
     environ: Mapping[str, str],
     with_gpu: bool,
     patience: Patience,
@@ -112,7 +130,7 @@ def _add_wandb(
         patience = replace(patience, finish_s=UPLOAD_S)
         chosen = partial(checkpoint_artifact, Path(config.run.dir), config.tracker.artifacts)
         options = replace(options, patience=patience, checkpoint=chosen)
-    _add(telemetry, config, "wandb", partial(WandbTracker, options), run, patience)
+    _add(telemetry, config, "wandb", partial(WandbTracker, options), run, delivery, patience)
 
 
 def _refuse_offline_artifacts(config: Config, decision: Decision) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from launcher.config.user_code import place_of
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.stream import PERIODIC, Record, SinkError
+from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 from launcher.telemetry.tracker.used_config import used_config
@@ -47,7 +48,8 @@ class TrackerSink:
     """A sink for the tracker that `make` returns. `warn` receives problems that do not end tracking.
 
     With `early`, the tracker is made at once; else when the run starts, after its recipe file is loaded.
-    `facts` are added to the config; they are known when the run starts.
+    `facts` are added to the config; they are known when the run starts. `delivery` knows which events of
+    earlier attempts the tracker lacks; `report` receives that they are sent.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class TrackerSink:
         early: bool = True,
         queue_rows: int = QUEUE_ROWS,
         facts: Callable[[], Mapping[str, Any]] = dict,
+        delivery: Delivery | None = None,
+        report: Callable[[str], None] = log.info,
     ) -> None:
         self.name = name
         self._make = make
@@ -69,6 +73,9 @@ class TrackerSink:
         self._early = early
         self._limit = queue_rows
         self._facts = facts
+        self._delivery = delivery
+        self._report = report
+        self._missing: list[Record] = []  # events of earlier attempts
         self._waiting: deque[Record] = deque()
         self._arrived = threading.Condition()
         self._ending = False
@@ -92,6 +99,9 @@ class TrackerSink:
             self._exit_code = record.get("exit") or (0 if done else 1)
         with self._arrived:
             self._waiting.append(record if record["event"] in PERIODIC else all_encodable(record))
+            if record["event"] == "start":
+                self._waiting.extend(self._missing)
+                self._missing = []
             dropped, self._dropped = self._dropped, self._dropped + self._thin()
             if self._rest_s() <= 0:  # else the thread sleeps until then
                 self._arrived.notify()
@@ -100,6 +110,19 @@ class TrackerSink:
                 f"{self.name} gets more rows than it can log in its share of the time, 1/{round(1 / SHARE)}: "
                 f"{self._limit:,} rows wait, so rows of steps are left out there, and counted. metrics.jsonl "
                 "has all of them. Raise train.log_every_steps to log fewer."
+            )
+
+    def rewind(self, step: int, evaluates_again: bool) -> None:
+        """Send what the tracker lacks of the events up to `step` after its start."""
+        if self._delivery is None:
+            return
+        missing = self._delivery.missing(step, evaluates_again)
+        self._missing = [event for event in missing if row_of(event) or media_of(event)]
+        if self._missing:
+            steps = [event["step"] for event in self._missing]
+            self._report(
+                f"{self.name} gets {len(steps):,} rows of steps {min(steps)} to {max(steps)}, which it may "
+                "not have from the earlier attempt"
             )
 
     def close(self) -> None:
@@ -160,12 +183,16 @@ class TrackerSink:
                 self._start(record)
             elif self._tracker is not None and self._is_started:
                 self._log(self._tracker, record)
+                if self._delivery is not None:
+                    self._delivery.record(record)
             now_s = time.thread_time()
             if record["event"] not in PERIODIC:
                 self._free_s += now_s - began_s
             self._spent_s = now_s - self._free_s
         if self._tracker is not None and self._is_started:
             self._tracker.finish(self._exit_code)
+            if self._delivery is not None:
+                self._delivery.finish()
 
     def _next(self) -> Record | None:
         """The next event; None once all are taken and no more can come."""

@@ -1,0 +1,76 @@
+"""Which events of a run a tracker has, so that a resumed run sends it those that a killed attempt did not.
+
+Owns one small file per tracker, `trackers/NAME.json`. It names the time of the newest event that the tracker
+has written. The file is some seconds behind: after a kill a tracker may receive events twice, but misses none
+that metrics.jsonl has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from launcher.run_dir.atomic import make_folder, read_json, write_json
+from launcher.telemetry.events import happened
+from launcher.telemetry.stream import Record
+
+WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s
+NOT_SENT = ("start", "end")
+
+
+class Delivery:
+    """The events that the tracker of one run has. `before`: those that metrics.jsonl has of earlier attempts.
+
+    Without a file the tracker has none of them. So too if the file is of another `run_id`.
+    """
+
+    def __init__(self, path: Path, run_id: str, before: Iterable[Record] = ()) -> None:
+        self._path = path
+        self._run_id = run_id
+        self._until = self._read()  # `time` of an event
+        self._missing = [event for event in before if _time_of(event) > self._until]
+        self._latest = self._mark = self._until
+        self._marked_s = time.monotonic()
+
+    def missing(self, step: int, evaluates_again: bool) -> list[Record]:
+        """The events of earlier attempts that the tracker lacks, if the run resumes after `step`. Once."""
+        missing, self._missing = self._missing, []
+        return [
+            event
+            for event in missing
+            if event["event"] not in NOT_SENT and happened(event, step, evaluates_again)
+        ]
+
+    def record(self, event: Record) -> None:
+        """Call it after the tracker has been given the event."""
+        self._latest = max(self._latest, _time_of(event))
+        now_s = time.monotonic()
+        if now_s - self._marked_s >= WRITTEN_S:
+            self._write(self._mark)
+            self._mark, self._marked_s = self._latest, now_s
+
+    def finish(self) -> None:
+        """Call it after the tracker has written everything."""
+        self._write(self._latest)
+
+    def _read(self) -> float:
+        try:
+            found = read_json(self._path)
+            return float(found["time"]) if found["run_id"] == self._run_id else 0.0
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0.0
+
+    def _write(self, until: float) -> None:
+        if until > self._until:
+            self._until = until
+            with contextlib.suppress(OSError):  # then more is sent again
+                make_folder(self._path.parent)
+                write_json(self._path, {"run_id": self._run_id, "time": until})
+
+
+def _time_of(event: Record) -> float:
+    """Of an event that may be from a file: 0 if it has no valid time."""
+    time_s = event.get("time")
+    return float(time_s) if isinstance(time_s, int | float) else 0.0
