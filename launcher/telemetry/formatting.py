@@ -13,6 +13,7 @@ from typing import Any
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
 OF_TRAINING = ("train_loss", "train_accuracy")
+LARGE, COUNTED = 1e6, 1e9  # floats from here on have an exponent; integral ones
 NARROWEST = 6  # columns of a number in a table
 MARKUP = tuple(  # in this order; what Markdown leaves as it is, such as the _ of a key, stays readable
     (re.compile(pattern), shown)
@@ -32,14 +33,20 @@ HIDDEN = ("event", "time", "step", "epoch")
 
 
 def number(value: Any) -> str:
-    """Four significant digits for a float, digits in groups for an integer, a dash for None."""
+    """Four significant digits for a float, digits in groups for an integer, a dash for None.
+
+    Large floats have an exponent: 2.71e36. Integral ones, as of steps, keep their digits up to `COUNTED`.
+    """
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) >= 1000):
+    if isinstance(value, int) or (1000 <= abs(value) < COUNTED and value == int(value)):
         return f"{int(value):,}"
-    if math.isfinite(value) and abs(value) >= 1000:
+    if LARGE <= abs(value) < math.inf:
+        digits, _, exponent = f"{value:.3g}".partition("e")
+        return f"{digits}e{int(exponent)}"
+    if 1000 <= abs(value) < LARGE:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
@@ -61,7 +68,7 @@ def metric(name: str, value: Any) -> str:
         return f"{value:.2%}".replace("%", " %")
     if name in COUNTS:
         return f"{value:,.0f}"
-    return f"{value:.4f}"
+    return number(value) if LARGE <= abs(value) < math.inf else f"{value:.4f}"
 
 
 def metric_title(name: str) -> str:

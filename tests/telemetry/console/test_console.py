@@ -245,6 +245,12 @@ def test_without_times_there_is_no_verdict(missing):
         (0.123456, "0.1235"),
         (1e-7, "1e-07"),
         (1234.5, "1,234"),
+        (999_999.5, "1,000,000"),
+        (2_712_126.5, "2.71e6"),
+        (-2.71212665029479436e36, "-2.71e36"),
+        (1e38, "1e38"),
+        (16_777_216.0, "16,777,216"),
+        (10**12, "1,000,000,000,000"),
         (2.0, "2"),
         (float("nan"), "nan"),
         (float("inf"), "inf"),
@@ -252,6 +258,12 @@ def test_without_times_there_is_no_verdict(missing):
 )
 def test_numbers_read_well(value, text):
     assert number(value) == text
+
+
+def test_the_loss_of_a_run_that_diverges_stays_readable():
+    assert metric("loss", 2.71212665029479436e36) == "2.71e36"
+    assert metric("perplexity", 123_456.75) == "123456.7500"
+    assert metric("samples", 16_777_216.0) == "16,777,216"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (None, "-")])
