@@ -247,7 +247,8 @@ class Reader:
             except Exception as again:
                 error = again
         indices = [request.indices[offset] for offset in samples]
-        failure = f"samples {_listed(indices)}{_at(error)}: {in_words(error)}"
+        where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
+        failure = f"samples {_listed(indices)}{where}{_at(error)}: {in_words(error)}"
         return Fetched(None, (), tuple(bad), failure, unforeseen(error))
 
     def _alone(self, sample: Any) -> Exception | None:

@@ -110,7 +110,8 @@ def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
     """The error of a sample that raised, with its logs. Where samples are read these are not known."""
     if not isinstance(error, LauncherError) or not error.traceback or IN_LOG in str(error):
         return None
-    failure = type(error)(f"{error} {IN_LOG} {logs}.")
+    said = str(error).rstrip()
+    failure = type(error)(f"{said}{'' if said.endswith('.') else '.'} {IN_LOG} {logs}.")
     failure.traceback = error.traceback
     return failure
 

@@ -266,6 +266,15 @@ def test_a_sample_that_cannot_be_collated_alone_is_left_out_unless_none_can():
     assert read(Listed(odd, odd), 0, 1).failure.startswith("samples 0, 1: TypeError")
 
 
+def test_a_failure_of_the_collate_names_it():
+    def collate(samples):
+        raise RuntimeError("kaboom")
+
+    failure = read(Listed({"x": 1}, {"x": 2}), 0, 1, collate=collate).failure
+    assert failure.startswith("samples 0, 1 in the recipe's collate at ")
+    assert failure.endswith(", in collate: RuntimeError: kaboom")
+
+
 def test_a_request_without_a_readable_sample_has_no_batch():
     fetched = read(Listed(ValueError("torn")), 0)
     assert (fetched.batch, fetched.kept, fetched.failure) == (None, (), "")

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from launcher.data.tensors import Batch
+from launcher.distributed.process_group import LaunchEnv
 from launcher.engine import EngineWarning
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss, Recipe, TensorData
+from launcher.training.failure import failure_of
 from launcher.training.recipe_errors import guarded, guarding
 
 LOG = "/run/logs/rank0.log"
@@ -80,3 +82,11 @@ def test_parts_of_the_network_may_have_another_mode() -> None:
 
     network = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     assert recipe_with(loss).loss(network, {"x": torch.ones(4, 3)}).count == 4
+
+
+@pytest.mark.parametrize("text", ["samples 0, 1: RuntimeError: kaboom", "samples 0, 1: it was torn."])
+def test_the_error_of_a_sample_is_a_sentence_before_its_log(text: str) -> None:
+    error = DataError(text)
+    error.traceback = "Traceback"
+    found = failure_of(error, None, "job", LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
+    assert str(found) == f"{text.rstrip('.')}. The full traceback is in logs/rank0.log."
