@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.full_screen import Screen, Stop
-from launcher.commands.report import checked
+from launcher.commands.report import checked, warn
 from launcher.errors import DIVERGED, ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def watch(arguments: Arguments) -> int:
     every_s = interval(arguments, EVERY_S if on_terminal else EVERY_LINE_S)
     try:
         source = Sweep(directory) if is_sweep(directory) else Run(directory)
+        for text in source.warnings():
+            warn(text)
         with stopping() as stop:
             if on_terminal:
                 with Screen(stop) as screen:
@@ -94,6 +96,10 @@ class Run:
 
         return run_screen(self.view, columns, rows, has_unicode())
 
+    def warnings(self) -> list[str]:
+        """What was left out of metrics.jsonl, as where a newer version wrote it."""
+        return self.view.record.recording.warnings
+
     def lines(self) -> list[str]:
         from launcher.report.watching import run_line
 
@@ -130,10 +136,15 @@ class Sweep:
 
         return sweep_screen([run.view for run in self._runs.values()], columns, rows)
 
+    def warnings(self) -> list[str]:
+        """None: `report` prints those of the jobs."""
+        return []
+
     def lines(self) -> list[str]:
         from launcher.report.watching import sweep_screen
 
-        return sweep_screen([run.view for run in self._runs.values()], 400, len(self._runs) + 3)
+        views = [run.view for run in self._runs.values()]
+        return sweep_screen(views, 400, len(self._runs) + 3)
 
     def exit_code(self) -> int:
         """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""

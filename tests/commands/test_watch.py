@@ -27,7 +27,7 @@ from launcher.report.text_plot import plot_lines
 from launcher.report.watching import SETTLE_S, Watched, job_line, run_line, run_screen, sweep_screen
 from launcher.run_dir.atomic import json_line, write_json
 from launcher.run_dir.lock import LOCK, Holder, _start_of
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.events import FORMAT, EventLog
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -322,6 +322,14 @@ def test_a_run_that_has_ended_is_one_line_and_its_exit_code(run_dir, capsys):
     assert main(["watch", str(run_dir)]) == 7
     assert capsys.readouterr().out.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_a_file_of_a_newer_version_is_named_once(run_dir, capsys):
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(json_line({"event": "start", "time": NOW, "step": 20, "format": FORMAT + 1}))
+    write_status(run_dir, "done", exit=0)
+    assert main(["watch", str(run_dir)]) == 0
+    assert capsys.readouterr().err.count("written by a newer version") == 1
 
 
 def test_a_sweep_ends_with_the_first_code_that_is_not_0(tmp_path, capsys):
