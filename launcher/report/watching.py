@@ -211,17 +211,20 @@ def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
     ended = [view for view in views if view.has_ended]
     room = max(0, rows - 3)
     shown = set(map(id, [*going, *reversed(ended)][:room]))
-    lines = [job_line(view, columns) for view in views if id(view) in shown]
+    width = max((len(view.record.directory.name) for view in views), default=0)
+    lines = [job_line(view, columns, width) for view in views if id(view) in shown]
     left_out = len(views) - len(lines)
     more = [f"and {left_out} more"] if left_out else []
     return [_cut(line, columns) for line in [head, *lines, *more]][:rows]
 
 
-def job_line(view: View, columns: int) -> str:
+def job_line(view: View, columns: int, longest_name: int = 0) -> str:
+    """One line of a sweep, with the names of its jobs in a column of up to a third of the width."""
     record = view.record
-    name = shortened(record.directory.name, max(MIN_NAME, columns // 3))
+    width = max(MIN_NAME, columns // 3)
+    name = shortened(record.directory.name, width)
     parts = [
-        name.ljust(max(MIN_NAME, columns // 3)),
+        name.ljust(min(longest_name, width)),
         state_of(view),
         _progress(record),
         f"loss {number(record.recording.last_step.get('loss'))}",

@@ -291,6 +291,8 @@ def test_a_sweep_has_a_line_for_each_job_and_running_ones_stay(tmp_path):
         write_status(directory, "running" if number == 11 else "done", exit=0)
         views.append(Watched(directory).view(NOW))
     assert len(sweep_screen(views, 100, 24)) == 13
+    wide = sweep_screen(views, 400, 24)
+    assert {line.index("  done") for line in wide if "  done" in line} == {len("11_optim.lr=11")}, "no wider"
     few = sweep_screen(views, 60, 6)
     assert few[0] == "12 jobs: 11 done, 1 running"
     assert any(line.startswith("11_optim.lr=11") for line in few)
