@@ -173,7 +173,9 @@ def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
     """One row per setting: mean and standard deviation over its seeds."""
     name = metric_name_of(settings)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
-    head = ["", "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
+    varied = [key for key in varied_keys([job for s in settings for job in s.jobs]) if key != REPEATED]
+    of_rows = varied[0] if len(varied) == 1 else "setting"
+    head = [of_rows, "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
     lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
     lines += [markdown_row(cells(setting, name)) for setting in settings]
     return "\n".join(

@@ -125,6 +125,16 @@ def test_an_experiment_says_what_it_shows(tmp_path) -> None:
     assert "The effect of fp32 masters" in table.read_text()
 
 
+@pytest.mark.parametrize(
+    ("more", "head"), [([[], []], "optim.lr"), ([["model.name=a"], ["model.name=b"]], "setting")]
+)
+def test_the_first_column_of_the_table_has_the_key_that_varies(tmp_path, more, head) -> None:
+    for place, (lr, others) in enumerate(zip(("0.05", "0.1"), more, strict=True)):
+        write_job(tmp_path, place, [f"optim.lr={lr}", "seed=1", *others])
+    page = next(path for path in write_comparison(tmp_path) if path.name == "summary.md").read_text()
+    assert f"| {head} | runs |" in page
+
+
 def test_markup_in_names_is_shown_as_it_is(tmp_path) -> None:
     sweep = tmp_path / "a<b>|c"
     write_job(sweep, 0, ["model=<i>x"])
