@@ -343,6 +343,15 @@ def test_the_metric_that_runs_are_compared_by_is_shown_of_any_set(tmp_path, caps
     assert f"{name} {value}" in "\n".join(run_screen(Watched(run).view(), 80, 24))
 
 
+def test_a_chart_has_a_heading_and_a_description_that_can_be_read(tmp_path):
+    run = write_run(tmp_path / "a")
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert page.count("<figcaption><h3>") == page.count("<figcaption>") > 3
+    label = "What happened when in seconds since the start. running: 0 to 100; evaluation: at 100."
+    assert f'aria-label="{label}"' in page
+
+
 def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path, capsys):
     counts = {"confusion_matrix": [[9, 1], [0, 10]], "classes": ["a", "b"]}
     runs = []

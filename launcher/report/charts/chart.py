@@ -71,7 +71,7 @@ class Chart:
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
             f'<figure class="chart" aria-label="{escape(self.title)}">'
-            f"<figcaption>{escape(self.title)}{unit}</figcaption>"
+            f"<figcaption><h3>{escape(self.title)}</h3>{unit}</figcaption>"
             f"{'' if self.lanes else legend(self.lines)}{self._plot()}{note}{self._values()}</figure>\n"
         )
 
@@ -89,16 +89,22 @@ class Chart:
     def description(self) -> str:
         """The chart in words: where each line begins and ends, and its extremes."""
         shown = [line for line in self.lines if line.x.size and line.style != "faint"]
-        texts = [
-            f"{line.name}: {number(float(line.shown[0]))} at {self.x_title} {number(float(line.x[0]))}, "
-            f"{number(float(line.shown[-1]))} at {number(float(line.x[-1]))}, "
-            f"lowest {number(float(line.shown.min()))}, highest {number(float(line.shown.max()))}"
-            for line in shown[:MAX_DESCRIBED]
-        ]
+        texts = [self._in_words(line) for line in shown[:MAX_DESCRIBED]]
         more = f"; {len(shown) - MAX_DESCRIBED} more" if len(shown) > MAX_DESCRIBED else ""
         marks = [f"{text} at {self.x_title} {number(x)}" for x, text in self.events]
         marked = f" Marks: {listed(marks, MAX_DESCRIBED)}." if marks else ""
         return f"{self.title}{f' in {self.unit}' if self.unit else ''}. {'; '.join(texts)}{more}.{marked}"
+
+    def _in_words(self, line: Line) -> str:
+        first, last = number(float(line.x[0])), number(float(line.x[-1]))
+        if self.lanes:
+            times = f"at {first}" if line.x.size == 1 else f"{line.x.size:,} from {first} to {last}"
+            return f"{line.name}: {f'{first} to {last}' if line.style == 'lane' else times}"
+        return (
+            f"{line.name}: {number(float(line.shown[0]))} at {self.x_title} {first}, "
+            f"{number(float(line.shown[-1]))} at {last}, "
+            f"lowest {number(float(line.shown.min()))}, highest {number(float(line.shown.max()))}"
+        )
 
     def _grid(self) -> Iterator[str]:
         for value, _ in self._y_ticks():

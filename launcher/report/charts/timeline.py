@@ -58,7 +58,7 @@ def timeline(run: RunRecord) -> str:
     ]
     chart = Chart(
         "What happened when",
-        f"in {unit} since the start",
+        f"{unit} since the start",
         lines,
         Axis(0.0, length / size),
         Axis(-0.6, len(lanes) - 0.4),
