@@ -24,7 +24,7 @@ from launcher.commands.watch import watch
 from launcher.config.groups import conf_dir
 from launcher.distributed.handoff import Leader, follow
 from launcher.distributed.process_group import LaunchEnv
-from launcher.errors import DIVERGED, INTERRUPTED
+from launcher.errors import DIVERGED, INTERRUPTED, in_words
 from launcher.process.terminal import columns_of, wrapped
 
 
@@ -53,7 +53,7 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
         exit_code, reason = stop.code if isinstance(stop.code, int) else 0, ""
     except Exception as error:
         # Printed before the others are dismissed: torchrun kills the remaining ranks once one has failed.
-        exit_code, reason = report_failure(error), str(error)
+        exit_code, reason = report_failure(error), in_words(error)
     if launch.world_size > 1:
         ignore_sigterm()
         leader.dismiss(exit_code, reason)

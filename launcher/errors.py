@@ -6,8 +6,11 @@ any device is used. A bug of ours is an `assert` or a plain exception, never one
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
+LONGEST = 2_000  # characters of an exception's text; the rank's log has all of it
+LONGEST_OF_OURS = 4 * LONGEST  # of a message that names several ranks, each with an exception
 DIVERGED = 5
 INTERRUPTED = 130
 STOPPED = (75, 129, INTERRUPTED, 131, 143)  # exit codes by a signal, saved or not
@@ -18,6 +21,9 @@ class LauncherError(Exception):
 
     exit_code = 1
     traceback = ""  # of the exception behind it, where the text alone does not explain it; printed before it
+
+    def __str__(self) -> str:
+        return visible(super().__str__(), LONGEST_OF_OURS)
 
 
 class UnexpectedError(LauncherError):
@@ -97,8 +103,50 @@ class DataWarning(UserWarning):
 
 
 def in_words(error: BaseException) -> str:
-    """The text of an error and the notes that were added to it."""
-    return "\n".join([str(error) or repr(error), *getattr(error, "__notes__", ())])
+    """The text of an error, or else its class, and the notes that were added to it."""
+    return "\n".join([text_of(error) or type(error).__name__, *_notes(error)])
+
+
+def described(error: BaseException, with_notes: bool = False) -> str:
+    """The class of an error and its text in one line: "ValueError: text". Notes have lines of their own."""
+    text = " ".join(text_of(error).split())
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return "\n".join([line, *_notes(error)]) if with_notes else line
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception of any code, `visible`."""
+    text = whole_text(error)
+    return text if isinstance(error, LauncherError) else visible(text)
+
+
+def whole_text(error: BaseException) -> str:
+    """The text of an exception, to be searched; its `__str__`, which may be the user's, may raise."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(no text: its __str__ raised {type(failure).__name__})"
+
+
+def visible(text: str, longest: int = LONGEST) -> str:
+    """The text without the middle of one that is too long, and with control characters escaped.
+
+    Lines and tabs are kept. An escape sequence could change what a terminal shows of other lines.
+    """
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]} [{len(text) - longest:,} characters left out] {text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(_escaped(each) if unicodedata.category(each) == "Cc" else each for each in text)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [visible(str(note)) for note in getattr(error, "__notes__", ())]
+
+
+def _escaped(character: str) -> str:
+    return character if character in "\n\t" else f"\\x{ord(character):02x}"
 
 
 def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:

@@ -1,6 +1,7 @@
 """The traceback that a console shows: the lines that the user can change, and the line that raised.
 
-Owns which frames are left out. The rank's log has all of them.
+Owns which frames are left out. The rank's log has all of them, and
+the whole text of the error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from traceback import FrameSummary, StackSummary, TracebackException
 
 from launcher.config.groups import PACKAGE
 from launcher.config.user_code import is_of_the_user
+from launcher.errors import visible
 
 # Call what the user wrote, and say nothing about it.
 MACHINERY = tuple(f"torch/{name}" for name in ("nn/modules/module.py", "_dynamo/", "utils/_contextlib.py"))
@@ -29,7 +31,7 @@ def short_traceback(error: BaseException) -> str:
     whole = TracebackException.from_exception(error)
     for each in _chain(whole):
         each.stack = StackSummary.from_list(_shown(each.stack))
-    return "".join(whole.format())
+    return "".join(map(visible, whole.format()))
 
 
 def _chain(error: TracebackException) -> Iterator[TracebackException]:

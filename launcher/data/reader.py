@@ -31,7 +31,7 @@ from launcher.data.random_state import (
     states,
 )
 from launcher.data.tensors import Batch
-from launcher.errors import DataError, LauncherError
+from launcher.errors import DataError, LauncherError, described
 
 TOGETHER = -2  # in place of an index: several samples are read at once
 
@@ -370,7 +370,7 @@ def _listed(indices: Sequence[int], at_most: int = 8) -> str:
 
 
 def in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, DataError) else described(error)
 
 
 def unforeseen(error: Exception) -> str:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from launcher.distributed.process_group import OF_ANOTHER, TIMED_OUT, LaunchEnv
+from launcher.errors import whole_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -104,7 +105,7 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
 
 def is_loss(error: BaseException) -> bool:
     """Whether an error of Gloo says that another rank has closed its connection."""
-    text = str(error)
+    text = whole_text(error)
     return isinstance(error, RuntimeError) and bool(OF_ANOTHER.search(text)) and not TIMED_OUT.search(text)
 
 

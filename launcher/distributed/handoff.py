@@ -30,7 +30,7 @@ from launcher.distributed.process_group import (
     memory,
     open_store,
 )
-from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError, in_words
+from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError, described
 from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     if isinstance(error, LauncherError):
         shared = isinstance(error, CollectiveError)
         return Departure(rank, time.time(), str(error), error.exit_code, shared, traceback=error.traceback)
-    text, lost = f"{type(error).__name__}: {in_words(error)}", is_of_another(error)
+    text, lost = described(error, with_notes=True), is_of_another(error)
     called = last_call(latest_calls()) if is_loss(error) else ""
     trace = "" if lost else short_traceback(error)
     return Departure(rank, time.time(), text, 1, last_call=called, lost=lost, traceback=trace)

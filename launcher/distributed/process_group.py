@@ -19,7 +19,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from launcher.distributed.torch_build import refuse_missing_kernels, refuse_old_driver
-from launcher.errors import LauncherError, PreemptedError, PreflightError, StalledError
+from launcher.errors import (
+    LauncherError,
+    PreemptedError,
+    PreflightError,
+    StalledError,
+    described,
+    whole_text,
+)
 
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
 # Errors of a rank that failed because another one did: of Gloo, NCCL or the store. Matched against the
@@ -110,7 +117,7 @@ class WorkerEnv:
 
 def is_of_another(error: BaseException) -> bool:
     """Whether an exception, by its class and text, is that of a rank which lost another one."""
-    return bool(OF_ANOTHER.search(f"{type(error).__name__}: {error}"))
+    return bool(OF_ANOTHER.search(f"{type(error).__name__}: {whole_text(error)}"))
 
 
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
@@ -217,7 +224,7 @@ def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseExcept
     from torch.distributed import DistError
 
     exit_code = error.exit_code if isinstance(error, LauncherError) else 1
-    text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, LauncherError) else described(error)
     with suppress(DistError):
         store.set(f"job/{job}/reason/{rank}", json.dumps([text, exit_code]))
 
@@ -258,7 +265,7 @@ def stall_of(
     Ranks that waited record it in the store; those that have not done so shortly after are the ones that
     hang.
     """
-    if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(str(error))):
+    if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(whole_text(error))):
         return None
     from torch.distributed import DistError
 

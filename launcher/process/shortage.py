@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import sys
 
-from launcher.errors import LauncherError, OutOfMemoryError, StorageError
+from launcher.errors import LauncherError, OutOfMemoryError, StorageError, whole_text
 
 # From torch's CPU allocator, and from C++.
 OF_ALLOCATORS = ("DefaultCPUAllocator: ", "std::bad_alloc")
@@ -47,7 +47,7 @@ def ran_out(error: BaseException) -> str:
 
 
 def _said(error: BaseException) -> str:
-    return " ".join(str(error).split("\n", 1)[0].split()[:40])
+    return " ".join(whole_text(error).split("\n", 1)[0].split()[:40])
 
 
 def _memory(error: BaseException) -> str:
@@ -57,5 +57,5 @@ def _memory(error: BaseException) -> str:
         return "GPU memory"
     if isinstance(error, MemoryError):
         return "memory"
-    text = str(error) if isinstance(error, RuntimeError) else ""
+    text = whole_text(error) if isinstance(error, RuntimeError) else ""
     return "memory" if any(words in text for words in OF_ALLOCATORS) else ""

@@ -22,7 +22,7 @@ from launcher.config.groups import recipes_dir
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.config.short_traceback import short_traceback
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.contract import Recipe, Schedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -156,7 +156,7 @@ def _where(error: BaseException, file: Path) -> str:
         if traceback.tb_frame.f_code.co_filename == str(file):
             line = traceback.tb_lineno
         traceback = traceback.tb_next
-    return f"line {line}: {type(error).__name__}: {error}" if line else f"{type(error).__name__}: {error}"
+    return f"line {line}: {described(error)}" if line else described(error)
 
 
 def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.errors import LauncherError, PreemptedError
+from launcher.errors import LauncherError, PreemptedError, in_words
 from launcher.process.lifetime import adopting
 from launcher.run_dir.records import write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
@@ -76,5 +76,5 @@ def write_down(run_dir: Path, error: Exception, steps_done: int = 0) -> None:
     exit_code = error.exit_code if isinstance(error, LauncherError) else 1
     with contextlib.suppress(OSError):
         state = "preempted" if exit_code == PreemptedError.exit_code else "failed"
-        write_result(run_dir, {"state": state, "exit": exit_code, "error": str(error) or repr(error)})
+        write_result(run_dir, {"state": state, "exit": exit_code, "error": in_words(error)})
         mark_ended(run_dir / FILE_NAME, state, exit_code, steps_done)

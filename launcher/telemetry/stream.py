@@ -18,6 +18,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
+from launcher.errors import described
+
 Record = Mapping[
     str, Any
 ]  # event, time (unix seconds), step (updates attempted so far), and the event's fields
@@ -227,7 +229,7 @@ class Telemetry:
         if self._unwritten[sink.name] == 1:
             self.warn(
                 f"{sink.name} lacks the event {record['event']} of step {record['step']}: "
-                f"{type(error).__name__}: {error}. Further ones are counted."
+                f"{described(error)}. Further ones are counted."
             )
 
     def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
@@ -242,7 +244,7 @@ class Telemetry:
         self._remove(sink)
         with contextlib.suppress(Exception):
             sink.close()
-        text = f"{sink.name} is given up: {type(error).__name__}: {error}. The run continues without it."
+        text = f"{sink.name} is given up: {described(error)}. The run continues without it."
         self.warn(text)
         if not self._sinks:
             log.warning(text)

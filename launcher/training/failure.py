@@ -22,6 +22,7 @@ from launcher.errors import (
     LauncherError,
     PreemptedError,
     UnexpectedError,
+    described,
     in_words,
 )
 from launcher.process import frames
@@ -120,8 +121,7 @@ def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
     """The error for an exception that nobody has foreseen. That of a lost rank is not the origin."""
     if not isinstance(error, Exception) or isinstance(error, LauncherError) or is_of_another(error):
         return None
-    said = f"{type(error).__name__}: {str(error).strip() or 'no text'}"
-    failure = UnexpectedError(f"unexpected error at {innermost(error)}: {said}. {IN_LOG} {logs}.")
+    failure = UnexpectedError(f"unexpected error at {innermost(error)}: {described(error)}. {IN_LOG} {logs}.")
     failure.traceback = short_traceback(error)
     return failure
 

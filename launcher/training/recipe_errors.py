@@ -25,7 +25,15 @@ from launcher.config.user_code import innermost, is_the_users, place_of
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.distributed.process_group import is_of_another
 from launcher.engine import EngineWarning, UnusableError
-from launcher.errors import ConfigError, DataError, LauncherError, OutOfMemoryError, RecipeError
+from launcher.errors import (
+    ConfigError,
+    DataError,
+    LauncherError,
+    OutOfMemoryError,
+    RecipeError,
+    described,
+    whole_text,
+)
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.recipe.contract import Recipe
 
@@ -110,14 +118,14 @@ def recipe_failure(
         return shortage
     if shortage is not None or is_of_another(error):
         return None
-    renamed = RENAMED.get(str(error), "")
+    renamed = RENAMED.get(text := whole_text(error), "")
     rule = _rule(error, batch or {})
     lacks_module = isinstance(error, ModuleNotFoundError)
     kind = ConfigError if lacks_module else DataError if rule else ConfigError if of_metric else RecipeError
     place = place_of(error) or (innermost(error) if of_metric else "")
     failure = kind(
-        f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
-        f"{str(error).strip() or 'no text'}{'' if str(error).rstrip().endswith('.') else '.'}"
+        f"{what} failed{f' at {place}' if place else ''}: {described(error)}"
+        f"{'' if text.rstrip().endswith('.') else '.'}"
         f"{' ' if rule or renamed else ''}{rule or renamed} {IN_LOG} {logs}."
     )
     if not rule and not renamed:
@@ -182,7 +190,7 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
             f"A batch has the columns {', '.join(batch)}. Read one of these, or add the missing one to the "
             "recipe's TensorData."
         )
-    if isinstance(error, IndexError) and (found := TARGET.search(str(error))):
+    if isinstance(error, IndexError) and (found := TARGET.search(whole_text(error))):
         label = int(found[1])
         rule = "A label must be at least 0 and less than the number of the model's outputs."
         if label == UNLABELLED:
@@ -194,18 +202,18 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
             f"{sys.executable} -m pip install PACKAGE."
         )
-    if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(str(error)):
+    if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(whole_text(error)):
         return (
             "A batch norm divides by the variance of a channel, and a single value per channel has none. "
             "Give each rank at least two samples per forward pass: raise data.batch_size or "
             "data.micro_batch, set data.drop_last=true if it is the rest of an epoch, or use nn.LayerNorm."
         )
-    if isinstance(error, ValueError) and ONE_PER_SAMPLE.search(str(error)):
+    if isinstance(error, ValueError) and ONE_PER_SAMPLE.search(whole_text(error)):
         return (
             "An instance norm divides by the variance of a sample's channel, which is a single value here. "
             "Give the model larger inputs, reduce their size less before it, or use nn.GroupNorm."
         )
-    if isinstance(error, RuntimeError) and DTYPES.search(str(error)) and (columns := _not_fp32(batch)):
+    if isinstance(error, RuntimeError) and DTYPES.search(whole_text(error)) and (columns := _not_fp32(batch)):
         return (
             f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "
             "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."

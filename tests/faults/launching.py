@@ -223,7 +223,10 @@ def _be_a_rank(
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (
+        open(each, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115  # as in launcher.__main__
+        for each in (1, 2)
+    )
     os.environ.update(environ)
     torch.set_num_threads(1)
     process_group._divide_threads = lambda launch: None  # two threads change bits, and the cores are shared

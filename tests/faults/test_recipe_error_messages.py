@@ -204,7 +204,7 @@ def test_two_ranks_say_it_once(tmp_path: Path) -> None:
 
 def fail_alone(network: Any, batch: Any, passes: int, training: bool) -> None:
     if own_rank() == 1 and is_here(network, passes, training):
-        raise DataError("a shard is missing")
+        raise DataError("the shard caf\udce9 is missing")  # as a name that is not UTF-8 is read
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
@@ -214,11 +214,11 @@ def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Pa
     ended = run(tmp_path / "run", "train.max_steps=6", ranks=2, user_code=code)
     assert ended.codes == [7, 7], ended
     assert ended.outputs[0].count("error: ") == 1
-    assert "error: rank 1 failed: a shard is missing" in ended.outputs[0]
+    assert "error: rank 1 failed: the shard caf\\udce9 is missing" in ended.outputs[0]
     assert (ended.result["exit"], ended.status["exit"]) == (7, 7)
-    assert ended.result["error"] == "rank 1 failed: a shard is missing"
+    assert ended.result["error"] == "rank 1 failed: the shard caf\\udce9 is missing"
     (end,) = ended.events("end")
-    assert (end["error"], end["exit"]) == ("rank 1 failed: a shard is missing", 7)
+    assert (end["error"], end["exit"]) == ("rank 1 failed: the shard caf\\udce9 is missing", 7)
 
 
 IN_A_LOADER = """

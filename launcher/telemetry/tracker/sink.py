@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.config.user_code import place_of
+from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.stream import PERIODIC, Record, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
@@ -171,7 +172,7 @@ class TrackerSink:
                 return
             log.error("the tracker %s failed", self.name, exc_info=error)
             place = place_of(error)
-            self._failure = TrackerError(f"{in_one_line(error)}{f' (at {place})' if place else ''}")
+            self._failure = TrackerError(f"{described(error)}{f' (at {place})' if place else ''}")
 
     def _track(self) -> None:
         if self._early:
@@ -221,7 +222,3 @@ class TrackerSink:
             tracker.log(record["step"], row)
         for name, item in media_of(record).items():
             tracker.media(record["step"], name, item)
-
-
-def in_one_line(error: Exception | SystemExit) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

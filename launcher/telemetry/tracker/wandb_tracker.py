@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.errors import described
 from launcher.telemetry.tracker.checkpoint_artifact import CheckpointArtifact
 from launcher.telemetry.tracker.mode import sync_command
 from launcher.telemetry.tracker.protocol import (
@@ -26,7 +27,7 @@ from launcher.telemetry.tracker.protocol import (
     TrackedRun,
 )
 from launcher.telemetry.tracker.rows import GROUPS
-from launcher.telemetry.tracker.sink import Patience, TrackerError, in_one_line
+from launcher.telemetry.tracker.sink import Patience, TrackerError
 from launcher.telemetry.tracker.wandb_session import (
     hooks_restored,
     kill_service,
@@ -132,7 +133,7 @@ class WandbTracker:
             except Exception as error:  # errors of wandb, of its service and of the network
                 stop_service()  # it still holds the run's id
                 options.warn(
-                    f"wandb could not start online ({in_one_line(error)}); it continues offline, "
+                    f"wandb could not start online ({described(error)}); it continues offline, "
                     f"later: {sync_command(run.directory)}"
                 )
         return start(run, False, options.system_metrics, options.patience, options.warn)

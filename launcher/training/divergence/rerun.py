@@ -23,7 +23,7 @@ from launcher.engine.diagnostics.nonfinite import (
     nonfinite_parameters,
 )
 from launcher.engine.flat.names import named_parameters
-from launcher.errors import listed
+from launcher.errors import described, listed
 from launcher.recipe.contract import Loss
 from launcher.training.divergence.evidence import (
     MAX_NAMES,
@@ -92,7 +92,7 @@ class DivergenceInspector:
         try:
             own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
-            own = Evidence(NOTHING - 1, f"the batch could not be run again: {type(error).__name__}: {error}")
+            own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
         found = exchange(own, self._group, self._stepper.device)
         return told_by_rank(found, suspected_ranks)
 
@@ -105,7 +105,7 @@ class DivergenceInspector:
         try:
             own = self._first_overflow(position)
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
-            own = Evidence(NOTHING, f"{type(error).__name__}: {error}")
+            own = Evidence(NOTHING, described(error))
         finally:
             self._batches.take_bad()  # counted when the step was taken
         first = min(exchange(own, self._group, self._stepper.device), key=lambda found: found.order)
