@@ -17,6 +17,7 @@ from launcher.report.curve import Curve
 from launcher.report.recording import Recording, read_recording
 from launcher.run_dir.atomic import read_json, write_content
 from launcher.run_dir.records import RESULT
+from launcher.telemetry.formatting import middle_cut
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +30,7 @@ CONFUSION_MATRIX = "confusion_matrix.png"
 TRAIN, HELD_OUT, SKIPPED, INK, FAINT = "#2f6ca3", "#d4722a", "#b3261e", "#222222", "#8a8a8a"
 MAX_NAMED_CLASSES = 60
 MAX_COUNTED_CLASSES = 30
+MAX_NAME = 40  # of a class; longer ones leave no room for the matrix
 
 # It writes into the output of a run that it builds its font cache, once per machine.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
@@ -62,7 +64,7 @@ def draw_confusion_matrix(run_dir: Path) -> Path | None:
     counts: list[list[int]] | None = result.get("confusion_matrix")
     if not counts:
         return None
-    classes = [plain(str(name)) for name in result.get("classes") or range(len(counts))]
+    classes = [plain(middle_cut(str(name), MAX_NAME)) for name in result.get("classes") or range(len(counts))]
     side_inches = min(14.0, 3.2 + 0.42 * len(counts))
     figure = figure_of(side_inches + 1.2, side_inches)
     axes = figure.subplots()

@@ -266,6 +266,12 @@ def test_a_confusion_matrix_of_any_size_is_drawn(tmp_path, num_classes):
     assert height < width
 
 
+def test_long_names_of_classes_leave_room_for_the_matrix(tmp_path):
+    """Warnings are errors: without room matplotlib warns."""
+    write_run(tmp_path, [f"{'class ' * 50}{k}" for k in range(3)])
+    assert size_of(draw_confusion_matrix(tmp_path))
+
+
 def test_dollars_in_names_are_no_formulas(tmp_path):
     write_run(tmp_path, (FORMULA, "$5"))
     write_gradients(tmp_path, {**gradients_event(), "layers": {FORMULA: gradients_event()}})

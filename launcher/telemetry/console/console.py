@@ -14,9 +14,11 @@ from typing import TextIO
 from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import Bars, Lines, Progress
 from launcher.telemetry.console.summary import end_lines
-from launcher.telemetry.formatting import evaluation_cells, number, table_lines, table_widths
+from launcher.telemetry.formatting import evaluation_cells, narrowed, number, table_lines, table_widths
 from launcher.telemetry.step_time import TimeTotals, time_at_end
 from launcher.telemetry.stream import Record
+
+WIDEST_REPORT = 120  # columns of the classification report where there is no terminal
 
 
 class Console:
@@ -85,7 +87,8 @@ class Console:
 
     def _end(self, record: Record) -> None:
         self._progress.close()
-        report, columns = self._report, columns_of(self._out)
+        columns = columns_of(self._out)
+        report = narrowed(self._report, WIDEST_REPORT if columns is None else columns)
         if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
             report = ""  # a table that wraps cannot be read; it is in the run's files
         shares = time_at_end(record) or self._times.shares()
