@@ -60,8 +60,11 @@ def refused(capfd, *argv: str) -> str:
         (BASE + BOMB, "has 1,234,567,915 values once its aliases (*name) are expanded."),
         (BASE + b"model: &a {name: x, y: *a}\n", "the alias *a is within the value that it refers to."),
         (BASE + b"tracker: {tags: " + b"[" * 5000 + b"]" * 5000 + b"}", "is nested deeper than 30 levels."),
-        (BASE + b'data: {path: "a\\0b"}', "data.path=a\0b: must be null or a string without NUL characters."),
-        (BASE + b'run: {dir: "a\\0b"}', "run.dir=a\0b: must be null or a string without NUL characters."),
+        (
+            BASE + b'data: {path: "a\\0b"}',
+            r"data.path=a\x00b: must be null or a string without NUL characters.",
+        ),
+        (BASE + b'run: {dir: "a\\0b"}', r"run.dir=a\x00b: must be null or a string without NUL characters."),
         (BASE + b"optim: null\n", "optim"),
         (BASE + b"optim: 3\n", "optim"),
         (BASE + b"train: null\n", "train=null: must be a section with keys of its own."),
