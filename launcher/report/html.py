@@ -132,5 +132,9 @@ def picture(png: bytes, description: str) -> str:
     return f'<img alt="{escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
 
 
+def link(address: str, text: str) -> str:
+    return f'<p><a href="{escape(address)}">{escape(text)}</a></p>\n'
+
+
 def _state(text: str) -> str:
     return f' class="{text}"' if text in STATES else ""

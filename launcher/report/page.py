@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import listed
+from launcher.report.after_evaluation import after_evaluation
 from launcher.report.charts.confusion_table import confusion_part
 from launcher.report.charts.gpu_charts import gpu_charts
 from launcher.report.charts.gradient_chart import gradient_part
@@ -81,6 +82,7 @@ def render(runs: Sequence[RunRecord], title: str = "") -> str:
             table("Config differences", difference_rows(runs), texts=("run",)) if not alone else "",
         ),
         _each("Evaluations", runs, _evaluations),
+        _each("Shown by the recipe", runs, after_evaluation),
         _each("Skipped steps", runs, _overflows),
         _each("Ranks that the others waited for", runs, _stragglers),
         _each("Warnings", runs, _warnings),

@@ -168,6 +168,38 @@ def test_a_page_can_be_made_of_the_little_that_a_young_run_has(tmp_path):
     assert "h2" not in page.tags
 
 
+def test_what_the_recipe_showed_last_is_on_the_page(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    png = b"\x89PNG\r\n\x1a\n" + b"small"
+    files = {"small": png, "large": png + bytes(400_000), "text": b"<script>", "last": png}
+    for name, content in files.items():
+        (tmp_path / "pictures" / f"{name}.png").write_bytes(content)
+    outside = tmp_path / "outside.png"
+    outside.write_bytes(png + b"secret")
+    (tmp_path / "pictures" / "link.png").symlink_to(outside)
+    paths = {HOSTILE: "/moved/pictures/small.png", "outside": str(outside), "odd": "\ud800\0"}
+    paths |= {name: str(tmp_path / "pictures" / f"{name}.png") for name in ("large", "text", "last", "link")}
+    log = EventLog(tmp_path / "metrics.jsonl")
+    shown = {"texts": {"sample": "an old one"}, "numbers": {}, "pictures": {}}
+    log.write({"event": "after_evaluation", "time": 0.0, "step": 1, **shown})
+    shown = {"texts": {"sample": f"once {HOSTILE}"}, "numbers": {"length": 7.5}, "pictures": paths}
+    log.write({"event": "after_evaluation", "time": 0.0, "step": 2, **shown})
+    log.write({"event": "after_evaluation", "time": 0.0, "step": 3, "texts": 1, "pictures": [2]})
+    log.close()
+    damaged = Page(write_report(tmp_path))
+    assert "After step 3." in damaged.text
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+    page = Page(write_report(tmp_path))
+    for part in ("Shown by the recipe", "After step 2.", f"once {HOSTILE}", "7.5", HOSTILE):
+        assert part in page.text
+    assert "an old one" not in page.text
+    pictures = [value for key, value in page.attributes if key == "src"]
+    assert [base64.b64decode(value.partition(",")[2]) for value in pictures] == [png, png]
+    links = [value.rpartition("/")[2] for key, value in page.attributes if key == "href"]
+    assert links == ["outside.png", "%5Cud800%00", "large.png", "text.png", "link.png"]
+
+
 def test_a_failed_run_shows_its_error(tmp_path):
     write_json(tmp_path / "result.json", {"state": "failed", "exit": 5, "error": f"diverged {HOSTILE}"})
     page = Page(write_report(tmp_path))

@@ -1,0 +1,60 @@
+"""What a recipe showed after the last evaluation, on a page: texts, numbers, and pictures embedded.
+
+Owns the limit on the pictures' size. Reads only plain files of the run's own folder, whatever path an event
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
+from launcher.report.reading import bytes_of
+from launcher.report.run_record import RunRecord
+from launcher.run_dir.records import PICTURES
+from launcher.telemetry.formatting import number
+
+MAX_PICTURES_BYTES = 300_000  # of a run; the others are links
+MAX_TEXT = 20_000  # characters
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def after_evaluation(run: RunRecord) -> str:
+    """The markup; "" for a run without such an event."""
+    event = run.recording.of("after_evaluation").last
+    if event is None:
+        return ""
+    texts, numbers = _mapping(event.get("texts")), _mapping(event.get("numbers"))
+    return (
+        paragraph(f"After step {event['step']:,}.", "note")
+        + facts("Numbers", {str(name): number(value) for name, value in numbers.items()})
+        + "".join(subsection(name, preformatted(name, str(text)[:MAX_TEXT])) for name, text in texts.items())
+        + _pictures(run.directory / PICTURES, _mapping(event.get("pictures")))
+    )
+
+
+def _pictures(folder: Path, paths: Mapping[str, Any]) -> str:
+    left_bytes, parts = MAX_PICTURES_BYTES, []
+    for name, path in paths.items():
+        file = folder / Path(str(path)).name  # of this folder, also after the run has been moved
+        content = _content(file, left_bytes)
+        left_bytes -= len(content)
+        address = f"file://{quote(str(file.absolute()), errors='replace')}"
+        parts.append(subsection(name, picture(content, name) or link(address, file.name)))
+    return "".join(parts)
+
+
+def _content(file: Path, at_most_bytes: int) -> bytes:
+    """The picture; empty for one that is larger, missing, or none."""
+    try:
+        content = bytes_of(file) if file.stat().st_size <= at_most_bytes else b""
+    except (OSError, ValueError):
+        return b""
+    return content if content.startswith(PNG) and len(content) <= at_most_bytes else b""
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
