@@ -27,6 +27,9 @@ from launcher.supervisor.root_cause import OVERRUN, PREEMPTED, Fate, Verdict, ha
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
 OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
+# For rank 0 to finish its tracker, unless it ends sooner: after the kill of another rank, and after an error,
+# which may come before the tracker has started.
+TRACKED_S, TRACKED_AFTER_ERROR_S = 1.0, 4.0
 STACKS_S = 0.5
 PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
@@ -60,6 +63,7 @@ class Generation:
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # ranks whose exit has been seen
         self._under_way = False
+        self._killed: list[Fate] | None = None  # all fates, when a signal had killed the first rank
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that are left."""
@@ -113,11 +117,17 @@ class Generation:
         elif exit_code in OVERRUN:
             self.end_within(OVERRUN_S)
         else:
-            # If a signal killed it, it is known which rank failed first.
-            self.end_within(0 if exit_code < 0 else SETTLE_S)
+            if exit_code < 0 and self._killed is None:  # it is known which rank failed first
+                self._killed = self._fates()
+            seconds = (0, TRACKED_S) if exit_code < 0 else (SETTLE_S, TRACKED_AFTER_ERROR_S)
+            self.end_within(seconds[self._is_tracked()])
+
+    def _is_tracked(self) -> bool:
+        """Whether rank 0 may have to finish a tracker."""
+        return bool(self._work.config.tracker.names) and 0 not in self._exited
 
     def _judge(self) -> Verdict:
-        fates = self._fates()
+        fates = self._killed or self._fates()
         self.kill()
         # Read after the kill: a worker that was stopped during a store call would hold its lock.
         departures = self._departures()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.process.lifetime import Orphans
+from launcher.supervisor import attempt
 from launcher.supervisor.attempt import Generation, make_store
 from launcher.supervisor.child import Work
 from tests.configs import composed
@@ -37,6 +39,11 @@ def generation(table, tmp_path: Path) -> Iterator[Generation]:
     generation = Generation(0, processes, store, work, orphans)
     yield generation
     generation.kill()
+
+
+def until_there(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def beat(table: Heartbeats, phase: str, step: int, under_way: bool = False) -> None:
@@ -80,3 +87,42 @@ def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(phase
     verdict = generation.poll()
     assert verdict is not None
     assert verdict.exit_code == 6
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "none"])
+def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_path: Path, tracker) -> None:
+    """It was killed at once: no row of the last seconds and no exit code. Without a tracker it still is."""
+    config = composed(f"tracker={tracker}")
+    work = Work(replace(config, run=replace(config.run, dir=str(tmp_path))), table, tmp_path, 0, ())
+    beat(table, "compute", 3, under_way=True)
+    forking = multiprocessing.get_context("fork")
+    finished = tmp_path / "finished"
+    ranks = [forking.Process(target=until_there, args=(tmp_path / name,)) for name in ("finished", "never")]
+    orphans, store = Orphans(), make_store(work, 0)
+    for process in ranks:
+        process.start()
+    generation = Generation(0, ranks, store, work, orphans)
+    assert generation.poll() is None
+    ranks[1].kill()
+    ranks[1].join()
+    verdict = generation.poll() or generation.poll()
+    assert (verdict is None) == (tracker == "wandb")
+    finished.touch()
+    ranks[0].join()
+    assert ranks[0].exitcode == (0 if tracker == "wandb" else -signal.SIGKILL)
+    verdict = verdict or generation.poll()
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_tracker_that_does_not_finish_delays_the_verdict_by_a_bounded_time(
+    generation, table, monkeypatch
+) -> None:
+    monkeypatch.setattr(attempt, "TRACKED_S", 0.0)
+    beat(table, "compute", 3, under_way=True)
+    generation._processes[1].kill()
+    generation._processes[1].join()
+    verdict = generation.poll() or generation.poll()
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 was killed by SIGKILL")
+    assert generation._processes[0].exitcode == -signal.SIGKILL
