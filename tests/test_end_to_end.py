@@ -80,6 +80,7 @@ def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
         "report.html",
         "result.json",
         "status.json",
+        "trackers",  # how far each one has written
         "wandb",
     }
     assert {path.name for path in run_dir.iterdir()} == expected
