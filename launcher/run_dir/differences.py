@@ -41,6 +41,7 @@ LEARNED_FROM = (
 )
 # Within these sections: how long and how fast a run trains, and what it finds out for itself.
 WITHOUT_A_PART = (
+    "recipes.path",  # where the code is, not what it is
     "train.epochs",
     "train.max_steps",
     "train.eval_every_*",
