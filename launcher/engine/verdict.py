@@ -85,7 +85,9 @@ def judge_on_host(
         marks = marks * (marks == ABANDONED)
     counts, fields = tally.tolist(), state.tolist()
     count, loss_sum, bad_losses = counts[:3]
-    squares = sums.sum().item()
+    total = sums.sum()
+    squares = total.item()
+    root = total.sqrt().item()  # math.sqrt's may differ by an ulp
 
     bad_loss = bad_losses > 0
     finite = squares < math.inf
@@ -94,7 +96,7 @@ def judge_on_host(
 
     scale = math.ldexp(1.0, fields[0])
     unscale = terms.unit * _reciprocal(scale * count)
-    grad_norm = unscale * math.sqrt(squares)
+    grad_norm = unscale * root
     multiplier = unscale
     if terms.clip_norm is not None:
         factor = terms.clip_norm * _reciprocal(grad_norm + 1e-6)

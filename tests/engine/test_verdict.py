@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, strategies
+from hypothesis import example, given, strategies
 from torch import Tensor
 
 from launcher.engine.precision.loss_scale import Scaling
@@ -88,6 +88,15 @@ NUMBERS = strategies.floats(0, 1e300) | strategies.sampled_from([math.inf, math.
     unit=strategies.integers(0, 20),
     clip_norm=strategies.none() | strategies.floats(1e-3, 1e3),
 )
+@example(
+    [1.1942099505649086e299, 4.85922096421216e299, 4.85922096421216e299, 4.9316452857140605e299],
+    [0.0],
+    (1.0, 0.0, 0.0),
+    (0,) * 7,
+    Scaling("dynamic"),
+    0,
+    None,
+)  # a root that math.sqrt rounds otherwise
 def test_the_host_gives_the_same_bits_for_any_step(
     sums, marks, tally, state, scaling, unit, clip_norm
 ) -> None:
