@@ -152,6 +152,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, undistur
     assert not [name for name in names(ended.directory) if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_on_all_ranks_where_that_is_asked_for(tmp_path: Path, undisturbed) -> None:
     words = (*FEW_LINES, "checkpoint.on_error=stop")
     ended = run(tmp_path / "run", *words, ranks=2, user_code=partial(full_disk, begins=18, ends=1000))

@@ -55,6 +55,7 @@ def test_each_fails_in_fp16_and_trains_as_in_fp32_once_rescued(tmp_path: Path, n
     assert of_fp16 == pytest.approx(of_fp32, rel=0.01)
 
 
+@pytest.mark.slow
 def test_two_ranks_rescue_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
     words = ("precision.rescue=true", "train.max_steps=6", "consistency.every_steps=1")
     saving = ("checkpoint.every_steps=1", "checkpoint.keep=10")
