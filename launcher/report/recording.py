@@ -30,7 +30,7 @@ from launcher.report.step_lines import (
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import LOGS
 from launcher.telemetry.events import FILE_NAME, FORMAT
-from launcher.telemetry.step_time import PARTS, TimeShares, time_at_end
+from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, averaged, time_at_end
 
 Event = dict[str, Any]
 
@@ -363,14 +363,14 @@ class _TimeTotals:
     """Sums for `TimeShares`: every event counts with its steps; of several the first is ignored."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = dict.fromkeys(("step_ms", *PARTS), 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(TIMES, 0.0)
         self._steps = 0
         self._first: tuple[int, dict[str, float]] | None = None
         self._before = 0.0
 
     def add(self, found: StepColumns, means: dict[str, Means]) -> None:
         """Add `step` events in order; also adds each part's time to its mean over the steps."""
-        keys = ("step_ms", *PARTS)
+        keys = TIMES
         if not all(key in found.columns for key in keys):
             return
         values = np.stack([found.columns[key] for key in keys], axis=1)  # [events, keys]
@@ -390,14 +390,7 @@ class _TimeTotals:
             self._sums[key] += float(total)
 
     def shares(self) -> TimeShares | None:
-        if self._first is None:
-            return None
-        steps, averages = self._first
-        if self._steps:
-            steps, averages = self._steps, {key: total / self._steps for key, total in self._sums.items()}
-        if averages["step_ms"] <= 0:
-            return None
-        return TimeShares(steps, averages["step_ms"], {part: averages[part] for part in PARTS})
+        return averaged(self._first, self._steps, self._sums)
 
 
 def _is_number(value: Any) -> bool:

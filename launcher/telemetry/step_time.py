@@ -6,6 +6,7 @@ Owns the averages over a run's `step` events and the verdict. Reads no clock and
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from launcher.distributed.heartbeat import STEP_PARTS
@@ -110,14 +111,22 @@ class TimeTotals:
 
     def shares(self) -> TimeShares | None:
         """None where no event has the parts."""
-        if self._first is None:
-            return None
-        steps, averages = self._first
-        if self._steps:
-            steps, averages = self._steps, {key: total / self._steps for key, total in self._sums.items()}
-        if averages["step_ms"] <= 0:
-            return None
-        return TimeShares(steps, averages["step_ms"], {part: averages[part] for part in PARTS})
+        return averaged(self._first, self._steps, self._sums)
+
+
+def averaged(
+    first: tuple[int, Mapping[str, float]] | None, steps: int, sums: Mapping[str, float]
+) -> TimeShares | None:
+    """From the sums over the `steps` after the first event, whose steps and averages are `first`.
+
+    They count only where there is nothing else. None where there is nothing at all.
+    """
+    if first is None:
+        return None
+    counted, averages = (steps, {key: total / steps for key, total in sums.items()}) if steps else first
+    if averages["step_ms"] <= 0:
+        return None
+    return TimeShares(counted, averages["step_ms"], {part: averages[part] for part in PARTS})
 
 
 def time_at_end(end: Record) -> TimeShares | None:
