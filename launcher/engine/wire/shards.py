@@ -66,7 +66,9 @@ class Shards:
         for segment in self._layout.segments:
             own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
             divided = isinstance(self._transports[segment.name], ShardedSum)
-            whole = torch.zeros(segment.numel, device=self._layout.device) if divided else own[0]
+            whole = own[0]
+            if divided:
+                whole = torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
             with one_thread():
                 for slot in segment.slots:
                     slot.view(whole).copy_(named[slot.name])
