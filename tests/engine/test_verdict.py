@@ -97,6 +97,7 @@ NUMBERS = strategies.floats(0, 1e300) | strategies.sampled_from([math.inf, math.
     0,
     None,
 )  # a root that math.sqrt rounds otherwise
+@example([0.0], [0.0], (2.3e-309, 0.0, 0.0), (2, *[0] * 6), Scaling("dynamic"), 0, None)  # a huge multiplier
 def test_the_host_gives_the_same_bits_for_any_step(
     sums, marks, tally, state, scaling, unit, clip_norm
 ) -> None:
