@@ -56,8 +56,8 @@ def _guard(hangup: int, ready: int, value: bytes) -> None:
         if int(name) not in (hangup, ready):
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    os.close(ready)
     os.chdir("/")
+    os.close(ready)  # last: the process that waits for this may rely on all of the above
     end_of_process = select.poll()
     end_of_process.register(hangup, 0)
     end_of_process.poll()
