@@ -91,7 +91,7 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
 def read_job(directory: Path, warn: Warn = silent) -> Job:
     """Read the files of the run, metrics.jsonl in bounded memory. Raises OSError."""
     run = RunRecord.read(directory, warn)
-    overrides, result = overrides_of(directory), {"state": "not finished", **run.result}
+    overrides, result = overrides_of(directory), {**run.result, "state": run.state}
     config = config_of(run)
     seed = overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
     loss, name = run.recording.steps["loss"], run.metric_name

@@ -69,7 +69,7 @@ def render(runs: Sequence[RunRecord], title: str = "") -> str:
     alone = runs[0] if len(runs) == 1 else None
     parts = [
         _headline(alone) if alone else table("Runs", [row_of(run) for run in runs], texts=("run",)),
-        *(failure(_failure_title(run, alone is None), run.error) for run in runs),
+        *(failure(_failure_title(run, alone is None), run.error or run.note) for run in runs),
         section("Over the seeds", table("Over the seeds", setting_rows(settings), texts=("setting",))),
         section("Curves", paragraph(restart_note(settings), "note") + grid(charts_of(settings))),
         _each("Where the time goes", runs, time_split),
@@ -115,7 +115,7 @@ def row_of(run: RunRecord) -> dict[str, str]:
 
 def state_text(run: RunRecord) -> str:
     """The state, or for how long a run that should be going has been silent."""
-    silent_s = run.silent_s()
+    silent_s = run.life.silent_s
     return f"no sign of life for {duration(silent_s)}" if silent_s else run.state
 
 
@@ -165,9 +165,9 @@ def _headline(run: RunRecord) -> str:
 
 
 def _failure_title(run: RunRecord, with_name: bool) -> str:
-    code = run.result.get("exit", run.status.get("exit"))
+    code = run.life.ending.get("exit")
     name = f"{run.name}: " if with_name else ""
-    return f"{name}{run.state}" + (f", exit {code}" if isinstance(code, int) else "")
+    return f"{name}{state_text(run)}" + (f", exit {code}" if isinstance(code, int) else "")
 
 
 def _evaluations(run: RunRecord) -> str:

@@ -111,6 +111,7 @@ class Recording:
         self.last_step: Event = {}
         self.last_gpu: Event = {}
         self.gradients: Event | None = None  # the latest
+        self.last_time: float | None = None  # of an event, in unix seconds
         self.num_lines = 0
         self.damaged: list[int] = []
         self.num_damaged = 0
@@ -186,7 +187,10 @@ class Recording:
             self._add_steps(columns_of_events(steps))
             self.last_step = steps[-1]
         self.num_lines += len(lines)
-        self._extend_attempt(event_of(next((line for line in reversed(lines) if line), b"")))
+        latest = event_of(next((line for line in reversed(lines) if line), b""))
+        if latest is not None and _is_number(latest.get("time")):
+            self.last_time = float(latest["time"])
+        self._extend_attempt(latest)
 
     def _add_damaged(self, number: int) -> None:
         self.num_damaged += 1

@@ -1,29 +1,30 @@
 """One run as its files show it: recording, result, status, config and environment.
 
-Owns the state of a run as reports and `watch` name it. Reads only; missing files are empty, damaged content
-is left out with a warning.
+Owns which files belong together. Reads only; missing files are empty, damaged content is left out with a
+warning.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of, training_seconds_of
 from launcher.report.recording import Recording, read_recording
-from launcher.run_dir.lock import holder_of
+from launcher.report.run_state import ENDED, RunState
+from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import metric_title
 
-SILENT_S = 60.0  # without a change of status.json after which a run shows no sign of life
 MARKS = (FILE_NAME, STATUS, RESULT, ENVIRONMENT)  # of a run, any of them; a folder of configs has none
-GOING = ("starting", "running")
 CONFUSION_PICTURE = "confusion_matrix.png"
+Process = tuple[Holder | None, bool | None]  # of a run, and whether it has ended; None if unknown
 
 
 @dataclass(frozen=True)
@@ -35,62 +36,85 @@ class RunRecord:
     recording: Recording
     result: dict[str, Any]
     status: dict[str, Any]
-    environment: dict[str, Any]
-    config_text: str
-    config: dict[str, str]  # by dotted key
-    classification_report: str
-    confusion_picture: bytes
-    holder_has_ended: bool = False  # before the files were read, of a process of this machine
+    life: RunState
+    environment: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    config: dict[str, str] = field(default_factory=dict)  # by dotted key
+    classification_report: str = ""
+    confusion_picture: bytes = b""
 
     @classmethod
     def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
         """Read the files; with `recording` metrics.jsonl has been read. Raises OSError."""
-        holder_has_ended = _holder_has_ended(run_dir)
+        process = process_of(run_dir)
         recording = read_recording(run_dir) if recording is None else recording
         for text in recording.warnings:
             warn(f"{run_dir}: {text}")
         config_text = text_of(run_dir / CONFIG)
-        return cls(
-            directory=run_dir,
-            name="/".join(run_dir.absolute().parts[-2:]),
-            recording=recording,
-            result=result_of(run_dir, warn),
-            status=json_of(run_dir, STATUS, warn),
+        found = cls.followed(run_dir, recording, process, warn=warn)
+        return replace(
+            found,
             environment=json_of(run_dir, ENVIRONMENT, warn),
             config_text=config_text,
             config=_flat(config_text, run_dir, warn),
             classification_report=text_of(run_dir / "classification_report.txt"),
             confusion_picture=bytes_of(run_dir / CONFUSION_PICTURE),
-            holder_has_ended=holder_has_ended,
+        )
+
+    @classmethod
+    def followed(
+        cls,
+        run_dir: Path,
+        recording: Recording,
+        process: Process,
+        now: float | None = None,
+        warn: Warn = silent,
+    ) -> RunRecord:
+        """What changes while a run goes on: no config, environment or report. Raises OSError.
+
+        `process` is that of the run, found before `recording` was read.
+        """
+        now = time.time() if now is None else now
+        status, result_written = json_of(run_dir, STATUS, warn), _written(run_dir / RESULT)
+        is_current = result_written > _begin_of(run_dir, status, recording)
+        result = result_of(run_dir, warn) if is_current or status.get("state") in ENDED else {}
+        holder, holder_has_ended = process
+        return cls(
+            directory=run_dir,
+            name="/".join(run_dir.absolute().parts[-2:]),
+            recording=recording,
+            result=result,
+            status=status,
+            life=RunState(
+                now,
+                status,
+                (run_dir / STATUS).exists(),
+                result,
+                max(0.0, now - result_written) if result else 0.0,
+                recording.of("end").last,
+                recording.last_time,
+                holder,
+                holder_has_ended,
+            ),
         )
 
     @property
     def state(self) -> str:
-        """done, failed, preempted, killed, running, or "not finished" where no file says more."""
-        if self.status.get("state") in GOING and not self._ended_after_status:
-            return "killed" if self.holder_has_ended else str(self.status["state"])
-        end = self.recording.of("end").last or {}
-        known = (self.result.get("state"), end.get("state"), self.status.get("state"))
-        return next((str(state) for state in known if state), "not finished")
-
-    @property
-    def _ended_after_status(self) -> bool:
-        """Whether the run ended without its last status, as where the disk was full."""
-        return self.recording.of("end").last is not None
-
-    def silent_s(self, now: float | None = None) -> float:
-        """Seconds for which a run that has not ended shows no sign of life; 0 below `SILENT_S`."""
-        updated = self.status.get("updated")
-        if self.state not in GOING or not isinstance(updated, int | float):
-            return 0.0
-        age = (time.time() if now is None else now) - updated
-        return age if age >= SILENT_S else 0.0
+        """done, failed, preempted, killed, starting, running, or that it ended without a result."""
+        return self.life.name
 
     @property
     def error(self) -> str:
-        """Why it failed or stopped; "" if it did not."""
+        """Why it failed or stopped; "" if it did not, or could not write it."""
+        if self.state not in ENDED or self.state == "done":
+            return ""
         end = self.recording.of("end").last or {}
-        return str(self.result.get("error") or end.get("error") or "") if self.state != "done" else ""
+        return str(self.result.get("error") or end.get("error") or "")
+
+    @property
+    def note(self) -> str:
+        """A sentence on a run whose end is not in its files, or that shows no sign of life; "" for others."""
+        return self.life.note(self.directory)
 
     @property
     def metric_name(self) -> str | None:
@@ -171,13 +195,32 @@ def is_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in MARKS)
 
 
-def _holder_has_ended(run_dir: Path) -> bool:
-    """Whether the process that the run belongs to is known to have ended."""
+def process_of(run_dir: Path) -> Process:
+    """The process that the run belongs to and whether it has ended; to be read before the run's files."""
     try:
         holder = holder_of(run_dir)
     except OSError:
-        return False
-    return holder is not None and bool(holder.has_ended)
+        holder = None
+    return holder, None if holder is None else holder.has_ended
+
+
+def _begin_of(run_dir: Path, status: Mapping[str, Any], recording: Recording) -> float:
+    """When the run's last process began, in unix seconds: an older result.json is not of this process.
+
+    A process that resumes is "starting" until it has recorded its begin.
+    """
+    attempts = recording.attempts
+    if status.get("state") == "running" and attempts and math.isfinite(attempts[-1].began):
+        return attempts[-1].began
+    return _written(run_dir / STATUS)
+
+
+def _written(path: Path) -> float:
+    """When the file was written, in unix seconds; 0 without one."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:

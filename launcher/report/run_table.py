@@ -25,8 +25,8 @@ def run_table(runs: Sequence[RunRecord], columns: int | None) -> str:
     lines = [_line({title: title for title in widths}, widths)]
     for run, row in zip(runs, rows, strict=True):
         lines.append(_line(row, widths))
-        if run.error:
-            lines.append(wrapped(f"  {first_line(run.error)}", columns))
+        if text := run.error or run.note:
+            lines.append(wrapped(f"  {first_line(text)}", columns))
     return "\n".join(lines)
 
 

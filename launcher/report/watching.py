@@ -7,25 +7,23 @@ owns the terminal and the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from launcher.report.reading import json_of, result_of, text_of
+from launcher.report.reading import text_of
 from launcher.report.recording import Follower
-from launcher.report.run_record import SILENT_S, RunRecord
+from launcher.report.run_record import RunRecord, process_of
+from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.report.run_table import first_line, printable, shortened
 from launcher.report.text_plot import plot_lines
-from launcher.run_dir.lock import Holder, holder_of
-from launcher.run_dir.records import CONFIG, RESULT
-from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.run_dir.records import CONFIG
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, number, scale_text
 
-ENDED = ("done", "failed", "preempted")
-KILLED = 1  # the exit code of a run that could not report one
+STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
 BAR = 20  # characters
 MIN_NAME = 10
@@ -33,93 +31,40 @@ MIN_NAME = 10
 
 @dataclass(frozen=True)
 class View:
-    """What the files say at one moment, `now` in unix seconds."""
+    """What the files say at one moment."""
 
     record: RunRecord
-    now: float
     may_restart: bool  # by a parent process, after a failure
-    result_age_s: float  # since result.json was written; 0 if status.json was written later, or without one
-    holder: Holder | None  # the process that the run belongs to; None if unknown
-    holder_has_ended: bool | None  # None if unknown; true only if it had before the files were read
-    has_status: bool  # whether there is a status.json or a result.json
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run is over; one that failed may be restarted for a while."""
-        status = self._end
-        updated = status.get("updated", status.get("time"))
-        age = self.now - updated if isinstance(updated, int | float) else SETTLE_S
-        if self.was_killed:
-            return age >= SETTLE_S  # torchrun or a scheduler may start it again
-        if status.get("state") not in ENDED:
-            return self.holder is None and not self.has_status
-        return status["state"] != "failed" or not self.may_restart or age >= SETTLE_S
+        """Whether the run is over; one that failed or was killed may be restarted for a while."""
+        life = self.record.life
+        if self.state in GOING:
+            return False
+        age_s = SETTLE_S if life.age_s is None else life.age_s
+        restarts = self.state == KILLED or (self.state == "failed" and self.may_restart)
+        return not restarts or age_s >= SETTLE_S
 
     @property
     def state(self) -> str:
-        """done, failed, preempted, killed, running, or what else the files say."""
-        if self.was_killed:
-            return "killed"
-        return str(self._end["state"]) if self._end.get("state") in ENDED else self.record.state
+        return self.record.state
 
     @property
     def was_killed(self) -> bool:
-        """Whether its process ended without writing the run's end, as by SIGKILL."""
-        return self._end.get("state") not in ENDED and bool(self.holder_has_ended)
-
-    @property
-    def note(self) -> str:
-        """A sentence on a run that shows no sign of life; "" for others."""
-        if self.holder is None or self._end.get("state") in ENDED:
-            return ""
-        updated = self.record.status.get("updated")
-        age_s = max(0.0, self.now - updated) if isinstance(updated, int | float) else None
-        written = f"{STATUS} was last written {duration(age_s)} ago" if age_s is not None else f"no {STATUS}"
-        if self.was_killed:
-            return (
-                f"process {self.holder.pid} of this run no longer exists, and {written}: it was killed. "
-                f"To resume: the same command with run.dir={self.record.directory}"
-            )
-        if self.holder_has_ended is None and self.record.silent_s(self.now):
-            return (
-                f"{written}; process {self.holder.pid} of this run is of another machine, or of an earlier "
-                "boot of this one, so watch cannot tell whether it still runs."
-            )
-        return ""
-
-    @property
-    def _end(self) -> Mapping[str, Any]:
-        """status.json, or what else shows an end that did not get into it, as where the disk was full."""
-        status = self.record.status
-        if status.get("state") in ENDED:
-            return status
-        end = self.record.recording.of("end").last
-        if end is None:
-            is_last = self.result_age_s >= SILENT_S or (self.result_age_s and self.holder_has_ended)
-            return self.record.result if is_last else status
-        updated, ended = status.get("updated"), end.get("time")
-        if not isinstance(updated, int | float) or not isinstance(ended, int | float):
-            return end
-        resumes = ended < updated and self.now - updated < SILENT_S  # the end is that of an earlier process
-        return status if resumes else end
+        return self.state == KILLED
 
     @property
     def exit_code(self) -> int:
-        """Of a run that has ended; KILLED if it could not write one."""
-        code = KILLED if self.was_killed else self._end.get("exit")
-        return code if type(code) is int and 0 <= code < 256 else 1
+        return self.record.life.exit_code
 
     @property
     def eta_s(self) -> float | None:
-        eta, updated = self.record.status.get("eta_s"), self.record.status.get("updated")
-        if (
-            self.record.state != "running"
-            or self.was_killed
-            or self.record.silent_s(self.now)
-            or not isinstance(eta, int | float)
-        ):
+        life = self.record.life
+        eta, updated = life.status.get("eta_s"), life.status.get("updated")
+        if self.state != "running" or life.silent_s or not isinstance(eta, int | float):
             return None
-        return max(0.0, eta - (self.now - updated if isinstance(updated, int | float) else 0.0))
+        return max(0.0, eta - (life.now - updated if isinstance(updated, int | float) else 0.0))
 
 
 class Watched:
@@ -132,44 +77,10 @@ class Watched:
 
     def view(self, now: float | None = None) -> View:
         """What the files say. Raises OSError for unreadable ones; those that are missing are empty."""
-        now = time.time() if now is None else now
-        holder = self._holder()  # before its files: one that has ended has written all of them
-        has_ended = None if holder is None else holder.has_ended
+        process = process_of(self.directory)  # before its files: one that has ended has written all of them
         self._follower.poll()
-        status = json_of(self.directory, STATUS)
-        written, result_written = _written(self.directory / STATUS), _written(self.directory / RESULT)
-        result_age_s = max(0.0, now - result_written) if result_written > written else 0.0
-        has_result = status.get("state") in ENDED or result_age_s >= SILENT_S or (has_ended and result_age_s)
-        record = RunRecord(
-            directory=self.directory,
-            name="/".join(self.directory.absolute().parts[-2:]),
-            recording=self._follower.recording,
-            result=result_of(self.directory) if has_result else {},
-            status=status,
-            environment={},
-            config_text="",
-            config={},
-            classification_report="",
-            confusion_picture=b"",
-        )
-        return View(
-            record, now, self._may_restart, result_age_s, holder, has_ended, bool(written or result_written)
-        )
-
-    def _holder(self) -> Holder | None:
-        """The process that the run belongs to; None where that cannot be read."""
-        try:
-            return holder_of(self.directory)
-        except OSError:
-            return None
-
-
-def _written(path: Path) -> float:
-    """When the file was written, in unix seconds; 0 without one."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+        record = RunRecord.followed(self.directory, self._follower.recording, process, now)
+        return View(record, self._may_restart)
 
 
 def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> list[str]:
@@ -177,7 +88,7 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
     record = view.record
     top = [line for line in _facts(view, columns) if line]
     bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []
-    bottom += [text for text in (first_line(record.error), *wrap(view.note, columns)) if text]
+    bottom += [text for text in (first_line(record.error), *wrap(record.note, columns)) if text]
     room = rows - len(top) - len(bottom) - 2
     curve = plot_lines(record.recording.steps["loss"], columns, min(room, 16), braille)
     title = ["loss"] if curve else []
@@ -191,21 +102,21 @@ def run_line(view: View) -> str:
     record = view.record
     last = record.recording.last_step
     parts = [
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now)),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.life.now)),
         state_of(view),
         f"step {_progress(record)}",
         f"loss {number(last.get('loss'))}",
         *_pace(record),
         *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
         *([first_line(record.error)] if record.error else []),
-        *([printable(view.note)] if view.note else []),
+        *([printable(record.note)] if record.note else []),
     ]
     return "  ".join(parts)
 
 
 def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
     """One line per job; those that have ended are left out first where there is no room."""
-    counts = {state: sum(view.state == state for view in views) for state in (*ENDED, "killed", "running")}
+    counts = {state: sum(view.state == state for view in views) for state in STATES}
     head = f"{len(views)} jobs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     going = [view for view in views if not view.has_ended]
     ended = [view for view in views if view.has_ended]
@@ -236,7 +147,7 @@ def job_line(view: View, columns: int, longest_name: int = 0) -> str:
 
 
 def state_of(view: View) -> str:
-    silent_s = 0.0 if view.has_ended else view.record.silent_s(view.now)
+    silent_s = view.record.life.silent_s
     return f"no sign of life for {silent_s:.0f} s" if silent_s else view.state
 
 

@@ -23,6 +23,7 @@ from launcher.commands.full_screen import ENTER, LEAVE
 from launcher.report.curve import Curve
 from launcher.report.page import state_text
 from launcher.report.run_record import RunRecord
+from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.text_plot import plot_lines
 from launcher.report.watching import SETTLE_S, Watched, job_line, run_line, run_screen, sweep_screen
 from launcher.run_dir.atomic import json_line, write_json
@@ -32,13 +33,14 @@ from launcher.telemetry.events import FORMAT, EventLog
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 NOW = 1000.0
+BEGAN = 100.0
 
 
 def write_steps(run_dir: Path, first: int, last: int) -> None:
     log = EventLog(run_dir / "metrics.jsonl")
     for step in range(first, last + 1):
         values = {"loss": 4.0 / step, "lr": 0.1, "scale": 1024.0, "skipped": 2, "samples_per_s": 5000.0}
-        log.write({"event": "step", "time": NOW, "step": step, "epoch": 0, **values})
+        log.write({"event": "step", "time": BEGAN, "step": step, "epoch": 0, **values})
     log.close()
 
 
@@ -146,13 +148,79 @@ def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     assert sweep_screen([view], 100, 24)[0] == "1 jobs: 1 killed"
 
 
-def test_a_run_without_a_status_ends_where_nobody_holds_it(run_dir):
+UNKNOWN = Holder.of("123")  # of an older version, or of another machine
+
+
+@pytest.mark.parametrize(
+    ("holder", "age_s", "state", "ended"),
+    [
+        (None, 1.0, NO_RESULT, True),
+        (Holder.this, GONE_S, "running", False),
+        (lambda: UNKNOWN, GONE_S - 1, "running", False),
+        (lambda: UNKNOWN, GONE_S, NO_RESULT, True),
+        (lambda: ended_process(), SETTLE_S - 1, KILLED, False),
+        (lambda: ended_process(), SETTLE_S, KILLED, True),
+    ],
+)
+def test_a_run_without_a_status_is_judged_by_its_process_and_its_last_event(
+    run_dir, holder, age_s, state, ended
+):
     (run_dir / "status.json").unlink()
-    view = Watched(run_dir).view(NOW)
-    assert (view.has_ended, view.state, view.exit_code) == (True, "not finished", 1)
-    for holder, ended in ((Holder.this(), False), (Holder.of("123"), False), (ended_process(), True)):
-        write_lock(run_dir, holder)
-        assert Watched(run_dir).view(NOW).has_ended is ended
+    if holder is not None:
+        write_lock(run_dir, holder())
+    view = Watched(run_dir).view(BEGAN + age_s)
+    assert (view.state, view.has_ended) == (state, ended)
+    assert not ended or view.exit_code == 1
+    assert ("To resume: the same command with run.dir=" in run_line(view)) is (state in (KILLED, NO_RESULT))
+
+
+def test_a_copy_of_a_run_that_stopped_updating_has_ended_after_a_day(run_dir, capsys):
+    write_status(run_dir, "running", age_s=0.0)
+    assert Watched(run_dir).view(NOW + GONE_S - 1).state == "running"
+    view = Watched(run_dir).view(NOW + GONE_S)
+    assert (view.state, view.has_ended, view.exit_code) == (NO_RESULT, True, 1)
+    assert main(["report", str(run_dir)]) == 0
+    table = capsys.readouterr().out
+    assert NO_RESULT in table
+    assert "no process holds this run, and status.json was last written " in table
+    assert " days ago: it ended without a result. To resume: the same command with run.dir=" in table
+    assert NO_RESULT in (run_dir / "report.html").read_text()
+
+
+def states_of(run_dir: Path) -> tuple[str, str, int]:
+    """By watch, by report, and the exit code of watch."""
+    view = Watched(run_dir).view(time.time())
+    return view.state, RunRecord.read(run_dir).state, view.exit_code
+
+
+@pytest.mark.parametrize("holder", [ended_process, None])
+def test_a_run_killed_between_its_result_and_its_end_event_is_done_for_all(run_dir, holder):
+    began = time.time() - 100
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(json_line({"event": "start", "time": began, "step": 0}))
+    write_json(run_dir / "result.json", {"state": "done", "exit": 0, "metric_name": "loss", "metric": 0.5})
+    os.utime(run_dir / "result.json", (began + 10, began + 10))
+    write_status(run_dir, "running", now=time.time())  # once more after the result
+    if holder is None:
+        assert states_of(run_dir) == ("done", "done", 0), "after 60 s"
+        write_lock(run_dir, Holder.this())
+        os.utime(run_dir / "result.json")
+        assert states_of(run_dir)[:2] == ("running", "running"), "it may still draw its pictures"
+    else:
+        write_lock(run_dir, holder())
+        assert states_of(run_dir) == ("done", "done", 0)
+        assert RunRecord.read(run_dir).metric == 0.5
+
+
+def test_the_result_of_an_earlier_process_is_not_that_of_a_killed_one(run_dir):
+    write_json(run_dir / "result.json", {"state": "preempted", "exit": 75, "error": "stopped on request"})
+    os.utime(run_dir / "result.json", (NOW, NOW))
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(json_line({"event": "restart", "time": NOW + 10, "step": 20}))
+    write_status(run_dir, "running", now=time.time())
+    write_lock(run_dir, ended_process())
+    assert states_of(run_dir) == (KILLED, KILLED, 1)
+    assert RunRecord.read(run_dir).error == ""
 
 
 def test_a_process_that_ends_while_its_files_are_read_was_not_killed(run_dir, monkeypatch):
@@ -178,7 +246,7 @@ def test_a_silent_run_whose_process_exists_or_is_unknown_does_not_end(run_dir, o
     view = Watched(run_dir).view(NOW)
     assert not view.has_ended
     assert "no sign of life for 200 s" in run_line(view)
-    assert ("watch cannot tell whether it still runs" in run_line(view)) is (
+    assert ("it is not known whether it still runs" in run_line(view)) is (
         of not in ("this machine", "nobody")
     )
 
@@ -404,6 +472,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(run_dir) -> Iterator[Terminal]:
+    write_status(run_dir, "running", now=time.time())
     opened = Terminal(run_dir, "--every=3600")  # whatever is drawn again is drawn for a signal
     yield opened
     opened.close()
@@ -456,6 +525,7 @@ job.wait(30)
 
 
 def test_in_the_background_nothing_is_drawn_over_the_shell(run_dir):
+    write_status(run_dir, "running", now=time.time())
     parent, child = pty.openpty()
     shell = subprocess.Popen(
         [sys.executable, "-c", SHELL, *watching(run_dir, "--every=0.05")],

@@ -104,7 +104,7 @@ def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> N
     _, table, rows = write_comparison(tmp_path)
     assert "| 1 | 1 of 2 done | 90.00 % |" in table.read_text()
     assert "| 9 | 0 of 1 done | - |" in table.read_text()
-    assert "not finished" in rows.read_text()
+    assert "ended without a result" in rows.read_text()
 
 
 def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> None:

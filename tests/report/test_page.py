@@ -163,7 +163,7 @@ def test_the_page_loads_nothing(finished):
 
 def test_a_page_can_be_made_of_the_little_that_a_young_run_has(tmp_path):
     page = Page(write_report(tmp_path))
-    assert "not finished" in page.text
+    assert "ended without a result" in page.text
     assert "img" not in page.tags
     assert "h2" not in page.tags
 

@@ -30,7 +30,7 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measure
     parts_ms["compute_ms"] = parts.get("compute", 100.0)
     return Measured(
         seed=str(seed),
-        state="done" if metric is not None else "not finished",
+        state="done" if metric is not None else "ended without a result",
         seconds=60.0,
         shares=TimeShares(int(parts.get("steps", 10)), sum(parts_ms.values()), parts_ms),
         windows_ms=spread_of(*(sum(parts_ms.values()) + k * parts.get("noise", 1.0) for k in (-1, 0, 1))),
@@ -174,9 +174,9 @@ def test_the_page_has_means_deviations_and_shares() -> None:
 
 
 def test_what_a_run_lacks_is_a_dash() -> None:
-    nothing = measured("0", {"state": "not finished"}, Recording(), {})
+    nothing = measured("0", {"state": "ended without a result"}, Recording(), {})
     page = side_by_side("x", [Side("fp32", (nothing,)), side("fp16")])
-    assert "- fp32 with seed 0 has failed: it has no result (not finished)" in page
+    assert "- fp32 with seed 0 has failed: it has no result (ended without a result)" in page
     assert "| memory | - | 100.0 MB |  |" in page
 
 

@@ -1,0 +1,132 @@
+"""The state of a run as its files show it: the one judgement that `report`, `watch` and comparisons share.
+
+A run that ended by itself has written its end to status.json, to metrics.jsonl, or, where it was killed
+between the two, to result.json. A run that was killed has written none. What remains of it is its lock, which
+names its process, and the time of its last sign of life. Pure: contents of files in, words out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.run_dir.lock import Holder
+from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.telemetry.formatting import duration
+
+GOING = ("starting", "running")
+ENDED = ("done", "failed", "preempted")
+KILLED, NO_RESULT = "killed", "ended without a result"
+EXIT_KILLED = 1  # the exit code of a run that could not report one
+SILENT_S = 60.0  # without a change of status.json after which a run shows no sign of life
+DAY_S = 86_400.0
+GONE_S = DAY_S  # the same, after which it has ended; longer than any evaluation or save takes
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the files of a run say at one moment, `now` in unix seconds."""
+
+    now: float
+    status: Mapping[str, Any] = field(default_factory=dict)  # empty where missing or damaged
+    has_status: bool = False  # whether the file exists, damaged or not
+    result: Mapping[str, Any] = field(default_factory=dict)  # empty for one of an earlier process
+    result_age_s: float = 0.0  # since it was written
+    end: Mapping[str, Any] | None = None  # the last `end` event
+    last_event_time: float | None = None
+    holder: Holder | None = None  # the process that the run belongs to; None if unknown
+    holder_has_ended: bool | None = None  # None if unknown; true only if it had before the files were read
+
+    @property
+    def ending(self) -> Mapping[str, Any]:
+        """The file's content or the event that says how the run ended; empty where nothing does."""
+        if self.status.get("state") in ENDED:
+            return self.status
+        if self.end is None:
+            is_last = self.holder_has_ended or self.result_age_s >= SILENT_S or not self._may_go_on
+            return self.result if is_last and self.result.get("state") in ENDED else {}
+        return self.end if self.end.get("state") in ENDED and not self._resumes(self.end) else {}
+
+    @property
+    def name(self) -> str:
+        """done, failed, preempted, killed, running, starting, or that it ended without a result."""
+        if state := self.ending.get("state"):
+            return str(state)
+        if self.holder_has_ended:
+            return KILLED
+        if not self._may_go_on:
+            return NO_RESULT
+        return str(self.status["state"]) if self.status.get("state") in GOING else "running"
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that has ended; `EXIT_KILLED` if it could not write one."""
+        code = self.ending.get("exit")
+        return code if type(code) is int and 0 <= code < 256 else EXIT_KILLED
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the last sign of life; None without a recorded one."""
+        known = (self.status.get("updated"), self.last_event_time)
+        times = [time for time in known if isinstance(time, int | float)]
+        return max(0.0, self.now - max(times)) if times else None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which a run that should be going shows no sign of life; 0 below `SILENT_S`."""
+        age_s = self.age_s
+        return age_s if self.name in GOING and age_s is not None and age_s >= SILENT_S else 0.0
+
+    def note(self, directory: Path) -> str:
+        """A sentence on a run in `directory` that ended without its end, or may have; "" for others."""
+        resume = f"To resume: the same command with run.dir={directory}"
+        if self.name == KILLED and self.holder is not None:
+            return (
+                f"process {self.holder.pid} of this run no longer exists, and {self._last_written}: it was "
+                f"killed. {resume}"
+            )
+        if self.name == NO_RESULT:
+            return f"{self._foreign}, and {self._last_written}: it ended without a result. {resume}"
+        if self.holder is not None and self.holder_has_ended is None and self.silent_s:
+            return f"{self._last_written}; {self._foreign}, so it is not known whether it still runs."
+        return ""
+
+    def _resumes(self, end: Mapping[str, Any]) -> bool:
+        """Whether the `end` event is that of an earlier process: status.json is newer, and still updated."""
+        updated, ended = self.status.get("updated"), end.get("time")
+        if not isinstance(updated, int | float) or not isinstance(ended, int | float):
+            return False
+        return ended < updated and self.now - updated < SILENT_S
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether the process may still exist: every run holds a lock, and writes its status soon after."""
+        if self.holder_has_ended is False:
+            return True
+        age_s = self.age_s
+        if age_s is None:
+            return self.holder is not None
+        return (self.holder is not None or self.has_status) and age_s < GONE_S
+
+    @property
+    def _foreign(self) -> str:
+        if self.holder is None:
+            return "no process holds this run"
+        return (
+            f"process {self.holder.pid} of this run is of another machine, or of an earlier boot of this one"
+        )
+
+    @property
+    def _last_written(self) -> str:
+        updated = self.status.get("updated")
+        if isinstance(updated, int | float):
+            return f"{STATUS} was last written {_time(max(0.0, self.now - updated))} ago"
+        last_event = "" if self.age_s is None else f" (last event: {_time(self.age_s)} ago)"
+        return f"{STATUS} is missing or damaged{last_event}"
+
+
+def _time(seconds: float) -> str:
+    """In days where that is shorter."""
+    return f"{seconds / DAY_S:,.0f} days" if seconds >= 2 * DAY_S else duration(seconds)
