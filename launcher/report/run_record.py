@@ -15,12 +15,13 @@ from typing import Any
 
 from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of, training_seconds_of
 from launcher.report.recording import Recording, read_recording
-from launcher.report.run_state import ENDED, RunState
+from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
-from launcher.telemetry.formatting import metric_title
+from launcher.telemetry.formatting import duration, metric_title
+from launcher.telemetry.tracker.delivery import lacking
 
 MARKS = (FILE_NAME, STATUS, RESULT, ENVIRONMENT)  # of a run, any of them; a folder of configs has none
 CONFUSION_PICTURE = "confusion_matrix.png"
@@ -113,8 +114,17 @@ class RunRecord:
 
     @property
     def note(self) -> str:
-        """A sentence on a run whose end is not in its files, or that shows no sign of life; "" for others."""
-        return self.life.note(self.directory)
+        """What to know of a run whose end is not in its files, or that shows no sign of life; else ""."""
+        text = self.life.note(self.directory)
+        if self.state not in (KILLED, NO_RESULT) or self.life.last_event_time is None:
+            return text
+        lags = lacking(self.directory, self.recording.of("decision").all(), self.life.last_event_time)
+        for name, lag_s in lags.items():
+            rows = (
+                f"the rows of its last {duration(lag_s)}" if math.isfinite(lag_s) else "all rows of this run"
+            )
+            text += f"; {name} may lack {rows}: a resumed run sends them"
+        return text
 
     @property
     def metric_name(self) -> str | None:

@@ -22,7 +22,7 @@ from launcher.telemetry.events import EventLog, last_run_id, recording_of
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
-from launcher.telemetry.tracker.delivery import Delivery
+from launcher.telemetry.tracker.delivery import Delivery, path_of
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import is_own, make, refuse_missing
@@ -63,7 +63,7 @@ def open_telemetry(
         telemetry.decision("tracker", "none: the run is recorded in its own files alone", mode="none")
     for name in config.tracker.names:
         run = _tracked_run(config, name, run_id)
-        delivery = Delivery(run_dir / TRACKERS / f"{name}.json", run_id, before.events)
+        delivery = Delivery(path_of(run_dir, name), run_id, before.events)
         if name == "wandb":
             _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or Patience())
         else:

@@ -10,14 +10,37 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 
 from launcher.run_dir.atomic import make_folder, read_json, write_json
+from launcher.run_dir.records import TRACKERS
 from launcher.telemetry.events import happened
 from launcher.telemetry.stream import Record
 
 WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s
+NOTABLE_S = 60.0  # of a run whose events a tracker lacks
 NOT_SENT = ("start", "end")
+OF_WANDB = ("online", "offline")  # what its decision says
+
+
+def lacking(run_dir: Path, decisions: Iterable[Record], last_event_s: float) -> dict[str, float]:
+    """By tracker: the seconds before the last event of a killed run whose events it lacks; inf for all.
+
+    Without those that lack a few seconds, as most do. `decisions` are the run's events of that name.
+    """
+    modes = [event.get("mode") for event in decisions if event.get("topic") == "tracker"]
+    names = dict.fromkeys("wandb" if mode in OF_WANDB else mode for mode in modes if isinstance(mode, str))
+    lags = {
+        name: last_event_s - (_recorded(path_of(run_dir, name))[1] or -inf)
+        for name in names
+        if name != "none"
+    }
+    return {name: lag_s for name, lag_s in lags.items() if lag_s >= NOTABLE_S}
+
+
+def path_of(run_dir: Path, name: str) -> Path:
+    return run_dir / TRACKERS / f"{name}.json"
 
 
 class Delivery:
@@ -56,11 +79,8 @@ class Delivery:
         self._write(self._latest)
 
     def _read(self) -> float:
-        try:
-            found = read_json(self._path)
-            return float(found["time"]) if found["run_id"] == self._run_id else 0.0
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0.0
+        run_id, time_s = _recorded(self._path)
+        return time_s if run_id == self._run_id else 0.0
 
     def _write(self, until: float) -> None:
         if until > self._until:
@@ -68,6 +88,15 @@ class Delivery:
             with contextlib.suppress(OSError):  # then more is sent again
                 make_folder(self._path.parent)
                 write_json(self._path, {"run_id": self._run_id, "time": until})
+
+
+def _recorded(path: Path) -> tuple[str, float]:
+    """The run and the time in the file; 0 without a valid one."""
+    try:
+        found = read_json(path)
+        return str(found["run_id"]), float(found["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", 0.0
 
 
 def _time_of(event: Record) -> float:
