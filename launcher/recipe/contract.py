@@ -167,19 +167,22 @@ def cross_entropy(
     """Summed cross-entropy of `network(batch[inputs])` [n, classes, ...] against `batch[labels]` [n, ...].
 
     Counts the labels that carry loss: those of int64 that are not IGNORED (-100), or all probabilities of
-    classes (floating-point, of the logits' shape). The last two are given by train.label_smoothing and
-    data.augment.mixup, as to any loss that has arguments of these names.
+    classes (floating-point, of the logits' shape; fp32 is used). The last two are given by
+    train.label_smoothing and data.augment.mixup, as to any loss that has arguments of these names.
     """
     logits, expected = network(batch[inputs]).float(), batch[labels]
-    with torch._C.DisableTorchFunction():  # the mode of emulation takes longer than each of these calls
+    # The mode of emulation leaves fp32 as it is, and takes longer than most of these calls.
+    with torch._C.DisableTorchFunction():
         shape, num_samples = logits.shape, len(expected)
         if len(shape) < 2 or shape[0] != num_samples:
             raise ConfigError(
                 f"the model returned the shape {list(shape)} for {num_samples} samples: "
                 f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
             )
-        count, outputs = _labels_with_loss(logits, expected), logits.detach()
-    return Loss(class_loss(logits, expected, label_smoothing, mixed), count, outputs)
+        if expected.is_floating_point():
+            expected = expected.float()
+        loss = class_loss(logits, expected, label_smoothing, mixed)
+        return Loss(loss, _labels_with_loss(logits, expected), logits.detach())
 
 
 def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
