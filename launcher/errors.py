@@ -129,24 +129,29 @@ def whole_text(error: BaseException) -> str:
 
 
 def visible(text: str, longest: int = LONGEST) -> str:
-    """The text without the middle of one that is too long, and with control characters escaped.
-
-    Lines and tabs are kept. An escape sequence could change what a terminal shows of other lines.
-    """
+    """The text without the middle of one that is too long, and `escaped`."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]} [{len(text) - longest:,} characters left out] {text[-half:]}"
+    return escaped(text)
+
+
+def escaped(text: str, kept: str = "\n\t") -> str:
+    """The text with its control characters, but those in `kept`, written out, as in \\x1b.
+
+    For text of files, names and code of others that a terminal shows: an escape sequence in it could change
+    what the terminal shows of other lines.
+    """
     if text.isprintable():
         return text
-    return "".join(_escaped(each) if unicodedata.category(each) == "Cc" else each for each in text)
+    return "".join(
+        f"\\x{ord(each):02x}" if unicodedata.category(each) == "Cc" and each not in kept else each
+        for each in text
+    )
 
 
 def _notes(error: BaseException) -> list[str]:
     return [visible(str(note)) for note in getattr(error, "__notes__", ())]
-
-
-def _escaped(character: str) -> str:
-    return character if character in "\n\t" else f"\\x{ord(character):02x}"
 
 
 def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:

@@ -12,7 +12,7 @@ import numpy as np
 class Confusion:
     """The number of samples by true and predicted class."""
 
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # as they are shown, without control characters
     counts: np.ndarray[
         Any, np.dtype[np.int64]
     ]  # [classes, classes]: row the true class, column the predicted

@@ -25,7 +25,7 @@ from torch import Tensor
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.process_group import WorkerEnv
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.messages import content_of, error_message, message_of
 from launcher.evaluation.objects import CannotPackError, Outline
@@ -221,7 +221,8 @@ class Measuring:
                 total.values[name] = value
                 total.higher_is_better[name] = direction_of(metric, name)
             if total.confusion is None and isinstance(metric, Classification):
-                total = replace(total, confusion=Confusion(metric.classes, metric.confusion_matrix()))
+                names = tuple(escaped(name, kept="") for name in metric.classes)
+                total = replace(total, confusion=Confusion(names, metric.confusion_matrix()))
         return total
 
     def _computed(self, metric: Any, loss_sum: float, count: int) -> Any:

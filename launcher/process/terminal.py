@@ -1,4 +1,4 @@
-"""The width of a terminal, and wrapping of text for it.
+"""The width of a terminal, and text for it: wrapped, and without control characters.
 
 A pipe or a file has no width: text written there is not wrapped, one line per fact, for other programs.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import textwrap
 from typing import TextIO
+
+from launcher.errors import escaped
 
 USUAL_COLUMNS = 80  # of a terminal that does not report its width
 
@@ -23,10 +25,11 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def wrapped(text: str, columns: int | None) -> str:
-    """The text with its lines broken at words; continued lines are indented by two more than their first.
+    """The text `escaped`, with its lines broken at words; those continued are indented by two more.
 
     A word that is wider than the terminal, such as a path, stays whole, so that it can be copied.
     """
+    text = escaped(text)
     if columns is None:
         return text
     return "\n".join(line for whole in text.split("\n") for line in _lines(whole, columns))

@@ -50,4 +50,4 @@ def _line(row: Mapping[str, str], widths: Mapping[str, int]) -> str:
         row.get(title, "-").ljust(width) if title in LEFT else row.get(title, "-").rjust(width)
         for title, width in widths.items()
     )
-    return "  ".join(cells).rstrip()
+    return printable("  ".join(cells).rstrip())

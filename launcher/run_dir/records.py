@@ -21,7 +21,7 @@ from typing import Any
 
 from launcher.config.environment_values import replaced
 from launcher.config.schema import Config, to_dict
-from launcher.errors import listed
+from launcher.errors import escaped, listed
 from launcher.run_dir.atomic import (
     make_folder,
     open_plain,
@@ -216,7 +216,7 @@ class _LogFile(logging.Handler):
         self._complete = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        rest = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        rest = f"{escaped(self.format(record))}\n".encode(errors="backslashreplace")
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]

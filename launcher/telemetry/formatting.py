@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launcher.errors import escaped
+
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
 OF_TRAINING = ("train_loss", "train_accuracy")
@@ -81,7 +83,7 @@ def markdown_text(text: str) -> str:
     """The text as one line of Markdown that shows it as it is: names may hold tags, bars and stars."""
     for pattern, shown in MARKUP:
         text = pattern.sub(shown, text)
-    return text
+    return escaped(text)
 
 
 def markdown_row(cells: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from launcher.engine import EngineWarning
-from launcher.errors import DataWarning
+from launcher.errors import DataWarning, escaped
 from launcher.telemetry import Telemetry
 
 SHOWN_AS_EVENTS = (EngineWarning, DataWarning)
@@ -68,7 +68,10 @@ class _Shown:
             return
         log.warning("%s:%d: %s", filename, lineno, text)
         if self._rank == 0:
-            self._print(message, category, filename, lineno, *more, **options)
+            shown = escaped(str(message))
+            self._print(
+                message if shown == str(message) else shown, category, filename, lineno, *more, **options
+            )
 
     def count(self) -> None:
         """Log how often the warnings were given that were given more than once."""

@@ -373,6 +373,13 @@ def test_the_loss_is_compared_where_nothing_else_is_named() -> None:
     assert comparison(None, {ONLY_SET: classes}).name == "accuracy"
 
 
+def test_names_of_classes_are_shown_in_one_line_without_control_characters() -> None:
+    names = ("evil\x1b[2J", "two\nlines", *CLASSES[2:])
+    confusion = evaluated(Classification(names, output="logits")).confusion
+    assert confusion is not None
+    assert confusion.classes == ("evil\\x1b[2J", "two\\x0alines", *CLASSES[2:])
+
+
 @pytest.mark.parametrize("outputs", [None, "text", {}, {"a": None}, 3.5])
 def test_outputs_that_are_no_tensors_are_refused(outputs) -> None:
     data = points(6)

@@ -39,3 +39,7 @@ def test_a_cell_shows_the_name(name: str) -> None:
 
 def test_a_text_of_several_lines_is_one() -> None:
     assert markdown_text("one\n  # two") == "one # two"
+
+
+def test_a_text_cannot_control_the_terminal_that_prints_the_table() -> None:
+    assert markdown_text("optim.name=\x1b[2J") == r"optim.name=\x1b[2J"

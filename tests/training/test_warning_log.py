@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 import pytest
@@ -62,6 +63,23 @@ def test_the_filters_of_the_user_come_first(tmp_path, capsys):
                 warn_often(FutureWarning)
     assert capsys.readouterr().err == ""
     assert (tmp_path / "logs" / "rank0.log").read_text() == ""
+
+
+def test_the_text_of_a_warning_cannot_control_the_terminal(tmp_path, monkeypatch, capsys):
+    with warnings.catch_warnings():
+        warnings.resetwarnings()  # of pytest
+        monkeypatch.setattr(
+            warnings,
+            "showwarning",
+            lambda message, category, *place: print(f"{category.__name__}: {message}", file=sys.stderr),
+        )
+        with rank_log(tmp_path, 0), warnings_logged(Telemetry(), 0):
+            warnings.warn("the file \x1b[2Jgone", UserWarning, stacklevel=1)
+            warnings.warn("the file caf\xe9", UserWarning, stacklevel=1)
+    for text in (capsys.readouterr().err, (tmp_path / "logs" / "rank0.log").read_text()):
+        assert "UserWarning: the file \\x1b[2Jgone\n" in text
+        assert "UserWarning: the file caf\xe9\n" in text
+        assert "\x1b" not in text
 
 
 def test_a_warning_of_the_engine_is_an_event(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import io
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from launcher.evaluation.confusion import Confusion
+from launcher.telemetry import Telemetry
 from launcher.telemetry.console.console import Console
 from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import duration, metric, narrowed, number
@@ -129,6 +131,24 @@ def test_each_evaluation_stands_under_its_titles(piped):
 
 def test_a_warning_is_a_line(piped):
     assert "warning: something is odd" in piped.stdout.splitlines()
+
+
+def test_names_and_texts_of_others_cannot_control_the_terminal():
+    out, odd = io.StringIO(), "\x1b[2Jgone\r\x9b1m"
+    telemetry = Telemetry([Console(out, io.StringIO(), Path(f"/runs/{odd}"))])
+    telemetry.decision("tracker", f"in {odd}", sync=f"wandb sync {odd}")
+    telemetry.warn(f"the file {odd}")
+    texts = {f"text {odd}": f"two\n\tlines {odd}"}
+    numbers, pictures = {f"number {odd}": 1.0}, {f"picture {odd}": odd}
+    telemetry.emit("after_evaluation", 1, texts=texts, numbers=numbers, pictures=pictures)
+    telemetry.emit("eval", 1, loss=1.0, set=odd, **{odd: 0.5})
+    telemetry.emit("report", 1, text=f"precision {odd}\n")
+    telemetry.emit("end", 1, state="done", metrics={odd: 0.5})
+    telemetry.close()
+    text = out.getvalue()
+    assert {each for each in text if not each.isprintable()} == {"\n", "\t"}
+    assert text.count("\\x1b[2Jgone\\x0d\\x9b1m") == 13
+    assert "two\n\tlines" in text, "their lines are kept"
 
 
 def test_on_a_terminal_there_is_a_bar_per_epoch_and_one_table():
