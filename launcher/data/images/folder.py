@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,10 +117,11 @@ def list_folder(root: Path, val_fraction: float) -> FolderListing:
     if train is None or held_out is None or not _folders(train):
         if train is not None:
             _refuse_lone_train(root, train, folders)
-        files = list(_labelled(root, root, None, ignored))
+        parts: dict[Path, bool | None] = {root: None}
     else:
-        files = list(_labelled(root, train, False, ignored))
-        files += _labelled(root, held_out, True, ignored)
+        parts = {train: False, held_out: True}
+    _refuse_alike(f"data.path={root}", "class folders", (f.name for part in parts for f in _folders(part)))
+    files = [file for part, out in parts.items() for file in _labelled(root, part, out, ignored)]
     _report_ignored(root, ignored)
     return listing_of(root, files, val_fraction, f"data.path={root}")
 
@@ -181,6 +182,7 @@ def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: st
         raise DataError(f"{where} has no images. Known kinds: {', '.join(sorted(SUFFIXES))}.")
     if any(file.held_out is None for file in files):
         files = _split(files, val_fraction)
+    _refuse_alike(where, "files", (file.path for file in files))
     train = [file for file in files if not file.held_out]
     validation = [file for file in files if file.held_out]
     for part, name in ((train, "training"), (validation, "validation")):
@@ -209,6 +211,22 @@ def stratified(labels: Tensor, val_fraction: float) -> Tensor:
         shuffled = members[torch.randperm(len(members), generator=generator_for("split", label))]
         held_out[shuffled[: round(len(members) * val_fraction)]] = True
     return held_out
+
+
+def _refuse_alike(where: str, what: str, names: Iterable[str]) -> None:
+    """Raise DataError for different names that are the same once they are `encodable`.
+
+    As classes they would be one, and split.csv could not tell the files apart.
+    """
+    shown: dict[str, str] = {}
+    for name in names:
+        if not name.isascii() or "\\" in name:
+            other = shown.setdefault(encodable(name), name)
+            if other != name:
+                raise DataError(
+                    f"{where}: the names of two {what} differ only in a byte that is not UTF-8 and its "
+                    f"escaped form: {os.fsencode(other)!r} and {os.fsencode(name)!r}. Rename one of them."
+                )
 
 
 def _split(files: Sequence[File], val_fraction: float) -> list[File]:
