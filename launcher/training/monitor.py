@@ -21,6 +21,7 @@ from launcher.errors import DataError
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rescue import Rescue
 from launcher.training.gradient_stats import GradientStats
+from launcher.training.occurrences import Occurrences
 from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Voter, Votes
@@ -67,7 +68,7 @@ class Monitor:
         self._last: Position | None = None
         self._window = _Window()
         self._first_step_done = first_step_done
-        self._bad_loss_steps = 0  # of this process
+        self._bad_loss_steps = Occurrences()
         self.totals = totals
         self._voters = voters
         self.times = StepTimes(run.env.world_size)
@@ -162,17 +163,16 @@ class Monitor:
             self._warn_of_bad_loss(position.step, report.bad_losses)
 
     def _warn_of_bad_loss(self, step: int, micro_batches: int) -> None:
-        """At the first such step, the tenth, the hundredth: all are in metrics.jsonl."""
-        self._bad_loss_steps += 1
-        if self._bad_loss_steps == 1:
+        times = self._bad_loss_steps.add()
+        if times == 1:
             self._telemetry.warn(
                 f"the loss of step {step} was not finite in {micro_batches} micro-batch(es), so the step was "
                 "skipped. That is no overflow of the loss scale: check the samples for NaN and infinity, or "
                 "lower optim.lr. Further steps are counted."
             )
-        elif str(self._bad_loss_steps).strip("0") == "1":
+        elif times:
             self._telemetry.warn(
-                f"the loss was not finite in {self._bad_loss_steps} steps since this run started, the last "
+                f"the loss was not finite in {times} steps since this run started, the last "
                 f"being step {step}: these were skipped. Check the samples for NaN and infinity."
             )
 

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from launcher.training.links import LinkUse
+from launcher.training.occurrences import Occurrences
 from launcher.training.run import Run
 
 LATE_SHARE, LATE_MS = 0.25, 1.0  # of a step, that bytes wait longer at one rank than at the others
@@ -31,7 +32,7 @@ class SlowLinks:
         self._fresh: dict[int, LinkUse] = {}  # by rank: not yet compared
         self._known: set[int] = set()  # ranks that have sent one
         self._since: int | None = None  # the first step of what is compared next
-        self._found: dict[int, int] = {}  # by rank: comparisons in which its link was slow
+        self._slow = Occurrences()  # by rank: comparisons in which its link was slow
 
     def receive(self, rank: int, votes: int) -> None:
         """What `rank` has sent; 0 if it had no new samples."""
@@ -57,7 +58,6 @@ class SlowLinks:
             return
         if beyond * step_ms < LATE_MS:
             return
-        self._found[slowest] = self._found.get(slowest, 0) + 1
         self._run.telemetry.emit(
             event,
             step,
@@ -73,13 +73,10 @@ class SlowLinks:
             last_step=step,
             cause=CAUSE,
         )
-        self._warn(slowest, use, share)
+        if times := self._slow.add(slowest):
+            self._warn(slowest, times, use, share)
 
-    def _warn(self, rank: int, use: LinkUse, others_share: float) -> None:
-        """The first time, the tenth, the hundredth: all are in metrics.jsonl."""
-        times = self._found[rank]
-        if str(times).strip("0") != "1":
-            return
+    def _warn(self, rank: int, times: int, use: LinkUse, others_share: float) -> None:
         often = "" if times == 1 else f", {times} times so far"
         self._run.telemetry.warn(
             f"the link of rank {rank} on {self._hosts[rank]}, which sends to rank {use.receiver} on "

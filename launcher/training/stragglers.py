@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
 from launcher.training.links import Links
+from launcher.training.occurrences import Occurrences
 from launcher.training.progress import Position
 from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
 from launcher.training.slow_links import SlowLinks, votes_of
@@ -59,7 +60,7 @@ class Stragglers:
         self._window = _Window()
         self._done: _Window | None = None  # the window before, where all its steps were measured
         self._received: dict[int, tuple[float, float]] = {}  # by rank: waited, and read data, in ms per step
-        self._found: dict[int, int] = {}  # by rank: windows in which it was late
+        self._late = Occurrences()  # by rank: windows in which it was late
 
     def vote(self, position: Position) -> None:
         """Before a step: send this rank's times, if it is its turn."""
@@ -107,7 +108,6 @@ class Stragglers:
         data_ms = [self._received[rank][1] for rank in range(self._ranks)]
         others_ms = statistics.median(data_ms[:latest] + data_ms[latest + 1 :])
         by_data = data_ms[latest] - others_ms > late_ms / 2
-        self._found[latest] = self._found.get(latest, 0) + 1
         self._run.telemetry.emit(
             EVENT,
             step,
@@ -119,13 +119,10 @@ class Stragglers:
             last_step=first_step + self._length - 1,
             cause="data" if by_data else "compute",
         )
-        self._warn(latest, late_ms, own.step_ms, by_data)
+        if times := self._late.add(latest):
+            self._warn(latest, times, late_ms, own.step_ms, by_data)
 
-    def _warn(self, rank: int, late_ms: float, step_ms: float, by_data: bool) -> None:
-        """The first time, the tenth, the hundredth: all are in metrics.jsonl."""
-        times = self._found[rank]
-        if str(times).strip("0") != "1":
-            return
+    def _warn(self, rank: int, times: int, late_ms: float, step_ms: float, by_data: bool) -> None:
         advice = (
             "It waits for its data: look at its disk, or raise data.workers."
             if by_data
