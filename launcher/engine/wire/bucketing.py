@@ -6,7 +6,7 @@ and sends them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,9 +75,7 @@ class Bucketing:
             [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
             [
                 Look(group[-1].index, sums.over(_parts(group, transports)))
-                for segment in layout.segments
-                for own in [[bucket for bucket in buckets if bucket.segment is segment]]
-                for group in _read_together(own, travels and layout.device.type == "cpu")
+                for group in _read_together(buckets, transports, sums, layout, travels)
             ],
             _replicated(layout, buckets, transports),
         )
@@ -152,13 +150,26 @@ def _accumulators(layout: Layout) -> dict[str, Tensor]:
     }
 
 
-def _read_together(buckets: list[Bucket], waits: bool) -> list[list[Bucket]]:
-    """The buckets of a segment, by the reads of their reduced gradients.
+def _read_together(
+    buckets: list[Bucket],
+    transports: Mapping[str, Transport],
+    sums: SumOfSquares,
+    layout: Layout,
+    travels: bool,
+) -> Iterator[list[Bucket]]:
+    """The buckets by the reads of their reduced gradients.
 
-    One read of all costs least. A CPU that `waits` for the last bucket has time to read the others: the last
-    one alone is what a step on a slow link still has to read at its end.
+    One read of a segment costs least, and one of a whole small model. A CPU that waits for the last bucket
+    has time to read the others: the last one alone is what a step on a slow link still has to read at its
+    end.
     """
-    return [buckets[:-1], buckets[-1:]] if waits and len(buckets) > 1 else [buckets]
+    if not travels and sums.are_few(_parts(buckets, transports)):
+        yield buckets
+        return
+    for segment in layout.segments:
+        own = [bucket for bucket in buckets if bucket.segment is segment]
+        waits = travels and layout.device.type == "cpu" and len(own) > 1
+        yield from [own[:-1], own[-1:]] if waits else [own]
 
 
 def _parts(buckets: Sequence[Bucket], transports: Mapping[str, Transport]) -> list[Tensor]:

@@ -41,6 +41,8 @@ class SumOfSquares:
         Everything that is the same in each step is done here: a bucket of 5 MB takes 0.1 ms to read, and a
         dozen calls take as long when a whole model has passed through the caches in between.
         """
+        if self.are_few(parts):
+            return _sums_of_few(parts)
         wide = torch.float32 if parts[0].dtype == torch.float16 else torch.float64
         if self._device.type != "cpu":
             held = list(parts)
@@ -52,6 +54,10 @@ class SumOfSquares:
                 return readers[0]() if len(readers) == 1 else torch.cat([read() for read in readers])
 
         return all_groups
+
+    def are_few(self, parts: Sequence[Tensor]) -> bool:
+        """Whether these, a small model, are summed from one copy of everything. They may differ in dtype."""
+        return self._device.type == "cpu" and self._kernel is None and sum(map(len, parts)) < ALL
 
     def _over_group(self, group: list[Tensor], wide: torch.dtype) -> ReadSums:
         whole, method = _stretch(group), self._method(group[0])
@@ -93,10 +99,6 @@ class SumOfSquares:
 
     def _groups(self, parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         """Neighbours that one call sums: blocks without a gap between them, and small ones."""
-        gaps = _gaps(parts)
-        if self._kernel is None and min(gaps, default=0) >= 0 and sum(gaps) + sum(map(len, parts)) < ALL:
-            yield list(parts)  # a small model: one copy of everything
-            return
         group = [parts[0]]
         for before, part in itertools.pairwise(parts):
             (gap,) = _gaps([before, part])
@@ -108,6 +110,36 @@ class SumOfSquares:
                 yield group
                 group = [part]
         yield group
+
+
+def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
+    """Those of a small model, from one copy of everything: the bits of `_sums_of` each part by itself."""
+    groups = list(_neighbours(parts))
+    stretches = [_stretch(group) for group in groups]
+    copy = torch.empty(sum(map(len, stretches)), dtype=torch.float64)
+    places = list(torch.split(copy, [len(stretch) for stretch in stretches]))
+    gaps = [gap for group in groups for gap in (*_gaps(group), 0)]
+    pairs = torch.tensor([(part.numel(), gap) for part, gap in zip(parts, gaps, strict=True)])
+    lengths = pairs.flatten() if any(gaps) else pairs[:, 0].contiguous()
+
+    def read() -> Tensor:
+        torch._foreach_copy_(places, stretches)
+        sums = _sums_of(copy.square_(), lengths)
+        return sums if len(sums) == len(parts) else sums[::2]  # [1::2]: what the gaps hold
+
+    return read
+
+
+def _neighbours(parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Those that follow each other in one memory, with gaps of less than ALL elements."""
+    group = [parts[0]]
+    for before, part in itertools.pairwise(parts):
+        if 0 <= _gaps([before, part])[0] < ALL:
+            group.append(part)
+        else:
+            yield group
+            group = [part]
+    yield group
 
 
 def _block_sums(blocks: Tensor, wide: torch.dtype) -> Tensor:
