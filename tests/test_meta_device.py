@@ -162,7 +162,7 @@ def tensors_in(snapshot: Snapshot) -> list[Tensor]:
 REPORT = [0.5, 1.0, 65536.0, 0.1, 0.0, 64.0, 32.0, 0.0]
 NO_VOTES, BAD_LOSS = [0.0] * VOTES, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 ANSWERS: dict[str, float | list[float]] = {
-    "engine/step_result.py": REPORT,
+    "engine/verdict.py unpacked": REPORT,
     "evaluation/evaluate.py totals": [32.0, 0.0, 0.0, 32.0, 0.0],  # none unreadable
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/step_counts.py agree_on_reference": 32.0,  # once, in the first step
@@ -225,7 +225,11 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
         (path,) = (Path(config.run.dir) / "checkpoints").iterdir()
         assert load(path).progress.step == steps
         # A report is read one step late; on a GPU the host holds it by then.
-        late = ("engine/step_result.py read", "engine/notices.py gradients")
+        late = (
+            "engine/step_result.py read",
+            "engine/verdict.py unpacked",
+            "engine/notices.py gradients",
+        )
         reads = [read for read in device.reads if not read.startswith(late)]
         seen.append((Counter(reads), Counter(device.uploads)))
     assert seen[0] == seen[1]
@@ -235,7 +239,9 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    answers = ANSWERS | {"engine/step_result.py": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]}
+    answers = ANSWERS | {
+        "engine/verdict.py unpacked": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]
+    }
     with (
         MetaDevice(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,

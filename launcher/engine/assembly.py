@@ -30,7 +30,7 @@ from launcher.engine.replica import Replica
 from launcher.engine.verdict import judge_on
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_counts import Tally
+from launcher.engine.wire.step_counts import tally_on
 from launcher.engine.wire.transports import Wire, bits_depend_on_messages, choose_transports
 
 
@@ -71,14 +71,14 @@ class Parts:
         )
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
         self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
-        self.buffers = Buffers(model, group, on_host)
+        self.buffers = Buffers(model, group)
         take_values_of_rank_0(layout, model, self.buffers, group)
         self.fp32 = Fp32Modules(model, layout.device)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
-        self.tally = Tally(layout.device, group, on_host)
+        self.tally = tally_on(on_host, layout.device, group)
         self.reducer = Reducer(
             layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
         )

@@ -102,11 +102,14 @@ class Replica:
     @property
     def has_trained(self) -> bool:
         """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return bool(self._trained)
+        return self._trained_on_host or bool(self._trained)
 
-    def count_update(self, skip: Tensor) -> None:
-        """Samples of this rank went into an update, unless `skip` (bool, 0-dim, on the device)."""
-        self._trained.ge_(skip)  # trained or not skip, in one operation
+    def count_update(self, skip: Tensor | bool) -> None:
+        """Samples of this rank went into an update, unless `skip` (0-dim where it is on the device)."""
+        if isinstance(skip, Tensor):
+            self._trained.ge_(skip)  # trained or not skip, in one operation
+        elif not skip:
+            self._trained_on_host = True
 
     def tensors(self) -> list[Tensor]:
         """All that is kept between steps, wire gradients included."""
@@ -126,6 +129,7 @@ class Replica:
     def _start(self) -> None:
         """Reset what `has_trained` and `changed_buffers` compare with."""
         self._trained.zero_()  # in place: a recorded step writes there
+        self._trained_on_host = False
         self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
 
     def _replicated(self, segment: Segment) -> dict[str, Tensor]:

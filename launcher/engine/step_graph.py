@@ -116,7 +116,9 @@ class StepGraph:
 
     def _step(self, passes: Callable[[], object]) -> None:
         passes()
-        self._packed, self._wire_bytes = self._stepper.step_on_device()
+        packed, self._wire_bytes = self._stepper.step_on_device()
+        assert isinstance(packed, Tensor), "a host that decides has no part in a recording"
+        self._packed = packed
 
     def _any_rank(self, found: bool) -> bool:
         group = self._stepper.group

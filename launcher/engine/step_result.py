@@ -13,9 +13,8 @@ from torch import Tensor
 from launcher.engine.diagnostics.step_timer import Spans
 from launcher.engine.limits import VOTES
 from launcher.engine.notices import NO_SAMPLES, Notices
-from launcher.engine.precision.loss_scale import LossScale
+from launcher.engine.verdict import Numbers
 from launcher.engine.wire.reducer import ABANDONED, CULPRIT
-from launcher.engine.wire.step_counts import FIELDS
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class StepResult:
 
     def __init__(
         self,
-        packed: Tensor,
+        packed: Tensor | Numbers,
         ready: torch.cuda.Event | None,
         names: list[str],
         num_ranks: int,
@@ -70,14 +69,16 @@ class StepResult:
     @classmethod
     def capture(
         cls,
-        packed: Tensor,
+        packed: Tensor | Numbers,
         names: list[str],
         num_ranks: int,
         wire_bytes: int,
         spans: Spans,
         notices: Notices,
     ) -> StepResult:
-        """`packed`, fp64: [5 values, tally, automaton state, marks of ranks, sums by parameter]."""
+        """`packed`: Numbers, or all of them in one tensor on the device, fp64."""
+        if isinstance(packed, Numbers):
+            return cls(packed, None, names, num_ranks, wire_bytes, spans, notices)
         # A meta tensor has nothing to copy: a step on meta is only traced for host reads.
         host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
         if packed.is_cuda:
@@ -93,11 +94,14 @@ class StepResult:
         """
         if self._ready is not None:
             self._ready.synchronize()
-        head = 5 + FIELDS + len(LossScale.FIELDS)
-        numbers, marks, sums = torch.split(self._packed, [head, self._num_ranks, len(self._names)])
-        loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = numbers.tolist()
+        numbers = self._packed
+        if not isinstance(numbers, Numbers):
+            numbers = Numbers.unpacked(numbers, self._num_ranks, len(self._names))
+        head, marks, sums = numbers
+        loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = head
         votes, automaton = map(int, more[:VOTES]), map(int, more[VOTES:])
-        marked = marks.nonzero().flatten().tolist()  # almost always none, of up to thousands of ranks
+        # A step that is applied has none; one that is skipped almost always few, of up to thousands of ranks.
+        marked = marks.nonzero().flatten().tolist() if skipped else []
         abandoned = tuple(rank for rank in marked if marks[rank] == ABANDONED)
         if count == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)

@@ -42,7 +42,7 @@ from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step_result import StepResult
-from launcher.engine.verdict import Terms, next_rate
+from launcher.engine.verdict import Numbers, Terms, next_rate
 from launcher.engine.wire.step_counts import Reference
 from launcher.engine.wire.transports import Wire
 
@@ -127,7 +127,9 @@ class Stepper:
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
         self._reference = Reference(reference_count, micro_batches, self.device, self.group)
         self._clip_norm = clip_norm
-        self._rates = torch.tensor(rates, dtype=torch.float64, device=self.device)
+        self._rates: Tensor | list[float] = list(rates)
+        if not parts.on_host:
+            self._rates = torch.tensor(rates, dtype=torch.float64, device=self.device)
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self._start_of_step()
         self._names_set = frozenset(vars(self).keys() - before)
@@ -152,12 +154,17 @@ class Stepper:
         captured in a CUDA graph uses the new rate. The rate is not part of state_dict(): set it again after
         load_state_dict().
         """
+        if isinstance(self._rates, list):
+            return self._rates[min(int(self.scale.applied), len(self._rates) - 1)]
         return float(next_rate(self._rates, self.scale.applied))
 
     @lr.setter
     def lr(self, rate: float) -> None:
         limits.rate.require("lr", rate)
-        self._rates.fill_(rate)
+        if isinstance(self._rates, list):
+            self._rates = [rate]
+        else:
+            self._rates.fill_(rate)
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -277,9 +284,8 @@ class Stepper:
         self._reference.agree(count)
         self._parts.tally.add(loss_sum, count)
         self._failed = True  # until the pass has finished
-        objective = self._objective(loss_sum)
         with self._during_backward(), self.reducer.receiving(self._done + 1 == self._reference.micro_batches):
-            objective.backward()  # type: ignore[no-untyped-call]
+            loss_sum.backward(self._slope())  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
                 self._failed = False
                 self._parts.tally.take_back()
@@ -296,7 +302,7 @@ class Stepper:
         if self._reference.count is None:
             raise UnusableError(NO_REFERENCE)
         with self._during_backward():
-            return self.reducer.gradients_aside(self._objective(loss_sum))
+            return self.reducer.gradients_aside(loss_sum, self._slope())
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
@@ -323,10 +329,10 @@ class Stepper:
         self._failed = True
         return self.step()
 
-    def step_on_device(self) -> tuple[Tensor, int]:
+    def step_on_device(self) -> tuple[Tensor | Numbers, int]:
         """`step()` without the report to the host: what a CUDA graph can capture.
 
-        Returns the step's numbers, packed for StepResult, and the bytes that this rank sent.
+        Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
         """
         self._refuse_detached()
         if not self._failed:
@@ -342,7 +348,9 @@ class Stepper:
         self._parts.in_place.take()
         self.clock.mark(WIRE)
 
-        verdict = self._parts.judge(terms, reduced.sums, reduced.marks, tally, self.scale.state, self._rates)
+        verdict = self._parts.judge(
+            terms, reduced.sums, reduced.marks, tally, self.scale.present, self._rates
+        )
         self._wait_for_readers()
         self.updater.step(Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
         self.shards.gather_weights()
@@ -350,14 +358,14 @@ class Stepper:
             self.buffers.restore()
         else:
             self.buffers.restore_if(verdict.skip)
-        self.scale.state.copy_(verdict.state)
+        self.scale.become(verdict.state)
         if self._done:
             self._parts.replica.count_update(verdict.skip)
         self.clock.mark(UPDATE)
         self._start_of_step(verdict.abandoned)
         return verdict.packed, reduced.bytes
 
-    def report(self, packed: Tensor, wire_bytes: int) -> StepResult:
+    def report(self, packed: Tensor | Numbers, wire_bytes: int) -> StepResult:
         """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
         return StepResult.capture(
             packed,
@@ -500,8 +508,8 @@ class Stepper:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
         return size_bytes([*self._parts.replica.tensors(), *self.reducer.tensors()])
 
-    def _start_of_step(self, abandoned: Tensor | None = None) -> None:
-        """`abandoned` (bool, 0-dim) says whether the step before was."""
+    def _start_of_step(self, abandoned: Tensor | bool = False) -> None:
+        """`abandoned` says whether the step before was."""
         self.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self._done = 0  # backward() calls of this step
         self._failed = False
@@ -517,9 +525,12 @@ class Stepper:
     def _refuse_within_step(self, call: str) -> None:
         refuse_within_step(call, self._done + self._failed)
 
-    def _objective(self, loss_sum: Tensor) -> Tensor:
-        """J = (S / n0) * sum of losses, in fp32."""
-        return loss_sum * self.scale.over(self._reference.divisor)  # both powers of two: exact
+    def _slope(self) -> Tensor:
+        """S / n0, fp32, 0-dim: where J = (S / n0) * sum of losses is differentiated, backward starts with it.
+
+        Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
+        """
+        return self.scale.over(self._reference.divisor)
 
     def _wait_for_readers(self) -> None:
         read, self._read = self._read, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,8 +61,8 @@ class Learner:
         return self.graph.replay()
 
 
-def bits(stepper: Stepper) -> list[bytes]:
-    return [tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in stepper.tensors()]
+def bits(tensors: Iterable[Tensor]) -> list[bytes]:
+    return [tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,9 @@ def test_replays_give_the_bits_of_ordinary_steps(name, k) -> None:
             reports += [] if waiting is None else [waiting.read()]  # one step late, as the launcher
             waiting = result
         reports.append(waiting.read())
-        found.append((bits(stepper), [(r.loss, r.lr, r.scale, r.skipped, r.grad_norm) for r in reports]))
+        found.append(
+            (bits(stepper.tensors()), [(r.loss, r.lr, r.scale, r.skipped, r.grad_norm) for r in reports])
+        )
         assert recorder.replays == STEPS
     assert str(found[0]) == str(found[1])
     skipped = [report[3] for report in found[0][1]]
@@ -103,8 +107,9 @@ def test_a_capturable_stepper_gives_the_bits_of_another(optimizer) -> None:
                 loss = loss_sum(stepper.model(x), classes)
             stepper.backward(loss, (classes >= 0).sum())
             stepper.step()
-        assert stepper.counters()["skipped"]
-        found.append(bits(stepper))
+        counters = stepper.counters()
+        assert counters["skipped"]
+        found.append((bits(stepper._parts.replica.tensors()), counters, stepper.has_trained))
     assert found[0] == found[1]
 
 
@@ -166,7 +171,7 @@ def test_what_happens_between_two_steps_is_seen_by_the_next(change) -> None:
         learner.train(0)
         change(learner)
         report = learner.train(1).read()
-        found.append((bits(learner.stepper), report.votes, report.lr, learner.stepper.has_trained))
+        found.append((bits(learner.stepper.tensors()), report.votes, report.lr, learner.stepper.has_trained))
     assert found[0] == found[1]
 
 
@@ -186,15 +191,15 @@ def test_a_number_of_python_is_that_of_the_recording() -> None:
         learner.graph.record(learner.passes)
         for step in range(3):
             learner.train(step)
-        found.append(bits(learner.stepper))
+        found.append(bits(learner.stepper.tensors()))
     assert found[0] != found[1]
 
 
 def test_recording_changes_nothing_that_a_step_changes() -> None:
     learner = Small(Tape())
-    before, generator = bits(learner.stepper), torch.get_rng_state()
+    before, generator = bits(learner.stepper.tensors()), torch.get_rng_state()
     learner.graph.record(lambda: (torch.rand(3), learner.passes()))
-    assert bits(learner.stepper) == before
+    assert bits(learner.stepper.tensors()) == before
     assert torch.equal(torch.get_rng_state(), generator)
     assert learner.stepper.counters()["applied"] == 0
     assert not learner.stepper.has_trained
@@ -207,14 +212,14 @@ def test_a_read_is_refused_and_the_stepper_can_be_used_as_before() -> None:
         learner.passes()
         float(learner.x.sum())
 
-    before = bits(learner.stepper)
+    before = bits(learner.stepper.tensors())
     with pytest.raises(HostRead, match="_local_scalar_dense"):
         learner.graph.record(reading)
-    assert bits(learner.stepper) == before
+    assert bits(learner.stepper.tensors()) == before
     for each in (learner, untouched):
         each.passes()
         each.stepper.step()
-    assert bits(learner.stepper) == bits(untouched.stepper)
+    assert bits(learner.stepper.tensors()) == bits(untouched.stepper.tensors())
 
 
 def test_what_fails_only_while_it_is_recorded_is_an_error_of_the_recording() -> None:

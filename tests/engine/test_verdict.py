@@ -11,7 +11,7 @@ from hypothesis import example, given, strategies
 from torch import Tensor
 
 from launcher.engine.precision.loss_scale import Scaling
-from launcher.engine.verdict import Terms, Verdict, judge, judge_on_host, next_rate
+from launcher.engine.verdict import Numbers, Terms, Verdict, judge, judge_on_host, next_rate
 from launcher.engine.wire.reducer import ABANDONED, CULPRIT
 from launcher.engine.wire.step_counts import FIELDS
 
@@ -63,7 +63,7 @@ def test_the_host_gives_the_same_bits(mode, clip_norm) -> None:
     terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2, max=2**17))
     for case in cases():
         before = [tensor.clone() for tensor in case]
-        assert_equal(judge(terms, *case), judge_on_host(terms, *case))
+        assert_equal(judge(terms, *case), on_host(terms, *case))
         assert all(
             torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, case, strict=True)
         )
@@ -105,7 +105,18 @@ def test_the_host_gives_the_same_bits_for_any_step(
     terms = Terms(2.0**unit, clip_norm, scaling)
     values = [torch.tensor(each, dtype=torch.float64) for each in (sums, marks)]
     case = (*values, counts, torch.tensor(state), RATES)
-    assert_equal(judge(terms, *case), judge_on_host(terms, *case))
+    assert_equal(judge(terms, *case), on_host(terms, *case))
+
+
+@pytest.mark.parametrize("largest", [4.0, math.inf, math.nan])
+def test_without_marks_the_only_rank_is_to_blame(largest) -> None:
+    sums, _, tally, state, rates = cases()[0]
+    sums = torch.cat([sums, torch.tensor([largest], dtype=torch.float64)])
+    terms, blame = Terms(32.0, None, Scaling()), CULPRIT * (not math.isfinite(largest))
+    marks = torch.tensor([blame], dtype=torch.float64)
+    expected = judge(terms, sums, marks, tally, state, rates)
+    assert_equal(expected, judge(terms, sums, None, tally, state, rates))
+    assert_equal(expected, on_host(terms, sums, None, tally, state, rates))
 
 
 @pytest.mark.slow
@@ -117,6 +128,19 @@ def test_a_compiler_gives_the_same_bits(mode, clip_norm) -> None:
     compiled = torch.compile(judge, fullgraph=True)
     for case in cases():
         assert_equal(judge(terms, *case), compiled(terms, *case))
+
+
+def on_host(terms: Terms, sums, marks, tally: Tensor, state: Tensor, rates: Tensor) -> Verdict:
+    """What the host decides, as tensors."""
+    found = judge_on_host(terms, sums, marks, tally.tolist(), state.tolist(), rates.tolist())
+    assert isinstance(found.packed, Numbers)
+    head, marks, sums = found.packed
+    return Verdict(
+        torch.tensor(found.multiplier, dtype=torch.float32),
+        torch.tensor(found.lr, dtype=torch.float64),
+        *map(torch.tensor, found[2:6]),
+        torch.cat([torch.tensor(head, dtype=torch.float64), marks, sums]),
+    )
 
 
 def assert_equal(verdict: Verdict, same: Verdict) -> None:

@@ -23,6 +23,10 @@ FAULTS = {
 
 
 def flip_one_bit(stepper: Stepper, fault: str) -> None:
+    if fault == "scale":
+        *others, bad_losses = stepper.scale.state.tolist()
+        stepper.scale.become([*others, bad_losses ^ 1])
+        return
     matrices = stepper.shards.pieces[0]
     last = next(slot for slot in stepper.layout.slots if slot.name == "0.weight")
     tensor = {
@@ -30,9 +34,8 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
         "master": last.flat(matrices.master),
         "state": last.flat(stepper.updater.states[0][1]),
         "vector": stepper.model[0].bias.data,
-        "scale": stepper.scale.state,
     }[fault]
-    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
     bits[-1] ^= 1
 
 

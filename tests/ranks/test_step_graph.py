@@ -39,7 +39,7 @@ def trained(env: WorkerEnv, wire: Wire, recorder: Tape) -> list[bytes]:
         for place, values in zip((x, classes), features(8, 10 * step + env.rank), strict=True):
             place.copy_(values)
         graph.replay()
-    return bits(stepper)
+    return bits(stepper.tensors())
 
 
 def same_bits(env: WorkerEnv, wires: tuple[Wire, ...]) -> list[bool]:
@@ -61,11 +61,11 @@ def reads_on_rank_1(env: WorkerEnv) -> tuple[str, bool]:
             float(x.sum())
         stepper.backward(loss_sum(stepper.model(x), classes), len(classes))
 
-    before = bits(stepper)
+    before = bits(stepper.tensors())
     try:
         StepGraph(stepper, Tape()).record(passes)
     except HostRead as error:
-        return str(error), bits(stepper) == before
+        return str(error), bits(stepper.tensors()) == before
     return "", False
 
 

@@ -22,9 +22,8 @@ class Buffers:
     Half-precision buffers become fp32 under every policy: statistics over many steps need it.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, on_host: bool = False) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._on_host = on_host  # whether the skip flag may be read there
         for buffer in model.buffers():
             if buffer.dtype in HALF:
                 buffer.data = buffer.data.float()
@@ -57,12 +56,12 @@ class Buffers:
         for before, flat in zip(self._before, self._flat, strict=True):
             before.copy_(flat)
 
-    def restore_if(self, skipped: Tensor) -> None:
-        """Return to the snapshot where `skipped` (bool, 0-dim, on the device) is true; after `collect`."""
-        if self._on_host and not skipped:
+    def restore_if(self, skipped: Tensor | bool) -> None:
+        """Return to the snapshot where `skipped` (0-dim if it is on the device) is true; after `collect`."""
+        if skipped is False:
             return
         for before, flat in zip(self._before, self._flat, strict=True):
-            flat.copy_(torch.where(skipped, before, flat))
+            flat.copy_(torch.where(skipped, before, flat) if isinstance(skipped, Tensor) else before)
 
     def restore(self) -> None:
         """Return to the snapshot, even if a forward pass has replaced a buffer."""

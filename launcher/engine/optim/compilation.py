@@ -119,6 +119,8 @@ def _compare_judgements(layout: Layout) -> None:
         sums = ones(len(list(layout.slots))) * largest
         found, expected = (run(terms, sums, marks, tally, state, rates) for run in (compiled, judge))
         for field, one, other in zip(Verdict._fields, found, expected, strict=True):
+            assert isinstance(one, Tensor)
+            assert isinstance(other, Tensor)
             if not torch.allclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True):
                 raise _Wrong(f"the compiled verdict of a step has another {field} than the plain one")
 

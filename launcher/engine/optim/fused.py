@@ -22,7 +22,7 @@ from launcher.engine.errors import UnusableError
 
 @dataclass(frozen=True)
 class Scalars:
-    """What one update needs besides the buffers: 0-dim tensors on the device.
+    """What one update needs besides the buffers: 0-dim tensors on the device, or numbers of the host.
 
     `multiplier` turns the wire gradient into the clipped mean gradient; `number` is the count of applied
     steps, this one included; `skip` forbids writing. `factors` are those of the optimizer, fp32. `found_inf`
@@ -30,13 +30,23 @@ class Scalars:
     replaces the optimizer's. To compute the factors of all groups at once, it and `lr` are [groups].
     """
 
-    multiplier: Tensor  # fp32
-    lr: Tensor  # fp64
-    number: Tensor  # int64
-    skip: Tensor  # bool
+    multiplier: Tensor | float  # fp32
+    lr: Tensor | float  # fp64
+    number: Tensor | int  # int64
+    skip: Tensor | bool
     factors: tuple[Tensor, ...] = ()
     found_inf: Tensor | None = None
     weight_decay: Tensor | None = None  # fp64
+
+    def on(self, device: torch.device) -> Scalars:
+        """All of them as tensors: torch.compile takes a number for a constant, and compiles for each."""
+        return replace(
+            self,
+            multiplier=torch.as_tensor(self.multiplier, dtype=torch.float32, device=device),
+            lr=torch.as_tensor(self.lr, dtype=torch.float64, device=device),
+            number=torch.as_tensor(self.number, dtype=torch.int64, device=device),
+            skip=torch.as_tensor(self.skip, dtype=torch.bool, device=device),
+        )
 
 
 class Optimizer(Protocol):
@@ -107,7 +117,7 @@ class SGD:
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
         """The rate, and the weight decay where groups differ in it: one kernel then serves them all."""
-        lr = scalars.lr.float()
+        lr = tensor_of(scalars.lr).float()
         return (lr,) if scalars.weight_decay is None else (lr, scalars.weight_decay.float())
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
@@ -176,11 +186,12 @@ class AdamW:
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
         """Decay factor of the weights, bias-corrected rate, and bias correction of the square root."""
         beta1, beta2 = self.betas
-        correction1 = 1 - beta1 ** scalars.number.double()
-        correction2 = 1 - beta2 ** scalars.number.double()
+        lr, number = tensor_of(scalars.lr), tensor_of(scalars.number).double()
+        correction1 = 1 - beta1**number
+        correction2 = 1 - beta2**number
         weight_decay = self.weight_decay if scalars.weight_decay is None else scalars.weight_decay
-        keep = 1 - scalars.lr * weight_decay
-        return keep.float(), (scalars.lr / correction1).float(), correction2.rsqrt().float()
+        keep = 1 - lr * weight_decay
+        return keep.float(), (lr / correction1).float(), correction2.rsqrt().float()
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
         """As `Optimizer.update`."""
@@ -206,7 +217,7 @@ class AdamW:
             exp_avgs,
             exp_avg_sqs,
             [],
-            [scalars.number.float()] * len(masters),
+            [_steps(scalars.number)] * len(masters),
             lr=scalars.lr,
             beta1=beta1,
             beta2=beta2,
@@ -216,3 +227,14 @@ class AdamW:
             maximize=False,
             found_inf=scalars.found_inf,
         )
+
+
+def tensor_of(number: Tensor | float) -> Tensor:
+    """One of the Scalars that is known to be on the device."""
+    assert isinstance(number, Tensor)
+    return number
+
+
+def _steps(number: Tensor | float) -> Tensor:
+    """The count of applied steps as torch's fused kernel takes it: fp32, 0-dim."""
+    return number.float() if isinstance(number, Tensor) else torch.full((), number, dtype=torch.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from launcher.engine.flat.allocation import flat_zeros
 from launcher.engine.flat.groups import Rates
 from launcher.engine.flat.layout import Piece, Stretch
-from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.optim.fused import Optimizer, Scalars, tensor_of
 from launcher.engine.state import refuse_misfits
 from launcher.engine.wire.shards import Shards
 
@@ -134,9 +134,9 @@ class Updater:
     def _run_fused(self, scalars: Scalars) -> None:
         own = [scalars] if self._factors is None else self._factors.rates(scalars)
         if not self._on_host:
-            found_inf = scalars.skip.float()
+            found_inf = tensor_of(scalars.skip).float()
             own = [
-                replace(each, lr=each.lr if self._on_cpu else each.lr.float(), found_inf=found_inf)
+                replace(each, lr=each.lr if self._on_cpu else tensor_of(each.lr).float(), found_inf=found_inf)
                 for each in own
             ]
         for share in self._shares:
@@ -144,6 +144,7 @@ class Updater:
                 _fused(share.optimizer, batch, own[share.rates])
 
     def _run_compiled(self, run: Callable[..., None], scalars: Scalars) -> None:
+        scalars = scalars.on(self.pieces[0].weight.device)
         if self._factors is None:
             own = [replace(scalars, factors=self.optimizer.factors(scalars))]
         else:
@@ -242,11 +243,11 @@ def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
         torch._foreach_copy_([weight for weight, _ in halves], [master for _, master in halves])
 
 
-def _widened(batch: _Batch, multiplier: Tensor) -> list[Tensor]:
+def _widened(batch: _Batch, multiplier: Tensor | float) -> list[Tensor]:
     """The clipped mean gradient, fp32, in separate memory."""
     if not batch.scratch:
         # A 1-dim factor: with a 0-dim fp32 one the product would be computed in fp16, and overflow.
-        factor = multiplier.view(1)
+        factor = tensor_of(multiplier).view(1)
         return [torch.mul(part.grad, factor) for part in batch.parts]
     torch._foreach_copy_(batch.scratch, [part.grad for part in batch.parts])
     torch._foreach_mul_(batch.scratch, multiplier)
@@ -272,9 +273,10 @@ def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalar
     new = old.clone()
     moved = [state.clone() for state in states]
     optimizer.update(new, grad, moved, scalars)
+    skip = tensor_of(scalars.skip)
     for state, after in zip(states, moved, strict=True):
-        state.copy_(torch.where(scalars.skip, state, after))
-    new = torch.where(scalars.skip, old, new)
+        state.copy_(torch.where(skip, state, after))
+    new = torch.where(skip, old, new)
     if piece.master is not None:
         piece.master.copy_(new)
     if piece.half:

@@ -1,4 +1,4 @@
-"""The loss-scale state machine, on the device, in integers.
+"""The loss-scale state machine, in integers: on the device, or where the host decides in Python's numbers.
 
 Owns how the scale S = 2^s changes and the counters that must survive a crash. Integers make S and 1/S exact:
 neither can become 0 or inf. Nothing here waits for the device.
@@ -17,6 +17,8 @@ from torch import Tensor
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.policy import Policy, ScaleMode
+
+APPLIED = 3  # of LossScale.FIELDS
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ScaleStart:
 
 
 class LossScale:
-    """The state machine's state: one int64 tensor on the device, one element per field.
+    """The state machine's state: one int64 tensor on the device, or on the host a list, by field.
 
     exponent s; clean steps in a row `t`; lives `h`; applied and skipped steps; overflows in a row at the
     smallest scale; non-finite losses in a row.
@@ -77,12 +79,18 @@ class LossScale:
     FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
 
     def __init__(self, scaling: Scaling, device: torch.device, on_host: bool | None = None) -> None:
-        """`on_host`: whether the host may read it within a step; None: on a CPU."""
+        """`on_host`: whether the host decides each step, and holds the state; None: on a CPU."""
         self.scaling = scaling
-        self._on_host = device.type == "cpu" if on_host is None else on_host
         start = 0 if scaling.mode == "none" else _exponent(scaling.init)
         fields = [start, 0, scaling.hysteresis, 0, 0, 0, 0]
-        self.state = torch.tensor(fields, dtype=torch.int64, device=device)
+        self.present: Tensor | list[int] = fields
+        if not (device.type == "cpu" if on_host is None else on_host):
+            self.present = torch.tensor(fields, dtype=torch.int64, device=device)
+
+    @property
+    def state(self) -> Tensor:
+        """int64 [FIELDS]. To be read only: where the host decides it is a copy."""
+        return self.present if isinstance(self.present, Tensor) else torch.tensor(self.present)
 
     @property
     def exponent(self) -> Tensor:
@@ -90,13 +98,20 @@ class LossScale:
 
     @property
     def applied(self) -> Tensor:
-        return self.state[3]
+        return self.state[APPLIED]
+
+    def become(self, after: Tensor | list[int]) -> None:
+        """Take the next state, on the device in the memory of the present one."""
+        if isinstance(self.present, list):
+            self.present = after.tolist() if isinstance(after, Tensor) else after
+        else:
+            self.present.copy_(after if isinstance(after, Tensor) else torch.tensor(after))
 
     def start_at(self, exponent: int) -> int:
         """Set s, within its limits, before the first step; returns it."""
         low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
         exponent = min(max(exponent, low), high)
-        self.state[0] = exponent
+        self.present[0] = exponent
         return exponent
 
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
@@ -117,8 +132,7 @@ class LossScale:
             fields["lives"] = min(counters["lives"], scaling.hysteresis)
         if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
             fields["floor_skips"] = counters["floor_skips"]
-        values = [fields[name] for name in self.FIELDS]
-        self.state.copy_(torch.tensor(values, dtype=torch.int64))
+        self.become([fields[name] for name in self.FIELDS])
         return ScaleStart(fields["exponent"], not reason, reason)
 
     def _objection(self, exponent: int, mode: ScaleMode) -> str:
@@ -141,26 +155,22 @@ class LossScale:
         """S as fp32, 0-dim: built from its bits, so exact."""
         return power_of_two(self.exponent)
 
-    def over(self, divisor: int) -> Tensor | float:
-        """S / divisor, exact for a power of two: fp32, 0-dim; on the host the number, which costs less."""
-        if self._on_host:
-            return math.ldexp(1.0, int(self.exponent)) / divisor
+    def over(self, divisor: int) -> Tensor:
+        """S / divisor, exact for a power of two: fp32, 0-dim."""
+        if isinstance(self.present, list):  # one operation
+            return torch.full((), math.ldexp(1.0, self.present[0]) / divisor, dtype=torch.float32)
         return self.value() / divisor
-
-    def advance(self, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor) -> None:
-        """Update the state after one step. All flags are bool, 0-dim, equal on all ranks.
-
-        `overflow` is a step whose gradient is not finite although every loss was; only that lowers the
-        scale. A non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes
-        nothing, and is not counted.
-        """
-        self.state.copy_(next_state(self.scaling, self.state, skipped, bad_loss, overflow, abandoned))
 
 
 def next_state(
     scaling: Scaling, state: Tensor, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor
 ) -> Tensor:
-    """The state after a step with these flags (see `LossScale.advance`), int64 [FIELDS]."""
+    """The state after one step, int64 [FIELDS]. All flags are bool, 0-dim, equal on all ranks.
+
+    `overflow` is a step whose gradient is not finite although every loss was; only that lowers the scale. A
+    non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes nothing, and is not
+    counted.
+    """
     s, t, h, applied, skips, floor, bad = state.unbind()
     clean, at_floor = ~skipped, overflow
     if scaling.mode == "dynamic":

@@ -36,7 +36,9 @@ class Reduced:
     """What a step needs to know about the reduced gradient; all tensors on the device."""
 
     sums: Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index
-    marks: Tensor  # [world_size] fp64 CULPRIT where a rank's own gradient was not finite, ABANDONED, or 0
+    # [world_size] fp64: CULPRIT where a rank's own gradient was not finite, ABANDONED, or 0. None without a
+    # group, unless the step is abandoned: `sums` then say it.
+    marks: Tensor | None
     bytes: int  # passed to collectives by this rank
 
 
@@ -164,15 +166,16 @@ class Reducer:
             for p, grad in held:
                 p.grad = grad
 
-    def gradients_aside(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradients by name from a backward pass of `loss` that is not part of a step.
+    def gradients_aside(self, loss: Tensor, slope: Tensor | None = None) -> dict[str, Tensor]:
+        """Gradients by name from a backward pass of `slope * loss` that is not part of a step.
 
+        `slope`: fp32, 0-dim; None: 1.
         Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
         """
         refuse_loss(loss)
         parameters = self._layout.parameters
         with self.grad_put_aside():
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(slope)  # type: ignore[no-untyped-call]
             found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             for p in parameters.values():
                 p.grad = None
@@ -228,11 +231,13 @@ class Reducer:
                 transport.join()
                 found.append(look.sums())
                 look = next(looks, look)
-        sums = torch.cat(found)
+        sums = torch.cat(found) if len(found) > 1 else found[0]
+        marks: Tensor | None = None
         if self._sharded:
             sums, marks = self._share_sums(sums)
         elif self._group is None:
-            marks = self._mark(_not_finite(sums)).view(1)
+            if self._sending.abandoned:
+                marks = torch.full((1,), ABANDONED, dtype=torch.float64, device=sums.device)
         else:
             last = self.buckets[-1]
             marks = last.tail.double() / self._transports[last.segment.name].after
@@ -278,7 +283,7 @@ class Reducer:
 
     def _own_gradient_is_bad(self) -> Tensor:
         sums = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
-        return _not_finite(torch.cat(sums))
+        return not_finite(torch.cat(sums))
 
     def _mark(self, bad: Tensor) -> Tensor:
         """This rank's slot, fp64, 0-dim."""
@@ -312,7 +317,7 @@ class Reducer:
             self._sending.followed += 1
 
 
-def _not_finite(sums: Tensor) -> Tensor:
+def not_finite(sums: Tensor) -> Tensor:
     """Whether one of these sums of squares is inf or nan: bool, 0-dim."""
     return ~(sums.sum() < math.inf)
 

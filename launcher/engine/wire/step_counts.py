@@ -9,6 +9,7 @@ the counts of the first step.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,68 +22,96 @@ from launcher.engine.precision.loss_scale import nearest_power_of_two
 FIELDS = 3 + VOTES
 
 
-class Tally:
-    """Sums over the micro-batches of this rank, then over the ranks: one fp64 tensor [FIELDS]."""
+class Tally(Protocol):
+    """Sums over the micro-batches of this rank, then over the ranks: FIELDS numbers."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, on_host: bool) -> None:
+    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
+        ...
+
+    def take_back(self) -> None:
+        """Forget the micro-batch that was added last."""
+        ...
+
+    def vote(self, question: int, votes: int) -> None:
+        """Record this rank's votes for `question`."""
+        ...
+
+    def send(self) -> None:
+        """Start summing over the ranks. Once per step."""
+        ...
+
+    def give(self) -> Tensor:
+        """Instead of `send`: this rank's sums, fp64 [FIELDS], for another collective. Once per step."""
+        ...
+
+    def receive(self, totals: Tensor) -> None:
+        """What that collective has made of them."""
+        ...
+
+    def totals(self) -> Tensor | list[float]:
+        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """What is held on the device between steps."""
+        ...
+
+    def restart(self) -> None:
+        """Begin the next step."""
+        ...
+
+
+def tally_on(on_host: bool, device: torch.device, group: dist.ProcessGroup | None) -> Tally:
+    """The form for the host, where reading a loss does not wait, or for a device."""
+    return HostTally(group) if on_host else DeviceTally(device, group)
+
+
+class DeviceTally:
+    """A tally in one fp64 tensor."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._on_host = on_host
         self._sums = torch.zeros(FIELDS, dtype=torch.float64, device=device)
         self._newest: Tensor | None = None  # [3] of the micro-batch that may still be taken back
         self._work: dist.Work | None = None
         self._sent = False
 
     def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
         self._include_newest()
-        if self._on_host:  # reading does not wait, and is less work than seven operations
-            number = loss_sum.item()
-            counts = (float(count), number, float(not math.isfinite(number)))
-            self._newest = torch.tensor(counts, dtype=torch.float64)
-            return
         loss = loss_sum.detach().double()
         n = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, float(count))
         self._newest = torch.stack([n.reshape(()), loss, (loss - loss != 0).double()])
 
     def take_back(self) -> None:
-        """Forget the micro-batch that was added last."""
-        assert not self._sent, "the counts of this step have been sent"
+        _refuse_sent(self._sent)
         self._newest = None
 
     def vote(self, question: int, votes: int) -> None:
-        """Record this rank's votes for `question`."""
-        assert not self._sent, "the votes of this step have been sent"
+        _refuse_sent(self._sent)
         self._sums[3 + question] = votes
 
     def send(self) -> None:
-        """Start summing over the ranks. Once per step."""
-        sums = self.give()
-        if self._group is not None:
-            self._work = works.started(dist.all_reduce(sums, group=self._group, async_op=True))
+        self._work = _started(self.give(), self._group)
 
     def give(self) -> Tensor:
-        """Instead of `send`: this rank's sums [FIELDS], for a collective of the caller's. Once per step."""
         self._include_newest()
         self._sent = True
         return self._sums
 
     def receive(self, totals: Tensor) -> None:
-        """What that collective has made of them."""
         self._sums.copy_(totals)
 
     def totals(self) -> Tensor:
-        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
         if self._work is not None:
             works.wait_for(self._work, self._sums)
             self._work = None
         return self._sums
 
     def tensors(self) -> list[Tensor]:
-        """What is held here between steps."""
         return [self._sums]
 
     def restart(self) -> None:
-        """Begin the next step."""
         self._sums.zero_()
         self._newest = None
         self._sent = False
@@ -91,6 +120,75 @@ class Tally:
         if self._newest is not None:
             self._sums[:3].add_(self._newest)
             self._newest = None
+
+
+class HostTally:
+    """A tally in Python's numbers: a tensor only where a collective takes it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._sums = [0.0] * FIELDS
+        self._newest: tuple[float, float, float] | None = None  # the micro-batch that may be taken back
+        self._shared: Tensor | None = None  # once they have been sent
+        self._work: dist.Work | None = None
+
+    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        self._include_newest()
+        loss = loss_sum.item()
+        self._newest = (float(count), loss, float(not math.isfinite(loss)))
+
+    def take_back(self) -> None:
+        _refuse_sent(self._shared is not None)
+        self._newest = None
+
+    def vote(self, question: int, votes: int) -> None:
+        _refuse_sent(self._shared is not None)
+        self._sums[3 + question] = float(votes)
+
+    def send(self) -> None:
+        if self._group is None:
+            self._include_newest()
+        else:
+            self._work = _started(self.give(), self._group)
+
+    def give(self) -> Tensor:
+        self._include_newest()
+        self._shared = torch.tensor(self._sums, dtype=torch.float64)
+        return self._shared
+
+    def receive(self, totals: Tensor) -> None:
+        self._shared = totals
+
+    def totals(self) -> list[float]:
+        if self._shared is None:
+            return self._sums
+        if self._work is not None:
+            works.wait_for(self._work, self._shared)
+            self._work = None
+        found: list[float] = self._shared.tolist()
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def restart(self) -> None:
+        self._sums = [0.0] * FIELDS
+        self._newest = self._shared = None
+
+    def _include_newest(self) -> None:
+        if self._newest is not None:
+            for position, number in enumerate(self._newest):
+                self._sums[position] += number
+            self._newest = None
+
+
+def _started(sums: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Start their sum over the ranks, where there are several."""
+    return works.started(dist.all_reduce(sums, group=group, async_op=True)) if group is not None else None
+
+
+def _refuse_sent(sent: bool) -> None:
+    assert not sent, "the counts and votes of this step have been sent"
 
 
 class Reference:
@@ -123,10 +221,10 @@ class Reference:
             counted = count * self.micro_batches
             self.count, self._is_new = agree_on_reference(counted, self._device, self._group), True
 
-    def restart(self, abandoned: Tensor | None = None) -> None:
-        """Begin the next step. An n0 from an `abandoned` step (bool, 0-dim) is dropped."""
+    def restart(self, abandoned: Tensor | bool = False) -> None:
+        """Begin the next step. An n0 from an `abandoned` step is dropped."""
         # Reading the flag waits for the device, as agree() already did in this step.
-        if self._is_new and abandoned is not None and bool(abandoned):
+        if self._is_new and bool(abandoned):
             self.count = None
         self._is_new = False
         self.count = self.count or None

@@ -58,12 +58,13 @@ TORCH = {
 
 
 def stepper_of(form: str, *arguments, **options) -> Stepper:
-    stepper = Stepper(*arguments, compiled=form == "compiled", reference_count=1, **options)
+    stepper = Stepper(
+        *arguments, compiled=form == "compiled", capturable="GPU" in form, reference_count=1, **options
+    )
     updater = stepper.updater
     assert isinstance(updater, Updater)
     assert stepper.compilation.used == (form == "compiled"), stepper.compilation.reason
     if "GPU" in form:
-        updater._on_host = False
         for batch in updater._batches:
             batch.scratch.clear()
     if form == "as for a compiler":

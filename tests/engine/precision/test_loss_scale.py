@@ -6,9 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.precision.loss_scale import LossScale, Scaling, nearest_power_of_two, power_of_two
+from launcher.engine.precision.loss_scale import (
+    LossScale,
+    Scaling,
+    nearest_power_of_two,
+    next_fields,
+    next_state,
+    power_of_two,
+)
 
 CLEAN, OVERFLOW, BAD_LOSS, NO_SAMPLES = "clean", "overflow", "bad loss", "no samples"
 
@@ -47,8 +55,15 @@ class Reference:
 
 
 def advance(scale: LossScale, event: str) -> None:
-    flags = (event != CLEAN, event == BAD_LOSS, event == OVERFLOW, False)
-    scale.advance(*(torch.tensor(flag) for flag in flags))
+    step(scale, event != CLEAN, event == BAD_LOSS, event == OVERFLOW, False)
+
+
+def step(scale: LossScale, *flags: bool) -> None:
+    """Both forms of the state machine, which must agree."""
+    device = next_state(scale.scaling, scale.state, *map(torch.tensor, flags))
+    host = next_fields(scale.scaling, scale.state.tolist(), *flags)
+    assert device.tolist() == host
+    scale.become(device if isinstance(scale.present, Tensor) else host)
 
 
 @settings(deadline=None)
@@ -57,11 +72,14 @@ def advance(scale: LossScale, event: str) -> None:
     bounds=st.lists(st.integers(0, 6), min_size=3, max_size=3).map(sorted),
     growth_interval=st.integers(1, 5),
     hysteresis=st.integers(1, 3),
+    on_host=st.booleans(),
 )
-def test_dynamic_scale_follows_the_written_out_rule(events, bounds, growth_interval, hysteresis) -> None:
+def test_dynamic_scale_follows_the_written_out_rule(
+    events, bounds, growth_interval, hysteresis, on_host
+) -> None:
     low, start, high = bounds
     scaling = Scaling("dynamic", 2**start, growth_interval, hysteresis, 2**low, 2**high)
-    scale = LossScale(scaling, torch.device("cpu"))
+    scale = LossScale(scaling, torch.device("cpu"), on_host)
     reference = Reference(start, low, high, growth_interval, hysteresis)
     for event in events:
         advance(scale, event)
@@ -112,9 +130,8 @@ def test_nearest_power_of_two(value, power) -> None:
 
 def test_a_run_that_goes_on_with_a_shorter_interval_grows() -> None:
     scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
-    scale.state[1] = 9  # clean steps counted under a longer one
-    no = torch.zeros((), dtype=torch.bool)
-    scale.advance(no, no, no, no)
+    scale.become([3, 9, 1, 0, 0, 0, 0])  # clean steps counted under a longer one
+    advance(scale, CLEAN)
     assert scale.value().item() == 16
 
 
@@ -123,6 +140,5 @@ def test_an_abandoned_step_changes_nothing(event) -> None:
     scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
     advance(scale, CLEAN)
     before = scale.state.clone()
-    flags = (True, event == BAD_LOSS, event == OVERFLOW, True)
-    scale.advance(*(torch.tensor(flag) for flag in flags))
+    step(scale, True, event == BAD_LOSS, event == OVERFLOW, True)
     assert torch.equal(scale.state, before)
