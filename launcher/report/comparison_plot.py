@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#2f6ca3", "#d4722a", "#b3261e", "#3a8f5c", "#7a5aa6", "#8c6d3f", "#4a4a4a", "#c2528b")
+DASHES = (
+    (),
+    (5, 3),
+    (1, 2),
+    (6, 2, 1, 2),
+    (9, 3),
+    (5, 2, 1, 2, 1, 2),
+    (2.5, 2.5),
+    (9, 2, 3, 2),
+)  # as on the page
 HEIGHT, WIDTH_OF_ONE, WIDTH_OF_TWO = 4.6, 7.0, 11.0  # inches
 MARKED = 30  # points; a line of fewer has a mark at each
 
@@ -98,6 +108,7 @@ def _draw_panel(axes: Axes, labels: Sequence[str], panel: Panel) -> None:
             panel.factor,
             label=plain(label),
             color=color,
+            linestyle=(0, DASHES[index % len(DASHES)]) if index % len(DASHES) else "-",
             linewidth=4.5 if index == 0 else 2.2,  # the first remains visible below the others
             marker="o" if len(mean) < MARKED else None,
             markersize=3.5,

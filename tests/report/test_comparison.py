@@ -92,6 +92,7 @@ def test_the_picture_has_a_bold_mean_and_a_thin_line_per_seed(sweep, monkeypatch
     assert [line.get_label() for line in bold] == ["fp32", "fp16"]
     assert list(bold[0].get_ydata()) == pytest.approx([3.5 / 5, 3.5 / 10, 3.5 / 15])
     assert bold[0].get_color() != bold[1].get_color()
+    assert [line.get_linestyle() for line in bold] == ["-", "--"], "on grey paper they differ too"
     thin = [line for line in loss.lines if line.get_color() == bold[1].get_color() and line is not bold[1]]
     assert len(thin) == 6
 

@@ -19,6 +19,9 @@ from launcher.report.curve import FloatArray
 from launcher.report.html import hidden, table
 from launcher.telemetry.formatting import number
 
+DASHED = ("line", "mean", "steps")  # styles
+KEY_WIDTH = 36  # pixels, of a line in the legend: more than one period of its dashes
+LAYER_OPACITIES = (0.95, 0.65, 0.4, 0.2)  # of areas on top of each other
 WIDTH, HEIGHT = 1000, 240  # of the drawing, which is stretched
 MAX_ROWS = 12  # of a chart's table
 MAX_DESCRIBED = 6  # lines that the label of a chart describes
@@ -26,9 +29,10 @@ MAX_DESCRIBED = 6  # lines that the label of a chart describes
 
 @dataclass(frozen=True)
 class Line:
-    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross or lane (pairs of x).
+    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross, lane or area.
 
-    `values` are read out instead of y, where y is only a place.
+    A lane has pairs of x. `values` are read out instead of y, where y is only a place. `color` also selects
+    the dashes of a line, and `opacity` is that of an area, so that lines differ without colours too.
     """
 
     name: str
@@ -37,6 +41,14 @@ class Line:
     y: FloatArray
     style: str = "line"
     values: FloatArray | None = None
+    opacity: float = 0.75
+
+    @property
+    def look(self) -> str:
+        """Colour, dashes and opacity, for the drawing and for its key in the legend."""
+        dashes = f";--d:var(--d{self.color})" if self.style in DASHED else ""
+        opacity = f";--o:{self.opacity:g}" if self.style == "area" else ""
+        return f"--c:var(--s{self.color}){dashes}{opacity}"
 
     @property
     def shown(self) -> FloatArray:
@@ -131,10 +143,7 @@ class Chart:
         data = f' data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"'
         # A line of one point would be one pixel.
         style = "dots" if len(right) == 1 and line.style not in ("cross", "lane") else line.style
-        return (
-            f'<path class="s {style}" style="--c:var(--s{line.color})" '
-            f'd="{_path(right, down, style)}"{data}/>'
-        )
+        return f'<path class="s {style}" style="{line.look}" d="{_path(right, down, style)}"{data}/>'
 
     def _labels(self) -> Iterator[str]:
         kind = "lane" if self.lanes else "y"
@@ -167,16 +176,24 @@ class Chart:
 
 
 def legend(lines: Sequence[Line]) -> str:
-    """The names of the lines, each with its colour; none for a single line."""
+    """The names of the lines, each as it is drawn; none for a single line."""
     named = {line.name: line for line in lines if line.x.size and line.style != "faint"}
     if len(named) < 2:
         return ""
     items = "".join(
-        f'<li title="{escape(name)}"><i class="key {line.style}" style="--c:var(--s{line.color})"></i>'
-        f"<span>{escape(name)}</span></li>"
+        f'<li title="{escape(name)}">{_key(line)}<span>{escape(name)}</span></li>'
         for name, line in named.items()
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+def _key(line: Line) -> str:
+    if line.style not in DASHED:
+        return f'<i class="key {line.style}" style="{line.look}"></i>'
+    return (
+        f'<svg class="key" width="{KEY_WIDTH}" height="6" aria-hidden="true">'
+        f'<path class="s {line.style}" style="{line.look}" d="M0 3H{KEY_WIDTH}"/></svg>'
+    )
 
 
 def stacked(
@@ -194,11 +211,12 @@ def stacked(
         top, bottom = (np.round((1 - high.places(v)) * HEIGHT, 1).tolist() for v in (above, below))
         corners = [*zip(right, top, strict=True), *zip(right[::-1], bottom[::-1], strict=True)]
         path = "M" + "L".join(f"{a:g} {b:g}" for a, b in corners) + "Z"
+        layer = Line(name, color, x, values, "area", opacity=LAYER_OPACITIES[color % len(LAYER_OPACITIES)])
         areas.append(
-            f'<path class="s area" style="--c:var(--s{color})" d="{path}" data-name="{escape(name)}" '
+            f'<path class="s area" style="{layer.look}" d="{path}" data-name="{escape(name)}" '
             f'data-x="{_numbers(x)}" data-y="{_numbers(values)}"/>'
         )
-        lines.append(Line(name, color, x, values, "area"))
+        lines.append(layer)
         below = above
     return Chart(title, unit, lines, axis, high, drawing="".join(areas)).markup()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -19,6 +18,7 @@ SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; EN
 VISIBLE_PERCENT = 0.005
 MAX_LAYERS = 24
 AS_SENT, AT_SCALE_1 = 0, 7  # colours
+PALE = 0.3  # opacity of the bars behind the others
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,21 @@ def _histogram(found: _Gradients) -> str:
     sent = [
         (e, part) for e, part in zip(found.exponents, found.percent, strict=True) if part > VISIBLE_PERCENT
     ]
-    series = [(f"as sent, at scale 2^{found.shift}", sent, AS_SENT, "")]
+    series = [(f"as sent, at scale 2^{found.shift}", sent, AS_SENT, 1.0)]
     if found.shift:
-        series.insert(0, ("at scale 1", [(e - found.shift, p) for e, p in sent], AT_SCALE_1, " pale"))
+        series.insert(0, ("at scale 1", [(e - found.shift, p) for e, p in sent], AT_SCALE_1, PALE))
     lines = [
         Line(
-            name, color, np.array([e for e, _ in bars], float), np.array([p for _, p in bars], float), "area"
+            name,
+            color,
+            np.array([e for e, _ in bars], float),
+            np.array([p for _, p in bars], float),
+            "area",
+            opacity=opacity,
         )
-        for name, bars, color, _ in series
+        for name, bars, color, opacity in series
     ]
-    drawing = "".join(_bars(name, bars, color, kind, x, y) for name, bars, color, kind in series)
+    drawing = "".join(_bars(line, x, y) for line in lines)
     zones = (
         (low, SMALLEST_SUBNORMAL - 1, "zero", 1),
         (SMALLEST_SUBNORMAL - 1, SMALLEST_NORMAL, "subnormal", 4),
@@ -107,15 +112,15 @@ def _histogram(found: _Gradients) -> str:
     ).markup()
 
 
-def _bars(name: str, bars: Sequence[tuple[int, float]], color: int, kind: str, x: Axis, y: Axis) -> str:
+def _bars(line: Line, x: Axis, y: Axis) -> str:
+    bars = list(zip(line.x.astype(int).tolist(), line.y.tolist(), strict=True))
     path = "".join(
         f"M{x.place(e) * WIDTH:.1f} {HEIGHT}V{(1 - y.place(part)) * HEIGHT:.1f}"
         f"H{x.place(e + 0.86) * WIDTH:.1f}V{HEIGHT}Z"
         for e, part in bars
     )
     values = f'data-x="{" ".join(str(e) for e, _ in bars)}" data-y="{" ".join(f"{p:.4g}%" for _, p in bars)}"'
-    look = f'class="bar{kind}" style="--c:var(--s{color})"'
-    return f'<path {look} d="{path}" data-name="{escape(name)}" {values}/>'
+    return f'<path class="bar" style="{line.look}" d="{path}" data-name="{escape(line.name)}" {values}/>'
 
 
 def _layers(found: _Gradients) -> str:
