@@ -64,6 +64,7 @@ from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Course, Start
 from launcher.training.recipe_errors import guarded, guarding
+from launcher.training.recorded_config import asked
 from launcher.training.recorded_steps import recorded
 from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
@@ -256,6 +257,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
         model=job.used.model,
         data=job.used.data,
         compare_by=job.recipe.compare_by,
+        asked=asked(run.config),
     )
 
 

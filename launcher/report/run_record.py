@@ -40,7 +40,7 @@ class RunRecord:
     life: RunState
     environment: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
-    config: dict[str, str] = field(default_factory=dict)  # by dotted key
+    config: dict[str, str] = field(default_factory=dict)  # by dotted key, as the user asked for it
     classification_report: str = ""
     confusion_picture: bytes = b""
 
@@ -57,7 +57,7 @@ class RunRecord:
             found,
             environment=json_of(run_dir, ENVIRONMENT, warn),
             config_text=config_text,
-            config=_flat(config_text, run_dir, warn),
+            config=_as_asked(_flat(config_text, run_dir, warn), recording),
             classification_report=text_of(run_dir / "classification_report.txt"),
             confusion_picture=bytes_of(run_dir / CONFUSION_PICTURE),
         )
@@ -244,6 +244,14 @@ def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
         warn(f"{run_dir / CONFIG} is damaged: not compared ({first_line})")
         return {}
     return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+
+
+def _as_asked(config: dict[str, str], recording: Recording) -> dict[str, str]:
+    """The config without what the run found out for itself, such as a micro-batch that fits."""
+    wishes = (recording.of("start").last or {}).get("asked")
+    if not isinstance(wishes, dict):  # of an older version
+        return config
+    return config | {key: text for key, text in _leaves(wishes, "") if key in config}
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str) -> Sequence[tuple[str, str]]:

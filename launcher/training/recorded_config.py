@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from launcher.config.schema import Config
 from launcher.run_dir.records import write_config
 from launcher.training.progress import Standing
 from launcher.training.run import Run
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """By key: the user's values of what `record_config` may replace, so that reports compare runs by them.
+
+    Without model.weights_sha256: weights of other content are another start.
+    """
+    return {
+        "data.micro_batch": config.data.micro_batch,
+        "precision.fp32_modules": list(config.precision.fp32_modules),
+    }
 
 
 def fp32_modules(config: Config, standing: Standing) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import yaml
 
 from launcher.engine.optim.updater import Updater
 from launcher.engine.wire.reducer import Reducer
+from launcher.report.run_record import RunRecord
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import both, hungry, lacking_memory, send_signal, stop_after
 
@@ -112,6 +113,9 @@ def test_a_halved_run_ends_as_one_that_starts_halved_from_the_step_before(tmp_pa
     ended = run(tmp_path / "run", *common, ranks=ranks, user_code=small)
     assert ended.codes == [0] * ranks, ended
     assert ended.result["micro_batch"] == written(ended) == micro // 2
+    assert RunRecord.read(ended.directory).config["data.micro_batch"] == (
+        "8" if "already" in name else "null"
+    )
     (event,) = ended.events("out_of_memory")
     assert (event["ranks"], event["dropped"], event["micro_batch"]) == (list(lacking), step, micro // 2)
     (warning,) = ended.warnings

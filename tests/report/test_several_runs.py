@@ -15,7 +15,7 @@ import pytest
 from launcher.cli import main
 from launcher.report.run_record import RunRecord
 from launcher.report.run_table import run_table
-from launcher.report.settings import difference_rows, run_settings, setting_rows
+from launcher.report.settings import difference_rows, differing_keys, run_settings, setting_rows
 from launcher.report.watching import Watched, run_screen
 from launcher.run_dir.atomic import json_line, write_json
 from tests.report.test_page import HOSTILE, Page
@@ -103,6 +103,26 @@ def test_runs_are_laid_over_each_other_and_seeds_have_a_mean(runs, tmp_path, cap
     ):
         assert text in page.text
     assert page.tags.count("script") == 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_runs_are_compared_by_what_the_user_asked_for_and_not_by_what_they_found(tmp_path, recorded):
+    found = {"data.micro_batch": ("16", "8"), "precision.fp32_modules": ("[]", "['blocks.*']")}
+    asked = {"data.micro_batch": None, "precision.fp32_modules": []}
+    for place in (0, 1):
+        run = write_run(tmp_path / str(place), seed=place)
+        values = {key: both[place] for key, both in found.items()}
+        with (run / "config.yaml").open("a") as file:
+            file.write(f"data:\n  micro_batch: {values['data.micro_batch']}\n")
+            file.write(f"precision:\n  fp32_modules: {values['precision.fp32_modules']}\n")
+        if recorded:
+            events = (run / "metrics.jsonl").read_bytes()
+            start = {"event": "start", "time": 100.0, "step": 0, "asked": asked | {"else": 1}}
+            (run / "metrics.jsonl").write_bytes(json_line(start) + events.partition(b"\n")[2])
+    runs = [RunRecord.read(tmp_path / place) for place in "01"]
+    assert differing_keys(runs) == ["seed", *([] if recorded else found)]
+    assert len(run_settings(runs)) == (1 if recorded else 2), "older versions did not record the wish"
+    assert "micro_batch: 8" in runs[1].config_text, "the page shows what was used"
 
 
 def test_without_out_the_page_of_several_runs_is_in_the_working_directory(
