@@ -12,7 +12,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]  # inputs [samples, ...], class of each [samples]
-Step = Callable[[Batch], Tensor]  # trains on a batch; its mean loss, 0-dim, detached
+Step = Callable[[Batch], SupportsFloat]  # trains on a batch; its mean loss
 CPU = torch.device("cpu")
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,11 +23,21 @@ def stepper_for(model: nn.Module, setup: Setup, policy: str = "fp16", **options:
     return Stepper(model, OPTIMIZERS[setup.optimizer], Policy.named(policy), scaling=scaling, **options)
 
 
+class Mean(NamedTuple):
+    """A mean that is computed when it is asked for: the peers' loss functions return one, ours a sum."""
+
+    total: Tensor
+    count: int
+
+    def __float__(self) -> float:
+        return float(self.total) / self.count
+
+
 def step_with(stepper: Stepper) -> Step:
     """A step with the whole of its bookkeeping. As the launcher, it reads each report one step late."""
     waiting: list[StepResult] = []
 
-    def step(batch: Batch) -> Tensor:
+    def step(batch: Batch) -> Mean:
         inputs, labels = batch
         with stepper.forward():
             loss = F.cross_entropy(stepper.model(inputs).float(), labels, reduction="sum")
@@ -35,7 +45,7 @@ def step_with(stepper: Stepper) -> Step:
         waiting.append(stepper.step())
         if len(waiting) > 1:
             waiting.pop(0).read()
-        return loss.detach() / len(labels)
+        return Mean(loss.detach(), len(labels))
 
     return step
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.engine import SGD, Policy, Stepper, Wire
 from launcher.engine.flat.layout import Layout
+from launcher.engine.wire import reducer
 from launcher.engine.wire.inbox import Inbox
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -129,7 +130,8 @@ class Watched(nn.Sequential):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_are_freed_with_their_bucket(micro_batches) -> None:
+def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> None:
+    monkeypatch.setattr(reducer, "KEPT_BYTES", 8 * 64 * 64 * 4 - 1)
     model = Watched(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     alive = model.watch()
     stepper = Stepper(
