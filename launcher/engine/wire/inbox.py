@@ -36,6 +36,10 @@ class Inbox:
         self._totals = None if totals is None else totals[run.start : run.end]
         written = segment.grad if totals is None else totals
         self._slots = [(slot, parameters[slot.name], slot.view(written)) for slot in run.slots]
+        self._parameters = [parameter for _, parameter, _ in self._slots]
+        self._places = [place for _, _, place in self._slots]
+        self._strides = [slot.stride for slot in run.slots]
+        self._indices = {slot.index for slot in run.slots}
         self._filled: set[int] = set()  # slots that hold a gradient of this step
 
     def drain(self) -> None:
@@ -43,6 +47,8 @@ class Inbox:
 
         Raises UnusableError for a sparse gradient.
         """
+        if not self._filled and self._drain_usual():
+            return
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
         again: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot, parameter, place in self._slots:
@@ -61,6 +67,20 @@ class Inbox:
         if again[0]:
             places, gradients = again
             torch._foreach_add_(places, _exact(gradients, places[0].dtype), alpha=factor)
+
+    def _drain_usual(self) -> bool:
+        """The first pass of a step, if all gradients are there as they are sent: a third of the time."""
+        given = [parameter.grad for parameter in self._parameters]
+        gradients = [gradient for gradient in given if gradient is not None]
+        if len(gradients) < len(given) or any(g.layout != torch.strided for g in gradients):
+            return False
+        if [gradient.stride() for gradient in gradients] != self._strides:
+            return False
+        _write(self._places, gradients, self._factor if self._totals is None else 1.0)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._filled |= self._indices
+        return True
 
     def complete(self) -> None:
         """Complete the message: sums of micro-batches rounded once, zeros where nothing arrived.
