@@ -8,6 +8,11 @@ from torch import Tensor
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
+def batch_to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The columns of a batch on the CPU, each by `to_device`."""
+    return batch if device.type == "cpu" else {name: to_device(each, device) for name, each in batch.items()}
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """On a stream of its own, so that the copy does not wait for what the device is still computing."""
     if device.type != "cuda":

@@ -41,8 +41,8 @@ class Labels:
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return
-        lowest, highest = labels.aminmax()
-        if int(lowest) >= 0 and int(highest) < self.num_classes:  # comparing tensors takes twice as long
+        values = labels.tolist()  # of some hundred labels in half the time of torch's aminmax
+        if min(values) >= 0 and max(values) < self.num_classes:
             return
         odd = (labels >= self.num_classes) | ((labels < 0) & (labels != IGNORED))
         if odd.any():

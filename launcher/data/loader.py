@@ -109,13 +109,12 @@ class Pool:
     def _read_here(self) -> Iterator[Fetched]:
         """Without a process, and without torch's loader, which would only add its own time."""
         reader: Any = self._reader  # a stream's, or one that is given requests
-        answers = iter(reader) if self._requests is None else map(reader.__getitem__, self._requests)
-        while True:
-            with GeneratorsKept():
-                fetched = next(answers, None)
-            if fetched is None:
-                return
-            yield fetched.pin_memory() if self._how.device.type == "cuda" else fetched
+        answers = (
+            _each_kept(iter(reader)) if self._requests is None else map(reader.read_here, self._requests)
+        )
+        if self._how.device.type == "cuda":
+            answers = (fetched.pin_memory() for fetched in answers)
+        return answers
 
     def explain(self, error: RuntimeError) -> LauncherError | None:
         """The error for a lost process or a long wait, naming the sample that was being read."""
@@ -241,6 +240,16 @@ def loader_processes() -> Iterator[None]:
     finally:
         while _pools:
             _pools.pop().close()
+
+
+def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
+    """What each of them draws leaves the generators of this process as they were."""
+    while True:
+        with GeneratorsKept():
+            fetched = next(answers, None)
+        if fetched is None:
+            return
+        yield fetched
 
 
 def _as_it_is(fetched: Fetched) -> Fetched:

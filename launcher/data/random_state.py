@@ -42,7 +42,7 @@ class GeneratorsKept:
         self._before = states()
 
     def __exit__(self, *error: object) -> None:
-        _set(self._before)
+        restore(self._before)
 
 
 def sample_seeds(seed: int, epoch: int, position: int, number: int) -> list[int]:
@@ -87,11 +87,11 @@ class Generators:
 
     def __enter__(self) -> None:
         self._outside = states()
-        _set(self._states)
+        restore(self._states)
 
     def __exit__(self, *error: object) -> None:
         self._states = states()
-        _set(self._outside)
+        restore(self._outside)
 
 
 class States(NamedTuple):
@@ -107,7 +107,8 @@ def states() -> States:
     return States(_python().state(), _numpy().state(), torch.default_generator.get_state())
 
 
-def _set(wanted: States) -> None:
+def restore(wanted: States) -> None:
+    """Set what `states` returned."""
     _python().set(wanted.python)
     _numpy().set(wanted.numpy)
     torch.default_generator.set_state(wanted.torch)
@@ -130,30 +131,43 @@ class _Twister:
         draw: Callable[[], object],
     ) -> None:
         self._memory, self._get, self._set, self._spare = memory, get, set_, spare
-        self._known_memory, self._known = memory(), get()
+        self._trusted = True
+        self._learn(memory(), get())
+        before = self._known_memory
         draw()
-        shows_draws = memory() != self._known_memory  # or this version keeps its numbers elsewhere
+        shows_draws = memory() != before  # or this version keeps its numbers elsewhere
         set_(self._known)
-        self._trusted = shows_draws and memory() == self._known_memory
+        self._trusted = shows_draws and memory() == before
+        self._learn(before, self._known)
 
     def state(self) -> Any:
         memory = self._memory()
-        if memory is None or memory != self._known_memory or not self._trusted or self._spare(self._known):
-            self._known_memory, self._known = memory, self._get()
+        if memory != self._known_memory or self._is_copied:
+            self._learn(memory, self._get())
         return self._known
 
     def set(self, state: Any) -> None:
         if self.state() is not state:
             self._set(state)
-            self._known_memory, self._known = self._memory(), state
+            self._learn(self._memory(), state)
+
+    def _learn(self, memory: bytes | None, state: Any) -> None:
+        self._known_memory, self._known = memory, state
+        self._is_copied = memory is None or not self._trusted or bool(self._spare(state))
+
+
+def _memory_at(address: int, size: int) -> Callable[[], bytes]:
+    """Copies `size` bytes from an address, in less time than ctypes.string_at."""
+    memory = (ctypes.c_char * size).from_address(address)
+    return lambda: memory.raw
 
 
 @cache
 def _python() -> _Twister:
-    address = id(random._inst) + object.__basicsize__
-    size = _random.Random.__basicsize__ - object.__basicsize__
     return _Twister(
-        lambda: ctypes.string_at(address, size),
+        _memory_at(
+            id(random._inst) + object.__basicsize__, _random.Random.__basicsize__ - object.__basicsize__
+        ),
         random.getstate,
         random.setstate,
         spare=lambda state: state[2] is not None,
@@ -161,16 +175,26 @@ def _python() -> _Twister:
     )
 
 
+class _NumPysMemory:
+    """The numbers of NumPy's generator; None where a recipe has put one of another kind in its place."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._read: Callable[[], bytes | None] = lambda: None
+
+    def __call__(self) -> bytes | None:
+        generator = mtrand.get_bit_generator()
+        if generator is not self._generator:
+            self._generator, self._read = generator, lambda: None
+            if isinstance(generator, numpy.random.MT19937):
+                self._read = _memory_at(generator.ctypes.state_address, MT19937_BYTES)
+        return self._read()
+
+
 @cache
 def _numpy() -> _Twister:
-    def memory() -> bytes | None:
-        generator = mtrand.get_bit_generator()
-        if not isinstance(generator, numpy.random.MT19937):
-            return None  # a recipe has put another one in its place
-        return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
-
     return _Twister(
-        memory,
+        _NumPysMemory(),
         numpy.random.get_state,
         numpy.random.set_state,
         spare=lambda state: state[3],

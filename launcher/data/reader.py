@@ -22,8 +22,10 @@ from launcher.data.epochs import enter_epoch, with_epochs
 from launcher.data.ragged import refuse_unlike
 from launcher.data.random_state import (
     Drawn,
+    States,
     drawn_since,
     drawn_since_seeded,
+    restore,
     sample_seeds,
     seed_all,
     seed_torch,
@@ -136,12 +138,24 @@ class Reader:
         """Nothing is to be done before an iteration."""
 
     def __getitem__(self, request: Request) -> Fetched:
+        return self._fetched(request)
+
+    def read_here(self, request: Request) -> Fetched:
+        """The answer in the process that trains, whose generators are as before at the end."""
+        before = states()
+        try:
+            return self._fetched(request, before)
+        finally:
+            restore(before)
+
+    def _fetched(self, request: Request, before: States | None = None) -> Fetched:
+        """`before` are the present states, if they are known."""
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except Exception as error:  # a user's data set may fail in any way
             failure = f"set_epoch failed{_at(error)}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
-        found = self._samples(request)
+        found = self._samples(request, None if self._with_epochs else before)
         self.reading(-1)
         if not found.samples:
             return Fetched(None, (), tuple(found.bad))
@@ -150,8 +164,8 @@ class Reader:
         except Exception as error:
             return self._without_odd(request, found, error)
 
-    def _samples(self, request: Request) -> _Read:
-        """What is read of a request.
+    def _samples(self, request: Request, before: States | None) -> _Read:
+        """What is read of a request. `before` are the present states, if they are known.
 
         The generators are seeded before each sample of the first request, and of all later ones those that
         these have drawn from. A later request whose samples are the first to draw from another is read twice.
@@ -163,7 +177,7 @@ class Reader:
             return self._read(request, self._watched)
         if self._draws.others:
             return self._read(request, self._with_all_seeded)
-        before = states()
+        before = before or states()
         if self._draws.torch:
             found = self._read(request, self._with_torch_seeded)
         else:
@@ -171,7 +185,7 @@ class Reader:
         drawn = drawn_since(before)
         if drawn.others or drawn.torch > self._draws.torch:
             self._draws = Drawn(torch=True, others=drawn.others)
-            return self._samples(request)
+            return self._samples(request, None)
         return found
 
     def _read(self, request: Request, sample: Callable[[int, int], Any] | None) -> _Read:

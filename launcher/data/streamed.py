@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from launcher.data.batch_plan import BatchPlan, generator_for
-from launcher.data.device import to_device
+from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
@@ -232,7 +232,7 @@ class StreamData:
             raise error
         if self.how.labels is not None:
             self.how.labels.refuse_others(fetched, f"{self.kind} stream")
-        return {name: to_device(column, self.how.device) for name, column in fetched.batch.items()}
+        return batch_to_device(fetched.batch, self.how.device)
 
     def evaluation_batches(
         self, rank: int, world_size: int, batch_size: int

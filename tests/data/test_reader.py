@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import Dataset
 
 from launcher.data.epochs import EVALUATION
-from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Reader, Request, collated, columns
 from launcher.errors import DataError
 
@@ -215,12 +214,32 @@ def test_neighbouring_positions_draw_unrelated_numbers():
     assert drawn.std(dim=0).min() > 0.15  # of uniform numbers: 0.29
 
 
-def test_reading_in_this_process_leaves_the_generators_as_they_were():
+class DrawnByEpoch(Drawn):
+    def set_epoch(self, epoch):
+        random.random(), numpy.random.rand(), torch.rand(())
+
+
+def drawing(samples):
+    return {"drawn": torch.rand(len(samples)) + random.random() + numpy.random.rand()}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [
+        (Drawn(), None),
+        (DrawnByEpoch(), None),
+        (Listed(*[{"x": torch.zeros(1)}] * 9), drawing),
+        (Listed(*[ValueError()] * 9), None),
+    ],
+    ids=["samples", "set_epoch", "the collate", "none can be read"],
+)
+def test_reading_in_this_process_leaves_the_generators_as_they_were(dataset, collate):
     random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
     expected = random.random(), numpy.random.rand(), torch.rand(())
     random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
-    with GeneratorsKept():
-        read(Drawn(), 1, 2)
+    reader = Reader(dataset, collate, seed=1)
+    for position in (0, 2, 4):
+        reader.read_here(Request(0, position, (position, position + 1)))
     assert (random.random(), numpy.random.rand(), torch.rand(())) == expected
 
 
