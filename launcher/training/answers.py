@@ -8,6 +8,7 @@ many at a time, since a call takes longer than a small batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ from launcher.training.progress import SinceEvaluation
 
 MOST_KEPT = 64  # micro-batches
 AT_ONCE = 2**15  # labels: 0.5 MB with their predictions, if one micro-batch has no more
+
+
+class Kept(NamedTuple):
+    """What `Answers` had at one time: its counts, and the first so many pairs of a list that only grows."""
+
+    counts: Tensor | None
+    pairs: list[tuple[Tensor, Tensor]]
+    num_pairs: int
+    num_labels: int
 
 
 @dataclass
@@ -70,16 +80,17 @@ class Answers:
         labels = torch.cat([each for _, each in self._kept])
         counts = torch.stack([(predicted == labels).sum(), (labels >= 0).sum()])
         self._counts = counts if self._counts is None else self._counts + counts
-        self._kept.clear()
+        self._kept = []  # not cleared: `kept` may have returned the list
         self._num_kept = 0
 
-    def kept(self) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]], int]:
-        """What has been counted since the last `settle`, for `restore`. Copies no tensor."""
-        return self._counts, list(self._kept), self._num_kept
+    def kept(self) -> Kept:
+        """What has been counted since the last `settle`, for `restore`. Copies nothing."""
+        return Kept(self._counts, self._kept, len(self._kept), self._num_kept)
 
-    def restore(self, kept: tuple[Tensor | None, list[tuple[Tensor, Tensor]], int]) -> None:
+    def restore(self, kept: Kept) -> None:
         """Forget what has been counted since `kept` was called."""
-        self._counts, self._kept, self._num_kept = kept
+        self._counts, self._num_kept = kept.counts, kept.num_labels
+        self._kept = kept.pairs[: kept.num_pairs]
 
     def settle(self, since: SinceEvaluation) -> None:
         """Add what all ranks have counted, and begin anew. A collective."""

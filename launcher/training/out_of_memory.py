@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
-import numpy
 import torch
+from torch import Tensor
 
+from launcher.data.random_state import States, restore, states
 from launcher.data.sources import Batches
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
-from launcher.training.answers import Answers
+from launcher.training.answers import Answers, Kept
 from launcher.training.progress import MicroBatch, Position, Standing
 from launcher.training.recorded_config import record_config
 from launcher.training.run import Run
@@ -38,6 +38,14 @@ class DroppedStepError(Exception):
         self.position = position
 
 
+class _Before(NamedTuple):
+    """What the passes of a step change besides the state of the Stepper."""
+
+    generators: States
+    of_gpu: Tensor | None
+    answers: Kept
+
+
 class Relief:
     """Halves the micro-batch once, on all ranks, where one of them has run out of memory.
 
@@ -51,8 +59,7 @@ class Relief:
         self._answers = answers
         self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
         self._active = run.config.train.on_oom == "halve"
-        self._generators = Generators(run.env.device)
-        self._before: dict[int, tuple[Any, Any]] = {}  # by step, of the latest two: generators and answers
+        self._before: dict[int, _Before] = {}  # by step, of the latest two
         self._halved = ""  # how, once it has been
         self._shortage = ""  # of this rank, until the micro-batch is halved
 
@@ -70,8 +77,12 @@ class Relief:
     def begin(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
         if self._active and not self._waits_for_others and not self._halved:
-            self._before[position.step] = self._generators.take(), self._answers.kept()
+            self._before[position.step] = _Before(states(), self._state_of_gpu(), self._answers.kept())
             self._before.pop(position.step - 2, None)
+
+    def _state_of_gpu(self) -> Tensor | None:
+        device = self._run.env.device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def accepts(self, error: Exception, position: Position) -> bool:
         """Whether this rank abandons the step after `error`, to take it again in smaller pieces.
@@ -123,9 +134,11 @@ class Relief:
         free_memory(self._run.env.device)
         self._batches.divide(smaller, position.epoch, position.step_of_epoch)
         self._run.stepper.set_micro_batches(smaller.micro_batches)
-        generators, answers = self._before[position.step]
-        self._generators.restore(generators)
-        self._answers.restore(answers)
+        before = self._before[position.step]
+        restore(before.generators)
+        if before.of_gpu is not None:
+            torch.cuda.set_rng_state(before.of_gpu, self._run.env.device)
+        self._answers.restore(before.answers)
         self._before.clear()
         self._shortage = ""
         self._report(position, plan.largest_micro_batch, smaller.largest_micro_batch, texts)
@@ -144,49 +157,6 @@ class Relief:
             f"data.batch_size={run.config.data.batch_size}. To start with it: data.micro_batch={size}. To "
             "end the run instead: train.on_oom=stop."
         )
-
-
-class Generators:
-    """The generators that a step may draw from: torch's, and Python's and NumPy's if the first step does.
-
-    To copy the latter takes 20 us or more, a tenth of a small step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of_python: bool | None = None  # whether they are drawn from; None before it is known
-        self._first: Any = None
-
-    def take(self) -> tuple[Any, ...]:
-        """Their states."""
-        of_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.default_generator.get_state(), of_gpu, self._python() if self._is_needed() else None
-
-    def restore(self, states: tuple[Any, ...]) -> None:
-        """Set them to what `take` returned."""
-        of_host, of_gpu, of_python = states
-        torch.default_generator.set_state(of_host)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, self._device)
-        if of_python is not None:
-            random.setstate(of_python[0])
-            numpy.random.set_state(of_python[1])
-
-    def _is_needed(self) -> bool:
-        if self._of_python is not None:
-            return self._of_python
-        now = self._python()
-        if self._first is None:
-            self._first = now
-            return True
-        pairs = zip(self._first[1], now[1], strict=True)
-        same = self._first[0] == now[0] and all(numpy.array_equal(old, new) for old, new in pairs)
-        self._of_python, self._first = not same, None
-        return self._of_python
-
-    @staticmethod
-    def _python() -> tuple[Any, Any]:
-        return random.getstate(), numpy.random.get_state()
 
 
 def free_memory(device: torch.device) -> None:

@@ -94,6 +94,7 @@ HALVED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int]] = {
     "the leader, before an evaluation": (2, ("wire.sum=fp32", "train.eval_every_steps=7", AVERAGED), (0,), 6),
     "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 6),
     "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=1"), (0,), 6),
+    "one of two, whose first steps draw less": (2, ("recipe.uses=noisy_later",), (1,), 6),
     "alone, in micro-batches already": (1, ("data.micro_batch=8", "precision=fp32"), (0,), 13),
 }
 IN_THE_DEFAULT_SET = "one of two, in mid-run"

@@ -67,6 +67,20 @@ def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_
     assert (since.right, since.answered) == (8, 12)
 
 
+@pytest.mark.parametrize("more", [1, MOST_KEPT + 3])
+def test_what_is_counted_after_a_step_that_is_dropped_is_forgotten(more) -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    for right in (5, 3):
+        for _ in range(right):
+            answers.count(Loss(torch.zeros(()), 1, torch.tensor([1])), {"label": torch.tensor([1])})
+        kept = answers.kept()
+        for _ in range(more):
+            answers.count(Loss(torch.zeros(()), 1, torch.tensor([0])), {"label": torch.tensor([1])})
+        answers.restore(kept)
+    answers.settle(since)
+    assert (since.right, since.answered) == (8, 8)
+
+
 def test_without_classes_nothing_is_counted() -> None:
     data = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
     answers, since = Answers.of(Recipe(mlp, data, data, cross_entropy), ALONE), SinceEvaluation()
