@@ -113,7 +113,8 @@ def _compare_judgements(layout: Layout) -> None:
     compiled, terms = torch.compile(judge), Terms(1.0, 1.0, Scaling())
     state = LossScale(Scaling(), layout.device).state
     ones = partial(torch.ones, dtype=torch.float64, device=layout.device)
-    marks, tally, rates = ones(layout.world_size) - 1, ones(FIELDS), ones(1)
+    marks = ones(layout.world_size) - 1 if layout.world_size > 1 else None
+    tally, rates = ones(FIELDS), ones(1)
     tally[2] = 0.0  # losses that are not finite
     for largest in (4.0, math.inf):
         sums = ones(len(list(layout.slots))) * largest
