@@ -146,8 +146,9 @@ class Reducer:
             self.arrivals.listens = True
             try:
                 yield
-                for inbox in self._parts.inboxes:
-                    inbox.drain()
+                with torch._C.DisableTorchFunction():  # as in the hooks
+                    for inbox in self._parts.inboxes:
+                        inbox.drain()
             finally:
                 self.arrivals.listens = False
 
