@@ -28,6 +28,7 @@ from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Course, Position, SinceEvaluation, Standing
 from launcher.training.recorded_steps import recorded
 from launcher.training.run import Question, Run
+from launcher.training.setup.compilation import compiled
 from launcher.training.signals import Requests
 from tests.configs import composed
 from tests.models import features
@@ -62,6 +63,10 @@ class Told(Telemetry):
         self.decisions.append((topic, text))
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
 class Parts:
     """A small run in this process: dropout, batch norm, noise, a scale that overflows at first."""
 
@@ -73,12 +78,14 @@ class Parts:
         data: object = None,
         micro_batch: int | None = None,
         optimizer: object = None,
+        build: Callable[[], nn.Module] = normalised,
+        compiles: bool | str = False,
     ) -> None:
         torch.manual_seed(0)
         self.env = WorkerEnv(0, 1, 0, 1, CPU, None)
         set_ = readable(data or data_of(), None, Loading(0, CPU, 0), "training")
         self.plan = BatchPlan(SAMPLES, BATCH, micro_batch, 1, 0, 0, drop_last=False)
-        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+        model = build()
         self.stepper = Stepper(
             model,
             optimizer or SGD(0.1, 0.9),
@@ -97,7 +104,8 @@ class Parts:
         batches = training_batches(set_, self.plan, transform, 12)
         model.eval()  # as a trial of the evaluation may leave it
         relief = Relief(self.run, Standing(), batches, self.answers)
-        self.task = Task(self.stepper, model, loss, batches, self.answers, relief)
+        network = compiled(compiles, model, self.stepper)
+        self.task = Task(self.stepper, network, loss, batches, self.answers, relief)
 
     def train(self, learner: Learner, positions: list[Position]) -> list[tuple]:
         found = []

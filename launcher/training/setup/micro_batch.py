@@ -111,12 +111,17 @@ class Trials:
             "micro-batch",
             f"data.micro_batch=auto: {size} per rank and forward pass"
             + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
-            + f" ({len(tried)} trial(s)). The update stays that of {self.plan.batch_size} samples, in up to "
-            f"{parts} micro-batch(es) per rank",
+            + f" ({len(tried)} trial(s){self._way}). The update stays that of {self.plan.batch_size} "
+            f"samples, in up to {parts} micro-batch(es) per rank",
             micro_batch=size,
             tried=[[each, not failure] for each, failure in tried.items()],
         )
         return size
+
+    @property
+    def _way(self) -> str:
+        """How the trials differ from the steps: to compile for each size would take minutes."""
+        return " of the model without train.compile" if self.run.config.train.compile else ""
 
     def _fits(self, size: int, tried: dict[int, str]) -> bool:
         """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
