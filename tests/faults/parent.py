@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.limits import at_most
 from tests.ranks.harness import forkserver, leave_out_pictures
 
 RECIPE = """
@@ -141,12 +142,12 @@ class Parent:
         left = self.workers()
         self._process.kill()
         self._process.join()
-        self.wait_until(lambda: not any(map(is_alive, left)), 3, "the workers are gone")
+        self.wait_until(lambda: not any(map(is_alive, left)), 15, "the workers are gone")
         self._process.close()
 
     def end(self, timeout_s: float = 20) -> int:
         """Its exit code; fails if it runs for longer. Then no worker that was ever seen is left."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + at_most(timeout_s)
         while self._process.exitcode is None and time.monotonic() < deadline:
             self.workers()
             time.sleep(0.02)
@@ -171,7 +172,7 @@ class Parent:
         os.kill(self.pid, number)
 
     def wait_until(self, holds: Callable[[], Any], timeout_s: float, what: str) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + at_most(timeout_s)
         while not holds():
             if time.monotonic() > deadline:
                 raise AssertionError(f"not within {timeout_s} s: {what}\n{self.stdout}\n{self.stderr}")

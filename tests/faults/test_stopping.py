@@ -152,7 +152,7 @@ def test_saved_by_the_clock(tmp_path: Path, undisturbed) -> None:
     words = ("checkpoint.every_steps=null", "checkpoint.every_s=0.2")
     ended = run(tmp_path / "run", *words, ranks=2, user_code=slowly)
     by_clock = ended.checkpoints.keys() - {event["step"] for event in ended.events("eval")}
-    assert 2 <= len(by_clock) <= 10
+    assert 2 <= len(by_clock) <= ended.seconds / 0.2
     assert ended.digest == undisturbed(ranks=2).digest
 
 

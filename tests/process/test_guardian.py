@@ -225,7 +225,7 @@ def test_what_has_moved_to_a_job_of_its_own_is_left_alone(tmp_path: Path, job: P
         (moved,) = process.started
         (job / "cgroup.procs").write_text(str(moved))
         process.kill()
-        assert left_after([process.guardian], 2) == []
+        assert left_after([process.guardian], 10) == []
         assert is_alive(moved)
 
 
@@ -238,7 +238,7 @@ def job() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"no control groups: {error}")
     yield path
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 15
     while (path / "cgroup.procs").read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     path.rmdir()

@@ -18,7 +18,26 @@ from launcher.supervisor.attempt import Generation, make_store
 from launcher.supervisor.child import Work
 from tests.configs import composed
 
-INIT_S, STALL_S = 0.3, 0.6
+INIT_S, STALL_S = 100.0, 200.0
+
+
+class Clock:
+    """The machine's clock, which a test can put forward: a sleep on a busy machine may exceed a limit."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self._read = time.monotonic
+
+    def __call__(self) -> float:
+        return self._read() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(attempt, "PAUSE_S", float("inf"))  # the parent was not stopped meanwhile
+    return clock
 
 
 @pytest.fixture
@@ -54,23 +73,25 @@ def beat(table: Heartbeats, phase: str, step: int, under_way: bool = False) -> N
         heartbeat.beat(phase, step)
 
 
-def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_step(generation, table) -> None:
+def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_step(
+    generation, table, clock
+) -> None:
     """A run longer than launch.init_timeout_s was ended at the first poll at which all ranks read data."""
     beat(table, "data", 9, under_way=True)
     assert generation.poll() is None
-    time.sleep(INIT_S)
+    clock.ahead_s += INIT_S
     assert generation.poll() is None
     beat(table, "data", 10)
-    time.sleep(INIT_S)
+    clock.ahead_s += INIT_S
     assert generation.poll() is None
 
 
 @pytest.mark.parametrize(("phase", "step"), [("data", 10), ("compute", 10), ("evaluation", 0)])
-def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, table) -> None:
+def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, table, clock) -> None:
     beat(table, phase, step, under_way=phase != "evaluation")
-    time.sleep(INIT_S + 0.1)
+    clock.ahead_s += INIT_S + 1
     assert generation.poll() is None
-    time.sleep(STALL_S - INIT_S)
+    clock.ahead_s += STALL_S - INIT_S
     verdict = generation.poll()
     assert verdict is not None
     assert verdict.exit_code == 6
@@ -79,10 +100,12 @@ def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, 
 
 
 @pytest.mark.parametrize("phase", ["loading data", "data", "compute"])
-def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(phase, generation, table) -> None:
+def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
+    phase, generation, table, clock
+) -> None:
     beat(table, "loading data", 0)
     assert generation.poll() is None
-    time.sleep(INIT_S)
+    clock.ahead_s += INIT_S
     beat(table, phase, 10)  # of a resumed run, a moment ago
     verdict = generation.poll()
     assert verdict is not None

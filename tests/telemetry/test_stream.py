@@ -9,7 +9,6 @@ import pytest
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EventLog, read_events
 from launcher.telemetry.stream import SinkError
-from tests.limits import at_most
 
 
 class Kept:
@@ -180,7 +179,7 @@ def test_the_thread_writes_them_by_itself():
     kept = Kept()
     with Telemetry([kept], every_s=0.01) as telemetry:
         telemetry.emit("step", 1)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not kept.records and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(kept.records) == 1
@@ -198,12 +197,12 @@ def test_a_disk_that_does_not_answer_blocks_no_step_and_what_is_lost_is_counted(
     slow.write = write
     with Telemetry([kept, slow], every_s=0.01, limit=5) as telemetry:
         telemetry.emit("step", 0)
-        assert entered.wait(5)
+        assert entered.wait(30)
         began = time.monotonic()
         for step in range(1, 101):
             telemetry.emit("step", step)
             telemetry.advance(0, step)
-        assert time.monotonic() - began < at_most(1)
+        assert time.monotonic() - began < 5, "each write takes 20 s"
         stuck.set()
         telemetry.emit("end", 100)
     assert [record["step"] for record in kept.records if record["event"] == "step"] == [0, 1, 2, 3, 4, 5]

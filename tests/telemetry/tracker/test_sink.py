@@ -71,7 +71,7 @@ def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: P
 
 
 def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_path: Path) -> None:
-    tracker = Recording(seconds=0.01)
+    tracker = Recording(seconds=0.05)
     telemetry, kept = tracked(tmp_path, tracker, queue_rows=10)
     telemetry.emit("start", 0)
     began = time.monotonic()
@@ -79,7 +79,7 @@ def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_p
         telemetry.emit("step", step, loss=1.0)
         if step % 50 == 0:
             telemetry.emit("eval", step, accuracy=0.5)
-    assert time.monotonic() - began < 1.0, "200 rows of 10 ms each would take 2 s"
+    assert time.monotonic() - began < 3.0, "200 rows of 50 ms each would take 10 s"
     telemetry.emit("end", 200, state="done", exit=0)
     telemetry.close()
     logged = [step for step, values in tracker.rows if "train/loss" in values]
@@ -129,7 +129,7 @@ def test_a_tracker_that_raises_is_given_up_with_one_warning(
     setattr(tracker, method, fail)
     telemetry, kept = tracked(tmp_path, tracker)
     telemetry.emit("start", 0)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not kept.texts() and method != "finish" and time.monotonic() < deadline:
         telemetry.emit("step", 1, loss=1.0)
         time.sleep(0.01)
