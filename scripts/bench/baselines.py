@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
@@ -152,8 +154,8 @@ def accelerate(model: nn.Module, setup: Setup) -> Step:
     return step
 
 
-def lightning(model: nn.Module, setup: Setup) -> Step:
-    """Lightning Fabric; its Trainer runs the same with more around it.
+def fabric(model: nn.Module, setup: Setup) -> Step:
+    """Lightning Fabric: a loop of one's own, in which the library wraps model, backward and optimizer.
 
     On a CPU it would train in bf16 when asked for fp16, so its own precision plugin is passed instead. With
     `scaled` alone it has that plugin with autocast to fp32, which does nothing.
@@ -175,19 +177,93 @@ def lightning(model: nn.Module, setup: Setup) -> Step:
 
     kind = MixedPrecision if setup.half else Scaled
     plugin = kind("16-mixed", setup.device.type, setup.scaler())
-    fabric = Fabric(accelerator=setup.device.type, devices=1, plugins=[plugin])
+    own = Fabric(accelerator=setup.device.type, devices=1, plugins=[plugin])
     model = setup.laid_out(model)
-    prepared, optimizer = fabric.setup(model, setup.fused(model))
+    prepared, optimizer = own.setup(model, setup.fused(model))
 
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
         inputs, labels = batch
         loss = F.cross_entropy(prepared(inputs).float(), labels)
-        fabric.backward(loss)
+        own.backward(loss)
         optimizer.step()
         return loss.detach()
 
     return step
+
+
+def lightning(model: nn.Module, setup: Setup) -> Step:
+    """Lightning's Trainer with `barebones=True`, its mode for measuring overhead: all else adds to a step.
+
+    Called, it fits one batch. A round of many steps is one fit, timed from its first batch to its last.
+    """
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Scaled(MixedPrecision):
+        """GradScaler without autocast."""
+
+        def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+            return contextlib.nullcontext()
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = setup.laid_out(model)
+            self.optimizer = setup.fused(self.net)
+            self.loss = torch.zeros(())
+            self.clock: Callable[[], float] = time.perf_counter
+            self.began = self.ended = 0.0
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.optimizer
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            inputs, labels = batch
+            loss = F.cross_entropy(self.net(inputs).float(), labels)
+            self.loss = loss.detach()
+            return loss
+
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.began = self.clock()
+
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+            self.ended = self.clock()
+
+    module = Module()
+    plugin = (MixedPrecision if setup.half else Scaled)("16-mixed", setup.device.type, setup.scaler())
+
+    def fit(batch: Batch, steps: int) -> None:
+        trainer = Trainer(
+            accelerator=setup.device.type, devices=1, max_epochs=1, barebones=True, plugins=[plugin]
+        )
+        trainer.fit(module, Repeated(batch, steps))
+
+    class Fitting:
+        def __call__(self, batch: Batch) -> Tensor:
+            fit(batch, 1)
+            return module.loss
+
+        def seconds(self, batch: Batch, steps: int, clock: Callable[[], float]) -> float:
+            module.clock = clock
+            fit(batch, steps)
+            return module.ended - module.began
+
+    return Fitting()
+
+
+class Repeated:
+    """An epoch of one batch, given `times`."""
+
+    def __init__(self, batch: Batch, times: int) -> None:
+        self._batch, self._times = batch, times
+
+    def __len__(self) -> int:
+        return self._times
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.repeat(self._batch, self._times)
 
 
 Build = Callable[[nn.Module, Setup], Step]
@@ -197,13 +273,15 @@ PEERS: dict[str, Build] = {
     "ddp + hook": ddp_with_hook,
     "replicate": replicated,
     "accelerate": accelerate,
+    "fabric": fabric,
     "lightning": lightning,
 }
+OF_PACKAGE = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning"}
 
 
 def installed(name: str) -> bool:
     """Whether a peer can run here: Accelerate and Lightning are the extra `bench`."""
-    return name not in ("accelerate", "lightning") or importlib.util.find_spec(name) is not None
+    return name not in OF_PACKAGE or importlib.util.find_spec(OF_PACKAGE[name]) is not None
 
 
 def _wrapped(model: nn.Module, setup: Setup) -> DistributedDataParallel:

@@ -233,7 +233,7 @@ def h5(bench: Bench) -> dict[str, Any]:
 
 def h6(bench: Bench) -> dict[str, Any]:
     """Over Accelerate and Lightning Fabric, where they are installed: a small model and a large one."""
-    others = [name for name in ("accelerate", "lightning") if installed(name)]
+    others = [name for name in ("accelerate", "fabric") if installed(name)]
     if not others:
         raise Skipped("neither Accelerate nor Lightning is installed")
     found: dict[str, Any] = {}

@@ -11,15 +11,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from scripts.bench.machine import machine
 
 Times = dict[str, list[float]]
 
 
+@runtime_checkable
+class Timed(Protocol):
+    """A side whose loop belongs to a library, which starts and ends it around the steps."""
+
+    def seconds(self, steps: int, clock: Callable[[], float]) -> float:
+        """Of all these steps, without what comes before the first and after the last."""
+        ...
+
+
 def interleave(
-    sides: Mapping[str, Callable[[], object]],
+    sides: Mapping[str, Callable[[], object] | Timed],
     repeats: int,
     *,
     steps: int = 1,
@@ -30,7 +39,8 @@ def interleave(
     """Seconds of one step by side, `repeats` values each, each the mean of `steps` calls.
 
     All sides run once in each round, in an order that rotates and turns around, so that none always follows
-    the same one. The first `warm_up` rounds are not counted. `before` is called before each side.
+    the same one. The first `warm_up` rounds are not counted. `before` is called before each side. A side that
+    is `Timed` runs its steps itself.
     """
     times: Times = {name: [] for name in sides}
     names = list(sides)
@@ -40,13 +50,17 @@ def interleave(
         for name in order if repeat % 2 == 0 else reversed(order):
             step = sides[name]
             before()
-            began = clock()
-            for _ in range(steps):
-                step()
-            seconds = (clock() - began) / steps
+            seconds = step.seconds(steps, clock) if isinstance(step, Timed) else _seconds(step, steps, clock)
             if repeat >= 0:
-                times[name].append(seconds)
+                times[name].append(seconds / steps)
     return times
+
+
+def _seconds(step: Callable[[], object], steps: int, clock: Callable[[], float]) -> float:
+    began = clock()
+    for _ in range(steps):
+        step()
+    return clock() - began
 
 
 def row_of(seconds: Sequence[float]) -> dict[str, float]:

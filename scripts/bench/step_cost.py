@@ -4,9 +4,9 @@
 
 An MLP 64-64-10, batch 32, SGD with momentum, one process, one thread. Like is compared with like: fp32
 arithmetic with a loss scale on both sides, native fp16 on both sides; emulated fp16 is set beside native
-autocast. Peers: the raw loop with GradScaler, and Accelerate and Lightning Fabric where they are installed
-(the extra `bench`). All sides start from the same weights and must have the same losses. Also counts the
-calls of ATen operations per step, and the time per further parameter tensor.
+autocast. Peers: the raw loop with GradScaler, and Accelerate, Lightning Fabric and Lightning's Trainer where
+they are installed (the extra `bench`). All sides start from the same weights and must have the same losses.
+Also counts the calls of ATen operations per step, and the time per further parameter tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench.baselines import PEERS, Batch, Setup, Step, installed, refuse_disagreement
-from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
+from scripts.bench.interleaved import Goal, Timed, Times, goal_table, interleave, row_of, write
 from scripts.bench.ours import ours
 
-LIBRARIES = [name for name in ("accelerate", "lightning") if installed(name)]
-# By peer: at most so many times its CPU time.
-GOALS = {"raw": 1.05, "accelerate": 0.75, "lightning": 0.55}
+LIBRARIES = [name for name in ("accelerate", "fabric", "lightning") if installed(name)]
+# By peer: at most so many times its CPU time. Fabric is the raw loop with two wrappers.
+GOALS = {"raw": 1.05, "accelerate": 0.75, "fabric": 1.0, "lightning": 0.55}
 EMULATED_GOAL = 1.3  # over the raw loop in native fp16
 MANY_GOAL = 0.8  # over the raw loop, with MANY parameter tensors
 FEW, MANY = 8, 1000
@@ -71,11 +71,27 @@ def checked(sides: Mapping[str, Step], batch: Batch, repeats: int, steps: int) -
     """CPU seconds of a step by side. The losses must agree in the first steps, and still after the last."""
     losses = {name: [float(step(batch)) for _ in range(CHECKED_STEPS)] for name, step in sides.items()}
     refuse_disagreement(losses, TOLERANCE)
-    timed = {name: partial(step, batch) for name, step in sides.items()}
+    timed = {name: on_batch(step, batch) for name, step in sides.items()}
     times = interleave(timed, repeats, steps=steps, clock=time.process_time)
     ends = {name: [*losses[name], float(step(batch))] for name, step in sides.items()}
     refuse_disagreement(ends, TOLERANCE)
     return times
+
+
+def on_batch(step: Step, batch: Batch) -> Callable[[], object] | Timed:
+    """The side with its batch."""
+    return Fitted(step, batch) if hasattr(step, "seconds") else partial(step, batch)
+
+
+class Fitted:
+    """A round of Lightning's Trainer."""
+
+    def __init__(self, step: Any, batch: Batch) -> None:
+        self._step, self._batch = step, batch
+
+    def seconds(self, steps: int, clock: Callable[[], float]) -> float:
+        seconds: float = self._step.seconds(self._batch, steps, clock)
+        return seconds
 
 
 def batch_of() -> Batch:

@@ -36,7 +36,7 @@ def test_the_raw_loop_trains_as_we_do(half) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", "fabric", "lightning"])
 def test_each_library_trains_as_we_do(name, half, monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it
     if not installed(name):
