@@ -99,15 +99,15 @@ class StepResult:
             numbers = Numbers.unpacked(numbers, self._num_ranks, len(self._names))
         head, marks, sums = numbers
         loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = head
-        votes, automaton = map(int, more[:VOTES]), map(int, more[VOTES:])
+        votes = tuple(map(int, more[:VOTES]))
+        _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, more[VOTES:])
         # A step that is applied has none; one that is skipped almost always few, of up to thousands of ranks.
         marked = marks.nonzero().flatten().tolist() if skipped else []
-        abandoned = tuple(rank for rank in marked if marks[rank] == ABANDONED)
+        abandoned = tuple(rank for rank in marked if marks[rank] == ABANDONED) if marked else ()
         if count == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)
         if not skipped:
             self._notices.gradients(self._names, sums, stacklevel=2)
-        _, _, _, applied, skips, floor_skips, bad_loss_steps = automaton
         return StepReport(
             loss=loss,
             grad_norm=grad_norm,
@@ -121,9 +121,9 @@ class StepResult:
             floor_skips=floor_skips,
             bad_loss_steps=bad_loss_steps,
             wire_bytes=self._wire_bytes,
-            culprit_ranks=tuple(rank for rank in marked if marks[rank] == CULPRIT),
+            culprit_ranks=tuple(rank for rank in marked if marks[rank] == CULPRIT) if marked else (),
             culprit_parameters=self._not_finite(sums) if skipped else (),
-            votes=tuple(votes),
+            votes=votes,
             spans_ms=self._spans.read_ms(),
             abandoned_ranks=abandoned,
         )

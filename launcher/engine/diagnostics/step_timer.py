@@ -68,8 +68,8 @@ class Spans:
 
 
 def _between_ms(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return float(start.elapsed_time(end))
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return 1e3 * (end - start)
+    if isinstance(start, float) and isinstance(end, float):
+        return 1e3 * (end - start)
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return float(start.elapsed_time(end))
