@@ -51,19 +51,23 @@ from launcher.telemetry.gpu import GpuSampler, measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
 from launcher.training.answers import Answers
-from launcher.training.bucket_trial import BucketTrial
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.divergence.rescue import Rescue
-from launcher.training.evaluator import Evaluator
-from launcher.training.failure import failure_of, of_another_rank, release_frames, report_failure
-from launcher.training.links import Links
+from launcher.training.evaluations.evaluator import Evaluator
+from launcher.training.failures.rank_failure import (
+    failure_of,
+    of_another_rank,
+    release_frames,
+    report_failure,
+)
+from launcher.training.failures.recipe_errors import guarded, guarding
+from launcher.training.failures.shortage_advice import advice_for, place_of_shortage
 from launcher.training.loop import Averaged, Task, train
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Course, Start
-from launcher.training.recipe_errors import guarded, guarding
 from launcher.training.recorded_config import asked
 from launcher.training.recorded_steps import recorded
 from launcher.training.replica_check import Replicas
@@ -74,10 +78,11 @@ from launcher.training.setup.data_check import compare_data, nan_warnings
 from launcher.training.setup.decisions import decisions
 from launcher.training.setup.initial_weights import Loaded, load_weights, settle
 from launcher.training.setup.micro_batch import settled
-from launcher.training.shortage_advice import advice_for, place_of_shortage
 from launcher.training.signals import Requests, heeded
-from launcher.training.step_times import of_the_slowest, overhead_ms
-from launcher.training.stragglers import Stragglers
+from launcher.training.timing.bucket_trial import BucketTrial
+from launcher.training.timing.links import Links
+from launcher.training.timing.step_times import of_the_slowest, overhead_ms
+from launcher.training.timing.stragglers import Stragglers
 from launcher.training.warning_log import warnings_logged
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from launcher.data.images.catalog import load_images
 from launcher.data.images.image_set import ImageSet, Normalise, crop_and_flip
 from launcher.data.reader import columns
-from launcher.data.tabular import TabularSet, load_table
+from launcher.data.tables.tabular_set import TabularSet, load_table
 from launcher.data.tensors import Batch, TensorData
 from launcher.data.text.plain import TextSet, load_text
 from launcher.data.text.pretrained import pretrained_encoder

@@ -19,7 +19,7 @@ from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
-from launcher.training.evaluator import Evaluator
+from launcher.training.evaluations.evaluator import Evaluator
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import DroppedStepError, Relief
 from launcher.training.progress import Course, Position, Start

@@ -25,7 +25,7 @@ from launcher.training.occurrences import Occurrences
 from launcher.training.out_of_memory import DroppedStepError
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Voter, Votes
-from launcher.training.step_times import StepTimes, parts_of
+from launcher.training.timing.step_times import StepTimes, parts_of
 
 log = logging.getLogger("launcher")
 

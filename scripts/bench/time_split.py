@@ -29,7 +29,7 @@ from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Position, Standing
 from launcher.training.run import Run
 from launcher.training.signals import Requests
-from launcher.training.step_times import StepTimes, parts_of
+from launcher.training.timing.step_times import StepTimes, parts_of
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 
 STEP_MS = 5.0

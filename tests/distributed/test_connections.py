@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from launcher.distributed.connections import Connection, connections, has_unsent, own_addresses
-from launcher.training.links import Links
+from launcher.training.timing.links import Links
 
 HERE = "127.0.0.1"
 FULL = 64 << 20  # more than both kernel buffers hold

@@ -25,7 +25,7 @@ from launcher.evaluation.rehearsal import rehearse
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
 from launcher.recipe.contract import ONLY_SET
-from launcher.training.recipe_errors import guarding
+from launcher.training.failures.recipe_errors import guarding
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 DATA = TensorData({"image": torch.randn(20, 4), "label": torch.arange(20) % 3})

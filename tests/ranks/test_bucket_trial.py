@@ -10,8 +10,8 @@ import torch
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Policy, Wire
 from launcher.telemetry import Telemetry
-from launcher.training.bucket_trial import PAYS, ROUNDS, WARM_UP, BucketTrial
 from launcher.training.progress import Position
+from launcher.training.timing.bucket_trial import PAYS, ROUNDS, WARM_UP, BucketTrial
 from tests.engine.observe import train
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_bucket_sizes import stepper_of

@@ -20,7 +20,7 @@ from launcher.engine import SGD, Stepper
 from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
 from launcher.training.build import apply_switches, batch_plan, build_model, rates_of
-from launcher.training.recipe_errors import guarded
+from launcher.training.failures.recipe_errors import guarded
 from launcher.training.setup.decisions import decisions
 from tests.configs import composed
 from tests.models import mlp

@@ -15,7 +15,7 @@ from launcher.training.gradient_stats import GradientStats
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Votes
-from launcher.training.stragglers import Stragglers
+from launcher.training.timing.stragglers import Stragglers
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 from tests.training.runs import run_alone
 

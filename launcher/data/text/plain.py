@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.schema import DataConfig
-from launcher.data.tables import read_text
+from launcher.data.tables.files import read_text
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
 from launcher.data.text.vocabulary import TOKENIZERS, Vocabulary, vocabulary_from

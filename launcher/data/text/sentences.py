@@ -21,7 +21,7 @@ from torch import Tensor
 
 from launcher.config.schema import DataConfig
 from launcher.data.images.folder import stratified
-from launcher.data.tables import MissingColumnsError, Table, read_table, split_files
+from launcher.data.tables.files import MissingColumnsError, Table, read_table, split_files
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import Batch
 from launcher.data.text.library import tokenizers_library

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
-from launcher.training.links import Links
 from launcher.training.occurrences import Occurrences
 from launcher.training.progress import Position
 from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
-from launcher.training.slow_links import SlowLinks, votes_of
+from launcher.training.timing.links import Links
+from launcher.training.timing.slow_links import SlowLinks, votes_of
 
 WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one

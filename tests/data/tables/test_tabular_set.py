@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher.config.schema import DataConfig
-from launcher.data.tabular import load_table
+from launcher.data.tables.tabular_set import load_table
 from launcher.errors import ConfigError, DataError
 from launcher.telemetry.events import read_events
 from tests.configs import composed

@@ -29,8 +29,8 @@ from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.training.build import seed_generators
+from launcher.training.failures.recipe_errors import guarding
 from launcher.training.progress import Position
-from launcher.training.recipe_errors import guarding
 from launcher.training.replica_check import checksums
 from launcher.training.run import Run
 

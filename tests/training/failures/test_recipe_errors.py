@@ -13,8 +13,8 @@ from launcher.distributed.process_group import LaunchEnv
 from launcher.engine import EngineWarning
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss, Recipe, TensorData
-from launcher.training.failure import failure_of
-from launcher.training.recipe_errors import guarded, guarding
+from launcher.training.failures.rank_failure import failure_of
+from launcher.training.failures.recipe_errors import guarded, guarding
 
 LOG = "/run/logs/rank0.log"
 NORMS: dict[str, tuple[nn.Module, Tensor, str]] = {

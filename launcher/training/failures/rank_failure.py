@@ -29,7 +29,7 @@ from launcher.process import frames
 from launcher.process.shortage import shortage_of
 from launcher.telemetry import Telemetry
 from launcher.training import results
-from launcher.training.recipe_errors import IN_LOG, recipe_failure
+from launcher.training.failures.recipe_errors import IN_LOG, recipe_failure
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.data.tables import read_table, split_files
+from launcher.data.tables.files import read_table, split_files
 from launcher.errors import ConfigError, DataError
 
 BOM = b"\xef\xbb\xbf"

@@ -1,7 +1,7 @@
 """Tables of numbers and categories as tensors: which column is what, and how its cells become numbers.
 
 Owns the reading of cells, the standardisation and the codes of categories, both fitted to the training rows
-alone. Never reads a file and never splits: `launcher.data.tabular` does.
+alone. Never reads a file and never splits: `launcher.data.tables.tabular_set` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.data.tables import Cell, Table
+from launcher.data.tables.files import Cell, Table
 from launcher.errors import DataError, listed
 
 ABSENT = frozenset(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from launcher.training.links import LinkUse
 from launcher.training.occurrences import Occurrences
 from launcher.training.run import Run
+from launcher.training.timing.links import LinkUse
 
 LATE_SHARE, LATE_MS = 0.25, 1.0  # of a step, that bytes wait longer at one rank than at the others
 TIMES_OTHERS = 2.0

@@ -1,7 +1,7 @@
 """Sets of rows with one target column, for regression and classification, in memory.
 
 Owns the sources by name (`diabetes`, `wine`, `table`), the split of tables that come without one, and the
-target. Features are `launcher.data.features`'. Never communicates: every rank loads the same set.
+target. Features are `launcher.data.tables.features`'. Never communicates: every rank loads the same set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
-from launcher.data.features import (
+from launcher.data.tables.features import (
     IMPUTE,
     REFUSE,
     Features,
@@ -29,7 +29,7 @@ from launcher.data.features import (
     numbers,
     refuse_absent,
 )
-from launcher.data.tables import Table, missing_columns, no_such_column, read_table, shown, split_files
+from launcher.data.tables.files import Table, missing_columns, no_such_column, read_table, shown, split_files
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
 

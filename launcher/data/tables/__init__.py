@@ -1,0 +1,1 @@
+"""Tables: rows of files by the names of their columns, and the sets of numbers made of them."""
