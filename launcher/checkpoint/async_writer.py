@@ -6,8 +6,6 @@ and not raised, so that no rank leaves the others in a collective. Never touches
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from launcher.checkpoint.catalog import by_metric, candidates, retain
-from launcher.checkpoint.format import publish
+from launcher.checkpoint.format import publish, size_of_tensors
 from launcher.checkpoint.manifest import looks_whole
+from launcher.checkpoint.pace import Pace
 from launcher.checkpoint.snapshot import Snapshot, Staged
 from launcher.errors import LauncherError
 
@@ -57,9 +56,6 @@ class Due:
         self._last_s = time.monotonic()
 
 
-PATIENCE_S = 5.0  # after which a write is no longer of low priority
-
-
 class Writer:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
@@ -73,8 +69,6 @@ class Writer:
         self._own: set[Path] = set()
         self._pending: Future[Report] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._low = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-low", initializer=lower_priority)
-        self._patient_until = 0.0
         self._awaited = threading.Event()  # by a caller that does nothing else meanwhile
 
     def __enter__(self) -> Writer:
@@ -85,7 +79,6 @@ class Writer:
     ) -> None:
         self._awaited.set()
         self._thread.shutdown(wait=True)
-        self._low.shutdown(wait=True)
 
     def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:
         """Take a snapshot and start writing it; returns the previous report unless it was returned before.
@@ -113,10 +106,9 @@ class Writer:
     def _write(self, taken: Staged | Snapshot) -> Report:
         snapshot = taken.finished() if isinstance(taken, Staged) else taken
         began, step, path = time.perf_counter(), snapshot.progress.step, None
-        self._patient_until = began + PATIENCE_S
         error, size_bytes = None, 0
         try:
-            path = publish(self.directory, snapshot, self._run)
+            path = publish(self.directory, snapshot, Pace(size_of_tensors(snapshot), self._awaited))
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._tidy()
@@ -124,24 +116,7 @@ class Writer:
             error = failure
         return Report(step, path, time.perf_counter() - began, size_bytes, error)
 
-    def _run(self, work: Callable[[], object]) -> object:
-        """A piece of the writing, at low priority for a while unless it is awaited.
-
-        Others may want all processors for long, and what is not written yet is lost with a crash.
-
-        A thread may lower its priority and not raise it again, so there are two. Each piece takes Python's
-        lock for microseconds: a thread of low priority that held it for longer could stop the training.
-        """
-        hurries = self._awaited.is_set() or time.perf_counter() > self._patient_until
-        return work() if hurries else self._low.submit(work).result()
-
     def _tidy(self) -> None:
         whole = [path for path in candidates(self.directory) if looks_whole(path)]
         best = by_metric(whole)
         self._own -= set(retain(self.directory, self._keep, best[0] if best else None, self._own))
-
-
-def lower_priority() -> None:
-    """Let this thread run only where no other thread of the machine wants its processor."""
-    with contextlib.suppress(OSError):  # of a system that has priorities per process only, or refuses
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import itertools
 import json
 import os
 import secrets
@@ -153,6 +154,13 @@ def _write_files(directory: Path, snapshot: Snapshot, run: Run) -> None:
         STATE: write_bytes(directory / STATE, state.encode()),
     }
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
+
+
+def size_of_tensors(snapshot: Snapshot) -> int:
+    """Bytes of all that the two safetensors files hold."""
+    engine = snapshot.engine
+    tensors = (engine.weights | engine.buffers).values(), _rest(snapshot).values()
+    return sum(tensor.nbytes for tensor in itertools.chain(*tensors))
 
 
 def _rest(snapshot: Snapshot) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,13 +46,13 @@ class Written:
     sha256: str
 
 
-Run = Callable[[Callable[[], object]], object]  # calls its argument, in whatever thread, and waits for it
-_PIECE_BYTES = 8 * 2**20  # about 10 ms of writing and hashing
+Run = Callable[[Callable[[], object], int], None]  # calls its argument, which is work of so many bytes
+_PIECE_BYTES = 2**20  # about a millisecond of writing and hashing
 
 
-def directly(work: Callable[[], object]) -> object:
-    """A `Run` in this thread."""
-    return work()
+def directly(work: Callable[[], object], size_bytes: int) -> None:
+    """A `Run` without pauses."""
+    work()
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
@@ -114,17 +114,33 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Run) -> Written:
     digest, size_bytes = hashlib.sha256(), 0
-    for part in parts:
-        for start in range(0, len(part), _PIECE_BYTES):
-            run(partial(_write_piece, file, digest, part[start : start + _PIECE_BYTES]))
-        size_bytes += len(part)
-    run(partial(_to_disk, file))
+    for piece in _pieces(parts):
+        piece_bytes = sum(len(part) for part in piece)
+        run(partial(_write_piece, file, digest, piece), piece_bytes)
+        size_bytes += piece_bytes
+    run(partial(_to_disk, file), 0)
     return Written(size_bytes, digest.hexdigest())
 
 
-def _write_piece(file: BinaryIO, digest: Any, piece: bytes | memoryview) -> None:
-    file.write(piece)
-    digest.update(piece)
+def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
+    """The same bytes in pieces of about as many: short parts together, long ones divided."""
+    piece, left_bytes = [], _PIECE_BYTES
+    for part in parts:
+        start = 0
+        while start < len(part):
+            piece.append(part[start : start + left_bytes])
+            start += len(piece[-1])
+            left_bytes -= len(piece[-1])
+            if not left_bytes:
+                yield piece
+                piece, left_bytes = [], _PIECE_BYTES
+    yield piece
+
+
+def _write_piece(file: BinaryIO, digest: Any, piece: list[bytes | memoryview]) -> None:
+    for part in piece:
+        file.write(part)
+        digest.update(part)
 
 
 def _to_disk(file: BinaryIO) -> None:

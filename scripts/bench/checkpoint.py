@@ -7,7 +7,9 @@ alternates with one of eleven steps whose first publishes, as the launcher does:
 the state to host memory and passes it to the writer. All steps are timed as they are. The copy that P14
 leaves out is a plain copy of as many bytes, timed by itself. The slowest of ten medians is above 1 by noise
 alone: it is given for windows without a checkpoint too. A write that only begins once it is waited for would
-cost the steps nothing, so the time until it is reported is a row of its own.
+cost the steps nothing, so steps continue until it is reported, and the time until then is a row of its own.
+A write that waits and then takes a processor for itself slows down one or two steps of many, which a median
+does not show, so the row of all steps beside the write is their mean.
 
 Then a state of 1 GB: writing it against `cp` and `sha256sum` of such a file on the same disk, and resuming
 from it against reading and hashing it, both from a warm page cache. Directory: --directory, by default a
@@ -42,7 +44,8 @@ from launcher.recipe import registry_of
 from launcher.training.replica_check import check_replicas
 from scripts.bench.interleaved import Goal, goal_table, interleave, write
 
-DEFERRED = 0.95  # of the ten steps and the write in turn: later, the write has waited for the steps to end
+PATIENCE_S = 15.0  # for which steps continue beside a write
+DEFERRED = 0.95  # of that time: later, the write has waited for the steps to end
 AFTER = 10  # steps after the one that publishes
 MODELS = {"small": ("resnet18", 8, 64), "large": ("resnet50", 64, 16)}  # name, pixels, batch
 
@@ -94,6 +97,7 @@ class Windows:
 
     without: list[list[float]] = field(default_factory=list)
     saving: list[list[float]] = field(default_factory=list)  # the first of each publishes
+    beside: list[list[float]] = field(default_factory=list)  # [cycles][steps until it is written]
     copies: list[float] = field(default_factory=list)
     written: list[float] = field(default_factory=list)  # from publishing until the writer reports it
     alone: list[float] = field(default_factory=list)  # the same without steps beside it
@@ -106,12 +110,13 @@ def measure_windows(job: Job, directory: Path, cycles: int) -> Windows:
     with Writer(directory, keep=1) as writer:
         for cycle in range(-1, cycles):
             without = [_seconds(job.step) for _ in range(1 + AFTER)]
-            saving, written, report = _saving_window(job, writer)
+            saving, beside, written, report = _saving_window(job, writer)
             job.step()  # a checkpoint of its own
             alone = _seconds(lambda: _checked(writer.publish(job.stage) or writer.wait()))
             if cycle >= 0:
                 found.without.append(without)
                 found.saving.append(saving)
+                found.beside.append(beside)
                 found.copies.append(_seconds_of_copy(report.size_bytes))
                 found.written.append(written)
                 found.alone.append(alone)
@@ -119,19 +124,22 @@ def measure_windows(job: Job, directory: Path, cycles: int) -> Windows:
     return found
 
 
-def _saving_window(job: Job, writer: Writer) -> tuple[list[float], float, Report]:
-    """Seconds of each step, and from the first until the write is reported: the launcher polls each step."""
-    report, written = None, 0.0
-    saving = [_seconds(lambda: _publishing_step(job, writer))]
+def _saving_window(job: Job, writer: Writer) -> tuple[list[float], list[float], float, Report]:
+    """Seconds of each step of a window, of those beside the write, and until the write is reported.
+
+    The launcher polls in each step.
+    """
+    report, written, beside = None, 0.0, 0
+    steps = [_seconds(lambda: _publishing_step(job, writer))]
     began = time.perf_counter()
-    for _ in range(AFTER):
-        saving.append(_seconds(job.step))
-        if report is None and (report := writer.poll()):
-            written = time.perf_counter() - began
+    while len(steps) <= AFTER or (report is None and time.perf_counter() - began < PATIENCE_S):
+        steps.append(_seconds(job.step))
+        if report is None:
+            beside, written, report = len(steps), time.perf_counter() - began, writer.poll()
     if report is None:
         report = writer.wait()
         written = time.perf_counter() - began
-    return saving, written, _checked(report)
+    return steps[: 1 + AFTER], steps[1:beside], written, _checked(report)
 
 
 def _checked(report: Report | None) -> Report:
@@ -180,21 +188,13 @@ def summary(found: Windows) -> dict[str, float]:
         "after_over_normal": statistics.median(s for w in found.saving for s in w[1:]) / normal,
         "worst_of_ten_after_over_normal": max(after) / normal,
         "worst_of_ten_without_over_normal": max(same) / normal,
+        "mean_until_written_over_normal": statistics.median(map(statistics.mean, found.beside)) / normal,
+        "slowest_until_written_over_normal": statistics.median(map(max, found.beside)) / normal,
         "extra_of_all_eleven_steps_ms": 1e3 * extra,
         "written_s": statistics.median(found.written),
         "written_without_steps_s": statistics.median(found.alone),
-        "written_over_steps_and_write_in_turn": statistics.median(_overlaps(found)),
         "size_mb": found.size_bytes / 1e6,
     }
-
-
-def _overlaps(found: Windows) -> list[float]:
-    """Time until the checkpoint is written, over that of the ten steps and of the write one after the other.
-
-    1 for a write that begins when it is waited for: the steps beside it then cost nothing.
-    """
-    rows = zip(found.written, found.saving, found.alone, strict=True)
-    return [written / (sum(window[1:]) + alone) for written, window, alone in rows]
 
 
 def goals_of_windows(name: str, found: Windows) -> list[Goal]:
@@ -203,9 +203,11 @@ def goals_of_windows(name: str, found: Windows) -> list[Goal]:
     first = sorted((window[0] - copy) / normal for window in found.saving)
     rest = sorted(step / normal for window in found.saving for step in window[1:])
     common: dict[str, Any] = {"row": "P14", "unit": "ms", "theirs": 1e3 * normal, "limit": 1.0}
-    overlaps = sorted(_overlaps(found))
+    beside = sorted(statistics.mean(window) / normal for window in found.beside)
+    written = sorted(seconds / PATIENCE_S for seconds in found.written)
     edges = [
-        (values[len(values) // 10], values[-1 - len(values) // 10]) for values in (first, rest, overlaps)
+        (values[len(values) // 10], values[-1 - len(values) // 10])
+        for values in (first, rest, beside, written)
     ]
     return [
         Goal(
@@ -229,14 +231,24 @@ def goals_of_windows(name: str, found: Windows) -> list[Goal]:
             **common,
         ),
         Goal(
-            what=f"{name}: until it is written",
-            ours=1e3 * statistics.median(found.written),
-            baseline="ten steps, then the write",
-            value=statistics.median(overlaps),
+            what=f"{name}: all steps until it is written, their mean",
+            ours=rows["mean_until_written_over_normal"] * 1e3 * normal,
+            baseline="step without a checkpoint",
+            value=rows["mean_until_written_over_normal"],
             low=edges[2][0],
             high=edges[2][1],
+            goal=1.05,
+            **common,
+        ),
+        Goal(
+            what=f"{name}: until it is written",
+            ours=1e3 * rows["written_s"],
+            baseline="the longest that steps continue",
+            value=statistics.median(written),
+            low=edges[3][0],
+            high=edges[3][1],
             goal=DEFERRED,
-            **common | {"theirs": 1e3 * rows["written_s"] / statistics.median(overlaps), "limit": None},
+            **common | {"theirs": 1e3 * PATIENCE_S, "limit": None},
         ),
     ]
 

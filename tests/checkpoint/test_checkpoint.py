@@ -429,44 +429,35 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 # Writing behind the training
 
 
-def test_pieces_of_a_write_run_at_low_priority_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
-    found, first, awaited = [], threading.Event(), threading.Event()
-
-    def note() -> None:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    def in_two(directory: Path, taken: Snapshot, run: Run) -> Path:
-        run(note)
-        first.set()
-        assert awaited.wait(10)
-        run(note)
-        return publish(directory, taken, run)
-
-    monkeypatch.setattr("launcher.checkpoint.async_writer.publish", in_two)
+def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("launcher.checkpoint.pace.FREE", 1e9)  # no processor is
+    monkeypatch.setattr("launcher.checkpoint.pace.SHARE", 1e-9)
+    monkeypatch.setattr("launcher.checkpoint.pace.LONGEST_S", 3600.0)
     with Writer(tmp_path, keep=2) as writer:
-        writer.publish(lambda: snapshot(1))
-        assert first.wait(10)
-        threading.Timer(0.1, awaited.set).start()
-        assert writer.wait() is not None
-    assert found == [19, os.getpriority(os.PRIO_PROCESS, 0)]
+        writer.publish(lambda: snapshot(1, num_values=10**6))  # 4 MB: the first pause takes minutes
+        while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
+            time.sleep(0.001)
+        assert writer.poll() is None
+        report = writer.wait()
+    assert report is not None
+    assert same(load(tmp_path / "step-00000001"), snapshot(1, num_values=10**6))
 
 
-def test_a_write_that_takes_long_beside_other_work_gives_up_its_low_priority(
-    tmp_path: Path, monkeypatch
-) -> None:
-    found: list[int] = []
+def test_a_file_is_written_in_pieces_of_a_megabyte_whatever_its_tensors(tmp_path: Path) -> None:
+    tensors = {f"{index}": torch.full((1000,), index, dtype=torch.float32) for index in range(300)}
+    tensors["large"] = torch.rand(700_000)
+    sizes: list[int] = []
 
-    def noted(directory: Path, taken: Snapshot, run: Run) -> Path:
-        run(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-        return publish(directory, taken, run)
+    def run(work, size_bytes: int) -> None:
+        work()
+        sizes.append(size_bytes)
 
-    monkeypatch.setattr("launcher.checkpoint.async_writer.publish", noted)
-    monkeypatch.setattr("launcher.checkpoint.async_writer.PATIENCE_S", -1.0)
-    with Writer(tmp_path, keep=2) as writer:
-        writer.publish(lambda: snapshot(1))
-        while writer.poll() is None:  # nobody waits for it
-            time.sleep(0.01)
-    assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
+    written = write_tensors(tmp_path / "file", tensors, {}, run)
+    assert written == write_tensors(tmp_path / "directly", tensors, {})
+    assert sum(sizes) == written.size_bytes == (tmp_path / "file").stat().st_size
+    assert sizes[:-2] == [2**20] * 3, "the last two are the rest and the call that waits for the disk"
+    assert sizes[-1] == 0
+    assert hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest() == written.sha256
 
 
 def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, monkeypatch) -> None:

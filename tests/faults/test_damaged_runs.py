@@ -105,7 +105,7 @@ def test_none_intact(again: Path, undisturbed, demanded) -> None:
 
 
 def wait_for_writers() -> None:
-    """Until no checkpoint is being written: beside other work that takes long, at its low priority."""
+    """Until no checkpoint is being written: beside other work, with pauses."""
     for each in gc.get_objects():
         if isinstance(each, Writer) and each._pending is not None:
             each._pending.result(timeout=20)

@@ -143,18 +143,23 @@ def test_checkpoint_compares_steps_with_and_without_saving(tmp_path) -> None:
 
 def test_time_that_a_checkpoint_costs_is_in_the_figures_of_its_steps() -> None:
     """One second in the step that publishes, then half a second in one of those after it, of steps of 1 s."""
-    quiet = [[1.0] * 11, [1.0] * 11]
+    quiet = [[1.0] * 11] * 2
     slow_first, slow_third = [[2.0] + [1.0] * 10] * 2, [[1.0, 1.0, 1.0, 1.5] + [1.0] * 7] * 2
-    first = checkpoint.summary(checkpoint.Windows(quiet, slow_first, [0.25, 0.25], [2.0, 2.0], [1.0, 1.0], 8))
+
+    def windows(saving, copy):
+        beside = [window[1:6] for window in saving]
+        return checkpoint.Windows(quiet, saving, beside, [copy] * 2, [2.0] * 2, [1.0] * 2, 8)
+
+    first = checkpoint.summary(windows(slow_first, 0.25))
     assert first["publishing_over_normal"] == 2
     assert first["publishing_without_copy_over_normal"] == 1.75
     assert first["extra_of_all_eleven_steps_ms"] == 1000
-    later = checkpoint.summary(checkpoint.Windows(quiet, slow_third, [0.0, 0.0], [2.0, 2.0], [1.0, 1.0], 8))
+    later = checkpoint.summary(windows(slow_third, 0.0))
     assert later["worst_of_ten_after_over_normal"] == later["step_3_after_over_normal"] == 1.5
-    goals = checkpoint.goals_of_windows(
-        "it", checkpoint.Windows(quiet, slow_third, [0.0, 0.0], [2.0, 2.0], [1.0, 1.0], 8)
-    )
-    assert [goal.reached for goal in goals] == [True, False, True]
+    assert later["mean_until_written_over_normal"] == 1.1
+    assert later["slowest_until_written_over_normal"] == 1.5
+    goals = checkpoint.goals_of_windows("it", windows(slow_third, 0.0))
+    assert [goal.reached for goal in goals] == [True, False, False, True]
 
 
 LOOP = loop_recipe.Settings("tensors", 0, block=3, rounds=2, steps_per_epoch=2, batch_size=8, file="")
@@ -216,15 +221,23 @@ class Deferring(Writer):
 
 def test_a_write_that_begins_when_it_is_waited_for_misses_a_goal(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint, "Writer", Deferring)
+    monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.2)
     found = checkpoint.measure_windows(checkpoint.quick_job(), tmp_path, 1)
-    assert found.written[0] > sum(found.saving[0][1:])
-    steps = [[1.0] * 11]
-    in_turn, beside = (
-        checkpoint.Windows(steps, steps, [0.0], [written], [2.0], 8) for written in (12.0, 3.0)
+    assert found.written[0] > checkpoint.PATIENCE_S
+    assert len(found.beside[0]) >= checkpoint.AFTER
+    (goal,) = (
+        each for each in checkpoint.goals_of_windows("it", found) if "until it is written" in each.what[-25:]
     )
-    for windows, reached in ((in_turn, False), (beside, True)):
-        (goal,) = (each for each in checkpoint.goals_of_windows("it", windows) if "until" in each.what)
-        assert goal.reached == reached
+    assert not goal.reached
+
+
+def test_a_write_that_waits_until_the_window_is_over_misses_a_goal() -> None:
+    even, late = [1.0] * 11, [1.0] * 40 + [2.4, 2.1]
+    for beside, reached in ((even, True), (late, False)):
+        windows = checkpoint.Windows([even], [even], [beside], [0.0], [0.01], [0.01], 8)
+        goals = {each.what: each.reached for each in checkpoint.goals_of_windows("it", windows)}
+        assert goals["it: all steps until it is written, their mean"] == reached
+        assert goals["it: until it is written"]
 
 
 @pytest.mark.slow
