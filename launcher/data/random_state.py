@@ -20,7 +20,9 @@ from numpy.random import mtrand
 from torch import Tensor
 
 MT19937_BYTES = 4 * (624 + 1)  # of NumPy's: words and position
+WINDOW_BYTES = 32  # of a Mersenne Twister's memory: its position, and some of the words beside it
 seed_torch = torch.default_generator.manual_seed  # of 32 bits; torch.manual_seed would seed every GPU too
+_state_of_torch = torch.default_generator.get_state
 
 
 def spread_seed(*key: int | str) -> int:
@@ -104,7 +106,7 @@ class States(NamedTuple):
 
 def states() -> States:
     """The present ones. Takes 3 us where nothing has drawn from Python's and NumPy's since the last call."""
-    return States(_python().state(), _numpy().state(), torch.default_generator.get_state())
+    return States(_python().state(), _numpy().state(), _state_of_torch())
 
 
 def restore(wanted: States) -> None:
@@ -117,9 +119,10 @@ def restore(wanted: States) -> None:
 class _Twister:
     """A global generator, whose own functions take up to 50 us to copy its state and to set it.
 
-    They are called only where the `memory` of its numbers has changed, which is read and never written. A
-    spare normal number is kept elsewhere. Only a draw leaves one, and while there is one the state is copied
-    each time, since taking it does not change the memory.
+    They are called only where the `memory` of its position and of some of its words has changed, which is
+    read and never written: a draw moves the position, and the draw that sets it back, like a seed, changes
+    all words. A spare normal number is kept elsewhere. Only a draw leaves one, and while there is one the
+    state is copied each time, since taking it does not change the memory.
     """
 
     def __init__(
@@ -133,12 +136,14 @@ class _Twister:
         self._memory, self._get, self._set, self._spare = memory, get, set_, spare
         self._trusted = True
         self._learn(memory(), get())
-        before = self._known_memory
-        draw()
-        shows_draws = memory() != before  # or this version keeps its numbers elsewhere
+        seen = [self._known_memory]
+        for _ in range(2):  # one may change all words, but not both
+            draw()
+            seen.append(memory())
+        shows_draws = len(set(seen)) == len(seen)  # or this version keeps its position elsewhere
         set_(self._known)
-        self._trusted = shows_draws and memory() == before
-        self._learn(before, self._known)
+        self._trusted = shows_draws and memory() == seen[0]
+        self._learn(seen[0], self._known)
 
     def state(self) -> Any:
         memory = self._memory()
@@ -164,10 +169,9 @@ def _memory_at(address: int, size: int) -> Callable[[], bytes]:
 
 @cache
 def _python() -> _Twister:
+    size = _random.Random.__basicsize__ - object.__basicsize__
     return _Twister(
-        _memory_at(
-            id(random._inst) + object.__basicsize__, _random.Random.__basicsize__ - object.__basicsize__
-        ),
+        _memory_at(id(random._inst) + object.__basicsize__, min(WINDOW_BYTES, size)),  # the position is first
         random.getstate,
         random.setstate,
         spare=lambda state: state[2] is not None,
@@ -176,7 +180,7 @@ def _python() -> _Twister:
 
 
 class _NumPysMemory:
-    """The numbers of NumPy's generator; None where a recipe has put one of another kind in its place."""
+    """The window of NumPy's generator; None where a recipe has put one of another kind in its place."""
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -187,7 +191,8 @@ class _NumPysMemory:
         if generator is not self._generator:
             self._generator, self._read = generator, lambda: None
             if isinstance(generator, numpy.random.MT19937):
-                self._read = _memory_at(generator.ctypes.state_address, MT19937_BYTES)
+                end = generator.ctypes.state_address + MT19937_BYTES  # where the position is
+                self._read = _memory_at(end - WINDOW_BYTES, WINDOW_BYTES)
         return self._read()
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.random import PCG64, mtrand
 
-from launcher.data.random_state import Drawn, GeneratorsKept, drawn_since, seed_all, states
+from launcher.data.random_state import Drawn, GeneratorsKept, _numpy, _python, drawn_since, seed_all, states
 
 DRAWS = {
     "Python": random.random,
@@ -33,6 +33,32 @@ def test_what_has_drawn_is_found_and_undone(draw, before):
         seed_all(2)
     assert drawn_since(at_start) == Drawn(torch=False, others=False)
     assert draw() == first
+
+
+@pytest.mark.parametrize("draws", [1, 2, 623, 624, 625, 1248], ids=str)
+@pytest.mark.parametrize(
+    "draw", [lambda: random.getrandbits(32), lambda: numpy.random.bytes(4)], ids=["Python", "NumPy"]
+)
+def test_any_number_of_draws_is_found(draw, draws):
+    """Also as many as there are words, after which the position is the same again."""
+    for _ in range(3):
+        at_start = states()
+        for _ in range(draws):
+            draw()
+        assert drawn_since(at_start).others
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["Python", "NumPy"])
+def test_another_seed_is_found_also_at_the_same_position(draw):
+    seed_all(1)
+    at_start = states()
+    random.seed(2) if draw is random.random else numpy.random.seed(2)
+    assert drawn_since(at_start).others
+
+
+def test_the_generators_of_this_version_are_watched_rather_than_copied():
+    assert _python()._trusted
+    assert _numpy()._trusted
 
 
 def test_the_states_are_not_copied_again_until_something_draws():
