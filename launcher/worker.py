@@ -164,11 +164,6 @@ class _Job:
             self.run, self.continuity.standing, self.recipe, self.model, self.data.train, self.plan, trying
         )
 
-    def beat_after(self, part: str) -> None:
-        """Enter the phase that follows a part of the step."""
-        if part in PHASE_AFTER:
-            self.run.heartbeat.beat(PHASE_AFTER[part])
-
 
 def _join_and_run(
     config: Config,
@@ -278,7 +273,8 @@ def _train(
         _calibrate(job, batches, start)
     links, decide = Links.of(peers, run.env.rank), run.telemetry.decision
     votes, trial = Votes(), BucketTrial(stepper, run.env.world_size, config.wire.shard, decide)
-    voters = (Stragglers(run, [peer.host for peer in peers], links), trial)
+    stragglers = Stragglers(run, [peer.host for peer in peers], links)
+    voters = (stragglers, trial) if run.env.world_size > 1 else ()  # alone there is nobody to compare with
     monitor = Monitor(
         run,
         votes,
@@ -306,7 +302,7 @@ def _train(
         run.heartbeat.beat("data")
     network = compiled(config.train.compile, job.model, stepper)
     began = time.perf_counter()
-    stepper.clock.on_mark(job.beat_after)
+    stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
     relief = Relief(run, continuity.standing, batches, continuity.answers)
     task = Task(stepper, network, job.recipe.loss, batches, continuity.answers, relief)
     with (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, whose module imports torch
@@ -76,7 +77,7 @@ class Heartbeat:
 
     def __init__(self, table: mmap.mmap | None = None, rank: int = 0) -> None:
         self._table = table
-        self._offset = rank * _ROW.size
+        self._row = slice(rank * _ROW.size, (rank + 1) * _ROW.size)
         self._step = 0
         self._phase, self._number = PHASES[0], 0
         self._since_s = time.monotonic()
@@ -102,10 +103,26 @@ class Heartbeat:
 
         Raises KeyError for another phase, also where no process reads it.
         """
-        self._number = _NUMBERS[phase]
+        number = _NUMBERS[phase]
         if step is not None:
             self._step = step
-        self._phase = phase
+        self._enter(phase, number)
+
+    def entering(self, phases: Mapping[str, str]) -> Callable[[str], None]:
+        """A function that records the phase which `phases` has for its argument, if it has one.
+
+        The phases are looked up once, because it is called several times in a step.
+        """
+        numbered = {part: (phase, _NUMBERS[phase]) for part, phase in phases.items()}
+
+        def enter(part: str) -> None:
+            if part in numbered:
+                self._enter(*numbered[part])
+
+        return enter
+
+    def _enter(self, phase: str, number: int) -> None:
+        self._phase, self._number = phase, number
         self._since_s = time.monotonic()
         self._write()
 
@@ -117,8 +134,7 @@ class Heartbeat:
     def _write(self) -> None:
         if self._table is not None:
             # Not pack_into: it clears the row first, and a reader could see a rank that never started.
-            row = _ROW.pack(self._number, self._step, self._since_s, self._under_way)
-            self._table[self._offset : self._offset + _ROW.size] = row
+            self._table[self._row] = _ROW.pack(self._number, self._step, self._since_s, self._under_way)
 
 
 class Heartbeats:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.checkpoint import Metric
 from launcher.config.schema import TrainConfig
 from launcher.engine import StepReport
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """One step of a run. `step` counts from 1 and includes skipped steps; the others count from 0."""
 
     epoch: int

@@ -49,6 +49,20 @@ def test_a_step_counts_once_it_is_done(phase, done) -> None:
     assert (heartbeat.steps_done, table.steps_done()) == (done, done)
 
 
+def test_the_parts_of_a_step_enter_the_phases_that_follow_them() -> None:
+    table = Heartbeats(2)
+    heartbeat = table.of(1)
+    enter = heartbeat.entering({"data": "compute", "compute": "wire"})
+    heartbeat.beat("data", 7)
+    found = []
+    for part in ("", "data", "compute", "update"):
+        enter(part)
+        found.append((table.read()[1].phase, heartbeat.latest.phase, table.read()[1].step))
+    assert found == [(phase, phase, 7) for phase in ("data", "compute", "wire", "wire")]
+    with pytest.raises(KeyError, match="no phase"):
+        heartbeat.entering({"data": "no phase"})
+
+
 def test_without_a_table_beating_is_allowed() -> None:
     for phase in PHASES:
         Heartbeat().beat(phase, 1)
