@@ -108,7 +108,7 @@ def wait_for_writers() -> None:
     """Until no checkpoint is being written: beside other work, with pauses."""
     for each in gc.get_objects():
         if isinstance(each, Writer) and each._pending is not None:
-            each._pending.result(timeout=20)
+            each._pending.result(timeout=60)
 
 
 def full_disk(
