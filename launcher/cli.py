@@ -24,7 +24,7 @@ from launcher.commands.watch import watch
 from launcher.config.groups import conf_dir
 from launcher.distributed.handoff import Leader, follow
 from launcher.distributed.process_group import LaunchEnv
-from launcher.errors import DIVERGED, INTERRUPTED, in_words
+from launcher.errors import DIVERGED, INTERRUPTED, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
 
 
@@ -75,11 +75,11 @@ def ignore_sigterm() -> None:
 def run_command(arguments: Arguments, leader: Leader) -> int:
     directories = config_directories(arguments)
     if "--help" in arguments.flags:
-        print(help_text(directories), end="")
+        print(escaped(help_text(directories)), end="")
     elif "--version" in arguments.flags:
         print(version_text())
     elif arguments.command == "recipes":
-        print(recipes_text(directories), end="")
+        print(escaped(recipes_text(directories)), end="")
     elif arguments.command == "report":
         write_reports(arguments)
     elif arguments.command == "watch":

@@ -6,6 +6,7 @@ import pytest
 
 import launcher.engine.errors
 import launcher.errors
+from launcher.commands.run import report_failure
 from launcher.config.short_traceback import short_traceback
 from launcher.data.reader import BadSample
 from launcher.distributed.handoff import departure_of
@@ -65,3 +66,12 @@ def test_our_own_messages_keep_their_lines() -> None:
     text = "The batch of that step, run again:\n  rank 0: caf\udce9\t"
     assert str(LauncherError(text)) == text
     assert launcher.errors.in_words(LauncherError(text + "\x1b")) == text + "\\x1b"
+
+
+def test_the_traceback_of_a_bug_of_ours_cannot_control_the_terminal(capsys) -> None:
+    with pytest.raises(ValueError, match="gone") as raised:
+        raise ValueError("\x1b[2Jgone")
+    assert report_failure(raised.value) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last):\n  File ")
+    assert shown.endswith("ValueError: \\x1b[2Jgone\n")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launcher.distributed.handoff import JobFailed, Leader
 from launcher.distributed.process_group import LaunchEnv
-from launcher.errors import LauncherError, PreemptedError
+from launcher.errors import LauncherError, PreemptedError, escaped
 from launcher.process.shortage import shortage_of
 from launcher.process.terminal import columns_of, wrapped
 from launcher.supervisor.worker_count import num_workers
@@ -60,5 +60,5 @@ def report_failure(error: Exception) -> int:
         text = wrapped(f"{kind}: {error}", columns_of(sys.stderr))
         print(f"{error.traceback}{text}", file=sys.stderr, flush=True)
         return error.exit_code
-    traceback.print_exception(error)
+    print(escaped("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
     return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_what_is_no_file_is_no_choice(tmp_path, capfd, kind) -> None:
     assert "recipe=mine: there is no such recipe." in refused(capfd, "recipe=mine", "--config-dir", str(tree))
     assert main(["recipes", "--config-dir", str(tree)]) == 0
     assert "mine" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["recipes", "--help"])
+def test_a_foreign_tree_cannot_control_the_terminal(tmp_path, capfd, command) -> None:
+    tree = tree_with(tmp_path / "own", b"# evil \x1b[2Jgone\n" + BASE)
+    shutil.copy(tree / "recipe" / "mine.yaml", tree / "recipe" / "odd\x1b[2J.yaml")
+    assert main([command, "--config-dir", str(tree)]) == 0
+    shown = capfd.readouterr().out
+    assert "\x1b" not in shown
+    assert ("evil \\x1b[2Jgone" in shown) is (command == "recipes")
 
 
 @pytest.mark.parametrize("text", [BASE + b"\xff", BASE + LONG, BASE + BOMB])
