@@ -48,6 +48,15 @@ def test_the_sums_are_those_of_fp64(sums, dtype) -> None:
     assert sums.over(split(flat))().tolist() == pytest.approx(exact, rel=3e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [3e-23, 3e-12, 1e18, 1e22])
+def test_squares_beyond_the_range_of_fp32_are_summed(sums, dtype, scale) -> None:
+    flat = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0))
+    flat = (flat.double() * scale).to(dtype)
+    exact = [part.double().square().sum().item() for part in split(flat)]
+    assert sums.over(split(flat))().tolist() == pytest.approx(exact, rel=3e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_one_element_that_is_not_finite_shows_in_its_own_sum_only(sums, dtype, value) -> None:
