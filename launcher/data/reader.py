@@ -191,18 +191,18 @@ class Reader:
     def _read(self, request: Request, sample: Callable[[int, int], Any] | None) -> _Read:
         """As `_samples`, each from `sample(index, seed)`; None: as the data set gives it."""
         samples: list[Any] = []
-        kept: list[int] = []
-        bad: list[BadSample] = []
+        bad: dict[int, BadSample] = {}  # by offset
         indices, reading, dataset = request.indices, self.reading, self._dataset
         seeds = sample_seeds(self._seed, request.epoch, request.position, len(indices)) if sample else []
         for offset, index in enumerate(indices):
             reading(index)
             try:
                 samples.append(sample(index, seeds[offset]) if sample else dataset[index])
-                kept.append(offset)
             except Exception as error:  # a user's data set may fail in any way
-                bad.append(BadSample.of(index, error))
-        return _Read(samples, tuple(kept), bad) if bad else _Read.whole(samples)
+                bad[offset] = BadSample.of(index, error)
+        if not bad:
+            return _Read.whole(samples)
+        return _Read(samples, tuple(o for o in range(len(indices)) if o not in bad), [*bad.values()])
 
     def _read_at_once(self, request: Request) -> _Read | None:
         """As `_samples`, with nothing done before each; None where that is needed, or one of them fails."""
