@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import shortened
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError, StorageError, escaped
 from launcher.process.terminal import columns_of, wrapped
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def write_reports(arguments: Arguments) -> None:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"report {directories[0]}: {name}{error.strerror or error}.") from error
     print(run_table(runs, columns_of(sys.stdout)))
-    print(*written, place, sep="\n")
+    lines = [str(path) for path in (*written, place)]
+    print(*(map(escaped, lines) if sys.stdout.isatty() else lines), sep="\n")
 
 
 def checked(command: str, word: str) -> Path:
