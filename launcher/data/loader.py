@@ -241,6 +241,11 @@ def loader_processes() -> Iterator[None]:
             _pools.pop().close()
 
 
+def is_of_loader_process(error: BaseException) -> bool:
+    """Whether it is of a lost loader process: torch raises it wherever the main thread then is."""
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+
+
 def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
     """What each of them draws leaves the generators of this process as they were."""
     while True:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, is_the_users, place_of
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
+from launcher.data.loader import is_of_loader_process
 from launcher.distributed.process_group import is_of_another
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import (
@@ -116,7 +117,7 @@ def recipe_failure(
     shortage = shortage_of(error, what, _at(error), advice)
     if isinstance(shortage, OutOfMemoryError):
         return shortage
-    if shortage is not None or is_of_another(error):
+    if shortage is not None or is_of_another(error) or is_of_loader_process(error):
         return None
     renamed = RENAMED.get(text := whole_text(error), "")
     rule = _rule(error, batch or {})

@@ -90,3 +90,16 @@ def test_the_error_of_a_sample_is_a_sentence_before_its_log(text: str) -> None:
     error.traceback = "Traceback"
     found = failure_of(error, None, "job", LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
     assert str(found) == f"{text.rstrip('.')}. The full traceback is in logs/rank0.log."
+
+
+def test_a_lost_loader_process_is_not_blamed_on_what_was_running() -> None:
+    """Torch raises it from a signal handler, so anywhere: the pool names the sample later."""
+    lost = RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed. ")
+
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        raise lost
+
+    recipe = recipe_with(loss)
+    with pytest.raises(RuntimeError) as caught:
+        recipe.loss(nn.Linear(1, 1), {})
+    assert caught.value is lost
