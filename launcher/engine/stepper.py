@@ -127,7 +127,8 @@ class Stepper:
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
         self._reference = Reference(reference_count, micro_batches, self.device, self.group)
         self._clip_norm = clip_norm
-        self._rates: Tensor | list[float] = list(rates)
+        rates = [float(rate) for rate in rates]  # or a report would have a number of NumPy's
+        self._rates: Tensor | list[float] = rates
         if not parts.on_host:
             self._rates = torch.tensor(rates, dtype=torch.float64, device=self.device)
         self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
@@ -162,9 +163,9 @@ class Stepper:
     def lr(self, rate: float) -> None:
         limits.rate.require("lr", rate)
         if isinstance(self._rates, list):
-            self._rates = [rate]
+            self._rates = [float(rate)]
         else:
-            self._rates.fill_(rate)
+            self._rates.fill_(float(rate))
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from launcher.engine import SGD, AdamW, EngineWarning, Policy, Stepper, TorchOptimizer, UnusableError
 from tests.engine.observe import state_digest, train
@@ -155,3 +159,61 @@ def test_a_group_of_one_among_several_processes_is_meant(monkeypatch, tmp_path) 
         stepper_of(group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(
+    "rates", [np.linspace(0.1, 0.05, 3, dtype=np.float32), [Fraction(1, 10)] * 3, [1, 1, 1]]
+)
+def test_rates_of_any_kind_of_number_are_reported_as_floats(rates, capturable) -> None:
+    """An event of the log, for one, is written as JSON."""
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp32(), learning_rates=rates, capturable=capturable)
+    assert json.dumps([train(stepper, *features(8, 0)).lr, stepper.lr])
+    stepper.lr = rates[1]
+    assert type(stepper.lr) is float
+    assert json.dumps(train(stepper, *features(8, 0)).lr) == json.dumps(stepper.lr)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1, 0.9), AdamW(0.1)], ids=["sgd", "adamw"])
+def test_it_trains_under_another_default_dtype(optimizer) -> None:
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model, (x, classes) = mlp(), features(8, 0)
+        torch.set_default_dtype(dtype)
+        try:
+            stepper = Stepper(model, optimizer, Policy.fp16(), reference_count=8)
+            assert not train(stepper, x, classes).skipped
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([master.clone() for master in stepper.named_masters().values()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    "count", [torch.tensor(200, dtype=torch.uint8), torch.tensor(200.0, dtype=torch.float16)]
+)
+def test_a_count_of_few_bits_is_taken_as_it_is(count) -> None:
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp32(), micro_batches=512)
+    x, classes = features(8, 0)
+    stepper.backward(loss_sum(stepper.model(x), classes), count)
+    assert not stepper.step().read().skipped
+    assert stepper.state().reference_count == 2**17
+
+
+def test_a_capturable_stepper_reports_the_same_norm() -> None:
+    """With gaps between the parameters, which are read with them."""
+    norms = []
+    for capturable in (False, True):
+        torch.manual_seed(0)
+        layers = [
+            nn.Linear(8, 5),
+            nn.BatchNorm1d(5),
+            nn.ReLU(),
+            nn.Linear(5, 7),
+            nn.BatchNorm1d(7),
+            nn.ReLU(),
+        ]
+        model = nn.Sequential(*layers, nn.Linear(7, 3))
+        stepper = Stepper(model, SGD(0.1), Policy.fp32(), capturable=capturable)
+        norms.append([train(stepper, *features(8, step)).grad_norm for step in range(40)])
+    assert norms[0] == norms[1]

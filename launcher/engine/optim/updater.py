@@ -213,7 +213,8 @@ def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int
     batches: list[_Batch] = []
     room = 0
     on_cpu = pieces[0].weight.device.type == "cpu"
-    scratch = torch.empty(min(chunk, sum(p.weight.numel() for p in pieces))) if on_cpu else None
+    numel = min(chunk, sum(piece.weight.numel() for piece in pieces))
+    scratch = torch.empty(numel, dtype=torch.float32) if on_cpu else None
     for piece, own in zip(pieces, states, strict=True):
         start, numel = 0, piece.weight.numel()
         while start < numel:

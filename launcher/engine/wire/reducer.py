@@ -238,7 +238,8 @@ class Reducer:
                 transport.join()
                 found.append(look.sums())
                 look = next(looks, look)
-        sums = torch.cat(found) if len(found) > 1 else found[0]
+        # Contiguous in any case: the order in which a stretch of memory is summed depends on its stride.
+        sums = torch.cat(found) if len(found) > 1 else found[0].contiguous()
         marks: Tensor | None = None
         if self._sharded:
             sums, marks = self._share_sums(sums)

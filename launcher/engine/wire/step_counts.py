@@ -218,7 +218,8 @@ class Reference:
         `count` is that of this rank's first micro-batch; the others are assumed to be as large.
         """
         if self.count is None:
-            counted = count * self.micro_batches
+            # In fp64: one of few bits, such as a sum of booleans as uint8, would wrap or become inf.
+            counted = (count.double() if isinstance(count, Tensor) else count) * self.micro_batches
             self.count, self._is_new = agree_on_reference(counted, self._device, self._group), True
 
     def restart(self, abandoned: Tensor | bool = False) -> None:
