@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import launcher.engine.wire.transports as transports
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter, GradientStatistics
@@ -181,10 +182,10 @@ def test_each_gradient_is_in_the_norm_once_on_every_wire_and_padding_has_none() 
 def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
     """The names of the collectives of a second step, in order."""
     calls: list[str] = []
-    names = ["all_reduce", "all_to_all_single", "all_gather_single", "all_gather_into_tensor"]
-    for name in names:
+    gathers = ["all_gather_single", "all_gather_into_tensor"]
+    for name in ("all_reduce", "all_to_all_single", "isend", "irecv", *gathers):
         original = getattr(dist, name, None)
-        if original is not None and not (name == "all_gather_into_tensor" and hasattr(dist, names[2])):
+        if original is not None and not (name == gathers[1] and hasattr(dist, gathers[0])):
             setattr(dist, name, recording(original, name, calls))
     model = mlp()
     stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, wire=wire, reference_count=8)
@@ -208,18 +209,54 @@ def recording(original, name, calls):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("world_size", "name", "expected"),
     [
-        ("native", ["all_reduce"] * 3),
-        ("fp32", ["all_reduce", "all_to_all_single", "all_reduce", "all_gather_single"]),
-        ("sharded", ["all_to_all_single", "all_reduce", "all_reduce", "all_gather_single"]),
+        (2, "native", ["all_reduce"] * 3),
+        (2, "fp32", ["all_reduce", "irecv", "isend", "all_reduce"]),
+        (3, "fp32", ["all_reduce", "all_to_all_single", "all_reduce", "all_gather_single"]),
+        (2, "sharded", ["all_to_all_single", "all_reduce", "all_reduce", "all_gather_single"]),
     ],
 )
-def test_no_collective_beyond_the_buckets_and_the_counts(name, expected) -> None:
+def test_no_collective_beyond_the_buckets_and_the_counts(world_size, name, expected) -> None:
     """Counts, one bucket of matrices, one of vectors; sharded ranks add up norms and counts together."""
-    first, second = run_ranks(2, count_collectives, WIRES[name])
-    assert first == second
+    first, *others = run_ranks(world_size, count_collectives, WIRES[name])
+    assert others == [first] * (world_size - 1)
     assert sorted(call.replace("into_tensor", "single") for call in first) == sorted(expected)
+
+
+def both_exchanges(env: WorkerEnv) -> list[torch.Tensor]:
+    """The same gradients reduced in one exchange and in two: equal bits, and nothing held afterwards."""
+    found = []
+    values = torch.randn(64, 48, generator=torch.Generator().manual_seed(env.rank))
+    values = (values * torch.logspace(-8, 5, 64)[:, None]).clamp(-6e4, 6e4)  # down to subnormal ones
+    for two_exchanges in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if two_exchanges:
+                patch.setattr(transports, "is_pair", lambda layout, group: False)
+            scaling = Scaling("static", init=1)
+            stepper = Stepper(
+                *(Planted(64, 48, 5), SGD(1.0), Policy.fp16(), env.group),
+                wire=SMALL["fp32"],
+                scaling=scaling,
+                reference_count=1,
+            )
+        kinds = {type(each).__name__ for each in stepper.reducer._transports.values()}
+        assert kinds == {"NativeSum", "WideSum" if two_exchanges else "WidePair"}
+        with stepper.forward():
+            loss = stepper.model(values, 1.0)
+        stepper.backward(loss, 1)
+        assert not stepper.step().read().skipped
+        assert all(bucket.received is None for bucket in stepper.reducer.buckets)
+        found.append(stepper.layout.gradients()["matrix"].clone())
+    return found
+
+
+def test_two_ranks_have_in_one_exchange_the_bits_of_two() -> None:
+    ranks = run_ranks(2, both_exchanges)
+    for one, two in ranks:
+        assert torch.equal(one, two)
+        assert one.abs().max() > 65504 / 2  # a sum in fp16 would overflow
+        assert torch.equal(one, ranks[0][0])
 
 
 def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:

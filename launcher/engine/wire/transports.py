@@ -1,10 +1,10 @@
-"""How one bucket of gradients is reduced over the ranks: three transports that send the same bytes.
+"""How one bucket of gradients is reduced over the ranks: transports that send the same bytes.
 
 Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each transport sums over
 the ranks; none divides in half precision. They differ in where the sum is rounded:
 
 native   all-reduce in the dtype of the wire; the library rounds at each hop
-fp32     all-to-all, sum in fp32, one rounding, all-gather
+fp32     all-to-all, sum in fp32, one rounding, all-gather; of two ranks on CPUs in one exchange
 sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers the new weights
 """
 
@@ -27,6 +27,7 @@ from launcher.engine.wire.side_stream import SideStream
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Sum = Literal["native", "fp32"]
+PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's own tags are small
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Bucket:
     message: Tensor
     tail: Tensor
     work: dist.Work | None = None
+    sent: dist.Work | None = None  # to the other rank of two
     received: Tensor | None = None
     local_sums: Tensor | None = None
 
@@ -205,6 +207,47 @@ class WideSum:
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
 
+class WidePair:
+    """The sum of WideSum for two ranks over Gloo: each sends the other its whole message.
+
+    As many bytes and the same bits in one exchange: the gather would begin when the last sum is there, and
+    nothing else would be on the wire meanwhile.
+    """
+
+    before, after = 1.0, 0.5
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._other = group, 1 - dist.get_rank(group)
+
+    def launch(self, bucket: Bucket) -> int:
+        received, tag = torch.empty_like(bucket.message), PAIR_TAG + bucket.index
+        bucket.work = dist.irecv(received, group=self._group, group_src=self._other, tag=tag)
+        bucket.sent = dist.isend(bucket.message, group=self._group, group_dst=self._other, tag=tag)
+        bucket.received = received
+        return bucket.size_bytes
+
+    def can_follow(self, bucket: Bucket) -> bool:
+        return True
+
+    def follow(self, bucket: Bucket) -> None:
+        pass
+
+    def wait(self, bucket: Bucket) -> None:
+        assert bucket.work is not None
+        assert bucket.sent is not None
+        assert bucket.received is not None
+        bucket.work.wait()  # without `works`: no thread of Gloo holds the work of a single message
+        bucket.sent.wait()
+        bucket.message.copy_(bucket.received.float().add_(bucket.message).mul_(self.after))
+        bucket.work = bucket.sent = bucket.received = None
+
+    def join(self) -> None:
+        pass  # not on CUDA
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
+
+
 class ShardedSum:
     """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
 
@@ -285,11 +328,13 @@ def choose_transports(
         return transports, 1
     if wire.sum == "fp32":
         divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
-        second = second_group(group) if wire.overlap else None
+        wide: Transport
+        if is_pair(layout, group):
+            wide = WidePair(group)
+        else:
+            wide = WideSum(group, divisor, side, second_group(group) if wire.overlap else None)
         return {
-            segment.name: NativeSum(group, divisor)
-            if segment.grad.dtype == torch.float32
-            else WideSum(group, divisor, side, second)
+            segment.name: NativeSum(group, divisor) if segment.grad.dtype == torch.float32 else wide
             for segment in layout.segments
         }, divisor
     divisor = wire.predivide or default_predivide(layout.world_size)
@@ -310,13 +355,22 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
     For Gloo, on which the host waits: on CUDA streams order the stages. A collective.
     """
-    if dist.get_backend(group) != "gloo":
+    if not is_gloo(group):
         return None
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    return str(dist.get_backend(group)) == "gloo"
+
+
+def is_pair(layout: Layout, group: dist.ProcessGroup) -> bool:
+    """Whether WidePair can be used."""
+    return layout.world_size == 2 and layout.device.type == "cpu" and is_gloo(group)
 
 
 def is_sharded(transports: Mapping[str, Transport]) -> bool:
