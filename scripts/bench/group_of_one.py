@@ -20,11 +20,12 @@ def collectives_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    chosen, stepper_module.group_of = stepper_module.group_of, lambda group: group
+    own = vars(stepper_module)
+    chosen, own["group_of"] = own["group_of"], lambda group: group
     try:
         group = dist.group.WORLD
         assert group is not None
         yield group
     finally:
-        stepper_module.group_of = chosen
+        own["group_of"] = chosen
         dist.destroy_process_group()

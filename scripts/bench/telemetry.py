@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from launcher.config.resolve import Request, compose_jobs
+from launcher.config.composition import Request
+from launcher.config.resolve import compose_jobs
 from launcher.config.schema import RunConfig
 from launcher.run_dir.claim import claimed
 from launcher.telemetry import Telemetry, open_telemetry

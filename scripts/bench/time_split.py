@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from launcher.config.resolve import Request, compose_jobs
+from launcher.config.composition import Request
+from launcher.config.resolve import compose_jobs
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.tensors import DeviceBatches, TensorData
 from launcher.distributed.heartbeat import Heartbeat
@@ -56,7 +57,7 @@ class Steps:
         self._stepper = Stepper(nn.Linear(8, 2), SGD(1e-3), Policy.fp32())
         if not split:
             object.__setattr__(self._stepper, "clock", NoClock())
-        self._times = StepTimes() if split else None
+        self._times = StepTimes(1) if split else None
         self._relief = relief_of(self._stepper) if relieved else None
         self._batch = torch.ones(4, 8)
         self._number = 0

@@ -25,7 +25,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from launcher.config.resolve import Request, compose_jobs
+from launcher.config.composition import Request
+from launcher.config.resolve import compose_jobs
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.tensors import DeviceBatches
 from launcher.engine import SGD, Policy, Stepper, StepReport
