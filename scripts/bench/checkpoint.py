@@ -40,6 +40,7 @@ from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Report, 
 from launcher.checkpoint import format as checkpoint_format
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
+from launcher.process.allocator import keep_freed_memory
 from launcher.recipe import registry_of
 from launcher.training.replica_check import check_replicas
 from scripts.bench.interleaved import Goal, goal_table, interleave, write
@@ -358,6 +359,7 @@ def host_memory_over_size(job: Job, directory: Path) -> float:
 
 def main() -> None:
     arguments = parse()
+    keep_freed_memory()
     cycles = 2 if arguments.quick else arguments.repeats
     rows: dict[str, dict[str, float]] = {}
     goals: list[Goal] = []

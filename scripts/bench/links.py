@@ -9,7 +9,7 @@ GradScaler, each with its default buckets and with smaller ones, of which the be
 alternate and must have the same losses. Peers compute in fp32, as ours does beside them ("fp32 arithmetic");
 ours as the launcher runs it emulates fp16. The lower
 limit of a step is T_fwd + max(T_bwd, wire) + T_update, of our own step without a wire on the same cores, with
-2 bytes per parameter over 95.6 % of the link's rate.
+2 bytes per parameter over 95.6 % of the link's rate. Sharded ranks send half of them after the update.
 
 --buckets compares ours with itself: buckets of given sizes, and of the size that the launcher measures in its
 first steps over that link.
@@ -129,6 +129,12 @@ def limits_of(alone: list[list[float]], mbit: int, num_parameters: int) -> list[
     return [forward + max(backward, wire_s) + update for forward, backward, update in alone]
 
 
+def limits_of_shards(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
+    """The same where half of the bytes are updated weights: they are sent after the backward pass."""
+    half_s = num_parameters * 8 / (PAYLOAD * mbit * 1e6)
+    return [forward + max(backward, half_s) + update / 2 + half_s for forward, backward, update in alone]
+
+
 def best(times: Times, kind: str) -> str:
     """The fastest of a peer's bucket sizes, its default included."""
     names = [name for name in times if name == kind or name.startswith(f"{kind}, ")]
@@ -151,7 +157,11 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
         )
     )
     wires = ("ours, sum=fp32", "ours, shard")
-    return goals + [Goal.of("wire", f"{mbit} Mbit, {side}", times, side, "ours", OF_NATIVE) for side in wires]
+    goals += [Goal.of("wire", f"{mbit} Mbit, {side}", times, side, "ours", OF_NATIVE) for side in wires]
+    times["limit"] = limits_of_shards(found["alone"]["fp16"], mbit, num_parameters)
+    what = f"{mbit} Mbit, ours, shard"
+    goals.append(Goal.of("wire", what, times, "ours, shard", "limit", OF_LIMIT[mbit], 1.0))
+    return goals
 
 
 def speed_up(mbit: int, times: Times, side: str) -> Goal:
@@ -202,6 +212,7 @@ def main() -> None:
                 f"limit, {policy}": limits_of(each, rate, plan.num_parameters)
                 for policy, each in found["alone"].items()
             }
+            limits["limit, shard"] = limits_of_shards(found["alone"]["fp16"], rate, plan.num_parameters)
             tell(rate, found["times"], limits)
             rows[f"{rate} Mbit"] = {
                 name: row_of(seconds) for name, seconds in (found["times"] | limits).items()

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper, StepResult, Wire
+from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with
 from launcher.training.progress import Position
 from launcher.training.timing.bucket_trial import BucketTrial
@@ -267,6 +268,7 @@ def main() -> None:
     plan = Plan(**{**arguments.plan, "mbits": tuple(arguments.plan["mbits"])})
     end_with(os.getppid())  # not to keep the namespaces of a killed parent
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo")
     try:
         batch = plan.batch_of(dist.get_rank())

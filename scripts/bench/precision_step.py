@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node=2 scripts/bench/precision_step.py [--quick] [--json FILE]
 
 DistributedDataParallel runs with GradScaler as its users run it, in fp32, with its default buckets and with
-smaller ones, sending fp32 and (by torch's own hook) fp16. Autocast to fp16 comes beside it where the
+smaller ones, sending fp32 and (by torch's own hook) fp16. The C library keeps freed memory, as it does in the
+launcher's workers; so it does for all sides. Autocast to fp16 comes beside it where the
 processor has fp16 arithmetic, or with --native: other processors take 50 times as long. All sides run in the
 same processes and alternate, start from the same weights, and must have the same losses within the precision.
 Reports minimum and median of the repeats, and ratios. Also sums the live tensors after a step: the bytes of
@@ -26,6 +27,7 @@ from torch import nn
 
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
+from launcher.process.allocator import keep_freed_memory
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
@@ -42,6 +44,7 @@ TOLERANCES = {"fp32": 0.005, "half": 0.02}
 
 def main() -> None:
     arguments = parse()
+    keep_freed_memory()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         measure(arguments)

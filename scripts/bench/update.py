@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
 from launcher.engine.optim.fused import Optimizer
+from launcher.process.allocator import keep_freed_memory
 from launcher.training.build import SECONDS_SAVED_PER_PARAMETER, SECONDS_TO_COMPILE
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering
@@ -239,6 +240,7 @@ class Case:
     def run(self) -> dict[str, dict[str, float]]:
         """Measure in this process."""
         torch.set_num_threads(self.threads)
+        keep_freed_memory()
         make, num_parameters = MODELS[self.model]
         # Matrices first: flat memory then has them in one stretch, for every contender.
         shapes = dict(sorted(make().items(), key=lambda item: len(item[1]), reverse=True))

@@ -60,7 +60,7 @@ def both(env: WorkerEnv) -> list[tuple[list[torch.Tensor], list[int]]]:
 
 
 def test_gathers_start_within_backward_on_each_rank_in_its_own_time() -> None:
-    ranks = run_ranks(2, both)
+    ranks = run_ranks(3, both)  # two exchange whole messages
     for (early, _), (late, late_gathers) in ranks:
         assert all(torch.equal(one, other) for one, other in zip(early, late, strict=True))
         assert all(torch.equal(one, other) for one, other in zip(early, ranks[0][0][0], strict=True))

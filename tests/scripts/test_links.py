@@ -26,6 +26,12 @@ def test_a_step_takes_at_least_the_longer_of_backward_and_wire() -> None:
     assert links.limits_of(alone, 100, 1_000_000) == pytest.approx([0.6, 0.4 + 10 * wire_s])
 
 
+def test_sharded_ranks_send_half_of_the_bytes_after_their_half_of_the_update() -> None:
+    half_s = 8 / 0.956 / 1000
+    found = links.limits_of_shards([[0.1, 0.2, 0.3], [0.1, 0.001, 0.3]], 1000, 1_000_000)
+    assert found == pytest.approx([0.1 + 0.2 + 0.15 + half_s, 0.1 + half_s + 0.15 + half_s])
+
+
 def times_of(own: float) -> dict[str, list[float]]:
     peers = {"ddp": 4.0, "ddp, 1 MB": 3.0, "ddp + hook": 2.5, "ddp + hook, 1 MB": 2.0}
     return {name: [seconds] * 3 for name, seconds in (peers | dict.fromkeys(OURS, own)).items()}
