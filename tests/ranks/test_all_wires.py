@@ -5,6 +5,8 @@ Sharded masters and states belong here; sums and bytes of the native wire alone 
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -257,6 +259,28 @@ def test_two_ranks_have_in_one_exchange_the_bits_of_two() -> None:
         assert torch.equal(one, two)
         assert one.abs().max() > 65504 / 2  # a sum in fp16 would overflow
         assert torch.equal(one, ranks[0][0])
+
+
+def drop_a_step(env: WorkerEnv) -> float:
+    """A stepper goes away while its messages are under way; the group is used again."""
+    model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
+    wire = Wire(sum="fp32", bucket_bytes=1 << 21)
+    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, wire=wire, reference_count=1)
+    if env.rank:
+        time.sleep(0.5)
+    with stepper.forward():
+        loss = model(torch.ones(1, 1000)).float().sum()
+    stepper.backward(loss, 1)
+    assert stepper.reducer.buckets[0].work is not None
+    del model, stepper, loss
+    gc.collect()
+    found = torch.ones(3)
+    dist.all_reduce(found)
+    return float(found.sum())
+
+
+def test_a_stepper_may_go_while_its_messages_are_under_way() -> None:
+    assert run_ranks(2, drop_a_step) == [6.0, 6.0]
 
 
 def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -27,6 +28,7 @@ from launcher.engine.wire.side_stream import SideStream
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Sum = Literal["native", "fp32"]
+CHUNK = 1 << 17  # elements that are summed at once
 PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's own tags are small
 
 
@@ -78,7 +80,7 @@ class Bucket:
     work: dist.Work | None = None
     sent: dist.Work | None = None  # to the other rank of two
     received: Tensor | None = None
-    local_sums: Tensor | None = None
+    own_look: Tensor | None = None  # not finite if this rank's gradient is not
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -217,12 +219,13 @@ class WidePair:
     before, after = 1.0, 0.5
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._other = group, 1 - dist.get_rank(group)
+        self._group, self._rank = group, dist.get_rank(group)
 
     def launch(self, bucket: Bucket) -> int:
-        received, tag = torch.empty_like(bucket.message), PAIR_TAG + bucket.index
-        bucket.work = dist.irecv(received, group=self._group, group_src=self._other, tag=tag)
-        bucket.sent = dist.isend(bucket.message, group=self._group, group_dst=self._other, tag=tag)
+        received, tag, other = torch.empty_like(bucket.message), PAIR_TAG + bucket.index, 1 - self._rank
+        receiving = dist.irecv(received, group=self._group, group_src=other, tag=tag)
+        sending = dist.isend(bucket.message, group=self._group, group_dst=other, tag=tag)
+        bucket.work, bucket.sent = works.started(receiving), works.started(sending)
         bucket.received = received
         return bucket.size_bytes
 
@@ -236,9 +239,13 @@ class WidePair:
         assert bucket.work is not None
         assert bucket.sent is not None
         assert bucket.received is not None
-        bucket.work.wait()  # without `works`: no thread of Gloo holds the work of a single message
-        bucket.sent.wait()
-        bucket.message.copy_(bucket.received.float().add_(bucket.message).mul_(self.after))
+        limit = timeout_of(self._group)
+        works.wait_for_message(bucket.work, limit)
+        works.wait_for_message(bucket.sent, limit)
+        pairs = zip(*(torch.split(each, CHUNK) for each in (bucket.message, bucket.received)), strict=True)
+        for own, other in pairs:  # in caches; in the order of the ranks, of which a nan has the bits
+            first, second = (other, own) if self._rank else (own, other)
+            own.copy_(first.float().add_(second).mul_(self.after))
         bucket.work = bucket.sent = bucket.received = None
 
     def join(self) -> None:
@@ -357,11 +364,18 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """
     if not is_gloo(group):
         return None
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    timeout = timeout_of(group)
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group over Gloo may take, which can change after its first ones."""
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
