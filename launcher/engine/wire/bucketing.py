@@ -34,7 +34,7 @@ class Bucketing:
     whole: Tensor  # the last segment's gradients and one more element per rank
     inboxes: list[Inbox]  # by bucket
     accumulated: list[Tensor]  # fp32, flat, by segment; empty for one micro-batch per step
-    own_sums: list[ReadSums]  # by bucket, of this rank's gradient before it is sent; none without a group
+    own_looks: list[ReadSums]  # by bucket, whether this rank's gradient is finite; none without a group
     looks: list[Look]  # at the reduced gradient as this rank holds it, in the order of the parameters
     replicated: Tensor  # [parameters] bool: those whose reduced gradient is not sharded
 
@@ -72,7 +72,7 @@ class Bucketing:
             whole,
             _inboxes(layout, buckets, transports, totals),
             list(totals.values()),
-            [sums.over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
+            [sums.finite_over([slot.flat(b.segment.grad) for slot in b.slots]) for b in buckets if travels],
             [
                 Look(group[-1].index, sums.over(_parts(group, transports)))
                 for group in _read_together(buckets, transports, sums, layout, travels)

@@ -58,6 +58,23 @@ class SumOfSquares:
 
         return all_groups
 
+    def finite_over(self, parts: Sequence[Tensor]) -> ReadSums:
+        """A function whose result is not finite if and only if an element is not, without a norm.
+
+        On a CPU the absolute least and greatest element of each stretch, in which torch keeps a nan. Reading
+        them takes a quarter of the time of the squares of halves, each of which is widened first.
+        """
+        if self._device.type != "cpu":
+            return self.over(parts)
+        held = [part for part in parts if part.numel()]
+        stretches = [_stretch(group) for group in _neighbours(held, gap=0)] if held else [torch.zeros(1)]
+
+        def extremes() -> Tensor:
+            found = [extreme for stretch in stretches for extreme in torch.aminmax(stretch)]
+            return torch.stack(found).double().abs_()
+
+        return extremes
+
     def are_few(self, parts: Sequence[Tensor]) -> bool:
         """Whether these, a small model, are summed from one copy of everything. They may differ in dtype."""
         return self._device.type == "cpu" and self._kernel is None and sum(map(len, parts)) < ALL
@@ -143,11 +160,11 @@ def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
     return read
 
 
-def _neighbours(parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Those that follow each other in one memory, with gaps of less than ALL elements."""
+def _neighbours(parts: Sequence[Tensor], gap: int = ALL - 1) -> Iterable[list[Tensor]]:
+    """Those that follow each other in one memory, with gaps of at most so many elements."""
     group = [parts[0]]
     for before, part in itertools.pairwise(parts):
-        if 0 <= _gaps([before, part])[0] < ALL:
+        if 0 <= _gaps([before, part])[0] <= gap:
             group.append(part)
         else:
             yield group

@@ -290,8 +290,8 @@ class Reducer:
         return sums, marks
 
     def _own_gradient_is_bad(self) -> Tensor:
-        sums = [bucket.local_sums for bucket in self.buckets if bucket.local_sums is not None]
-        return not_finite(torch.cat(sums))
+        looks = [bucket.own_look for bucket in self.buckets if bucket.own_look is not None]
+        return not_finite(torch.cat(looks))
 
     def _mark(self, bad: Tensor) -> Tensor:
         """This rank's slot, fp64, 0-dim."""
@@ -299,12 +299,12 @@ class Reducer:
         return torch.full_like(bad, ABANDONED, dtype=torch.float64) if abandoned else bad.double()
 
     def _launch(self, bucket: Bucket) -> None:
-        """Sum this rank's squares, then send the bucket. The last bucket carries the result of all sums."""
+        """Look at this rank's gradient, then send the bucket. The last carries the result of all looks."""
         self._parts.inboxes[bucket.index].complete()
         if bucket.index == 0 and not self._sharded:
             self._tally.send()
         if self._group is not None:
-            bucket.local_sums = self._parts.own_sums[bucket.index]()
+            bucket.own_look = self._parts.own_looks[bucket.index]()
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
@@ -326,7 +326,7 @@ class Reducer:
 
 
 def not_finite(sums: Tensor) -> Tensor:
-    """Whether one of these sums of squares is inf or nan: bool, 0-dim."""
+    """Whether one of these numbers >= 0 is inf or nan: bool, 0-dim."""
     return ~(sums.sum() < math.inf)
 
 

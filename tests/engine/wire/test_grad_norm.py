@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from launcher.engine.wire.grad_norm import CHUNK, SumOfSquares
+from launcher.engine.wire.reducer import not_finite
 
 # Two that a compiled kernel reads side by side, one of an odd length, one without elements, two small ones.
 LENGTHS = (CHUNK, 8192, CHUNK + 3, 0, 7, 100)
@@ -90,3 +91,22 @@ def test_the_bits_of_a_sum_do_not_depend_on_the_parameters_beside_it(sums, dtype
     for border in range(1, len(parts)):
         divided = torch.cat([sums.over(parts[:border])(), sums.over(parts[border:])()])
         assert divided.tolist() == together.tolist(), border
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+@pytest.mark.parametrize("index", [0, 1, 63, 64, 300, 999])
+def test_the_look_before_the_wire_finds_what_is_not_finite(dtype, value, index) -> None:
+    memory = torch.full((1200,), torch.finfo(dtype).max, dtype=dtype)
+    memory[::2] *= -1  # extremes that would add up to more than fp16 or fp32 can hold
+    memory[1000:1100] = torch.nan  # between the parts, as an earlier step may leave it
+    parts = [memory[:64], memory[64:64], memory[64:1000], memory[1100:]]
+    look = SumOfSquares(torch.device("cpu")).finite_over(parts)
+    assert look().isfinite().all()
+    assert not not_finite(look())
+    memory[index] = value
+    assert not_finite(look())
+
+
+def test_the_look_before_the_wire_at_no_elements_is_finite() -> None:
+    assert not not_finite(SumOfSquares(torch.device("cpu")).finite_over([torch.empty(0)])())
