@@ -51,6 +51,7 @@ class Setup:
     scaled: bool = True
     channels_last: bool = False
     bucket_mb: float | None = None
+    broadcasts: bool = True  # DDP's default: buffers of rank 0 before each forward pass
     init_scale: int = 2**16
 
     def fused(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -290,7 +291,11 @@ def _wrapped(model: nn.Module, setup: Setup) -> DistributedDataParallel:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "bucket_cap_mb")  # not a whole number
         return DistributedDataParallel(
-            setup.laid_out(model.to(setup.device)), device_ids, gradient_as_bucket_view=True, **bucket
+            setup.laid_out(model.to(setup.device)),
+            device_ids,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=setup.broadcasts,
+            **bucket,
         )
 
 

@@ -7,9 +7,10 @@ interface of each host, between 2 and between 4 hosts. Steps are timed between 2
 what it sends (tc tbf). Peers: DistributedDataParallel in fp32, and with torch's fp16_compress_hook and
 GradScaler, each with its default buckets and with smaller ones, of which the best counts. All sides
 alternate and must have the same losses. Peers compute in fp32, as ours does beside them ("fp32 arithmetic");
-ours as the launcher runs it emulates fp16. The lower
-limit of a step is T_fwd + max(T_bwd, wire) + T_update, of our own step without a wire on the same cores, with
-2 bytes per parameter over 95.6 % of the link's rate. Sharded ranks send half of them after the update.
+ours as the launcher runs it emulates fp16. The lower limit
+of a step is T_fwd + max(T_bwd, wire) + T_update, of our own step without a wire on the same cores, with 2
+bytes per parameter over 95.6 % of the link's rate, less the burst that a link saves while it is idle. Sharded
+ranks send half of these bytes beside the update.
 
 --buckets compares ours with itself: buckets of given sizes, and of the size that the launcher measures in its
 first steps over that link.
@@ -33,7 +34,7 @@ from typing import IO, Any
 
 from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
 from scripts.bench.links_rank import AUTO, OURS, Plan
-from scripts.bench.network import INTERFACE, Network, lacking, network
+from scripts.bench.network import INTERFACE, Network, burst_bytes, lacking, network
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -123,16 +124,21 @@ def goals_of_bytes(by_rank: list[Any]) -> list[Goal]:
     return goals
 
 
+def seconds_on_wire(num_bytes: int, mbit: int) -> float:
+    """What is left to send after the burst that a link saves while it is idle."""
+    return max(0.0, num_bytes / PAYLOAD - burst_bytes(mbit)) * 8 / (mbit * 1e6)
+
+
 def limits_of(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
     """Seconds: the least that a step can take, by round. Two ranks send 2 bytes per parameter each."""
-    wire_s = 2 * num_parameters * 8 / (PAYLOAD * mbit * 1e6)
+    wire_s = seconds_on_wire(2 * num_parameters, mbit)
     return [forward + max(backward, wire_s) + update for forward, backward, update in alone]
 
 
 def limits_of_shards(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
-    """The same where half of the bytes are updated weights: they are sent after the backward pass."""
-    half_s = num_parameters * 8 / (PAYLOAD * mbit * 1e6)
-    return [forward + max(backward, half_s) + update / 2 + half_s for forward, backward, update in alone]
+    """The same where half of the bytes are weights, each of which is sent once it is updated."""
+    half_s = seconds_on_wire(num_parameters, mbit)
+    return [forward + max(backward, half_s) + max(update / 2, half_s) for forward, backward, update in alone]
 
 
 def best(times: Times, kind: str) -> str:

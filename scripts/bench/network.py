@@ -95,13 +95,16 @@ def ip(*words: str) -> None:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip() or done.returncode}")
 
 
+def burst_bytes(mbit: int) -> int:
+    """What a limited link sends at once after it was idle. Less would split packets: 5 % more bytes."""
+    return (128 if mbit <= 100 else 256) << 10
+
+
 def limit_own_link(mbit: int | None) -> None:
     """Within a host: send at most so many Mbit/s. None removes the limit."""
     subprocess.run(["tc", "qdisc", "del", "dev", INTERFACE, "root"], capture_output=True)
     if mbit is not None:
-        # A smaller burst would split the packets that TCP hands over (64 KB and more): 5 % more bytes.
-        burst = "128k" if mbit <= 100 else "256k"
-        rate = ("tbf", "rate", f"{mbit}mbit", "burst", burst, "latency", "50ms")
+        rate = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst_bytes(mbit)), "latency", "50ms")
         subprocess.run(["tc", "qdisc", "add", "dev", INTERFACE, "root", *rate], check=True)
 
 
