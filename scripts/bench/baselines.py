@@ -287,16 +287,15 @@ def installed(name: str) -> bool:
 
 def _wrapped(model: nn.Module, setup: Setup) -> DistributedDataParallel:
     device_ids = [setup.device] if setup.device.type == "cuda" else None
-    bucket = {} if setup.bucket_mb is None else {"bucket_cap_mb": setup.bucket_mb}
+    options: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if setup.bucket_mb is not None:
+        options["bucket_cap_mb"] = setup.bucket_mb
+    if not setup.broadcasts:
+        options["broadcast_buffers"] = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "bucket_cap_mb")  # not a whole number
-        return DistributedDataParallel(
-            setup.laid_out(model.to(setup.device)),
-            device_ids,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=setup.broadcasts,
-            **bucket,
-        )
+        warnings.filterwarnings("ignore", "`broadcast_buffers`")  # which torch 2.11 knows by no other name
+        return DistributedDataParallel(setup.laid_out(model.to(setup.device)), device_ids, **options)
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup) -> Step:
