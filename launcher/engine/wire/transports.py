@@ -212,8 +212,8 @@ class WideSum:
 class WidePair:
     """The sum of WideSum for two ranks over Gloo: each sends the other its whole message.
 
-    As many bytes and the same bits in one exchange: the gather would begin when the last sum is there, and
-    nothing else would be on the wire meanwhile.
+    As many bytes and the same bits, in one exchange instead of two: the last of the gathers would start only
+    when the last sum is there.
     """
 
     before, after = 1.0, 0.5
