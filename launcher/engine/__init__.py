@@ -12,7 +12,7 @@ from launcher.engine.step_graph import StepGraph
 from launcher.engine.step_result import StepReport, StepResult
 from launcher.engine.stepper import Stepper
 from launcher.engine.weight_average import AverageState, WeightAverage
-from launcher.engine.wire.transports import Wire
+from launcher.engine.wire.choice import Wire
 
 __all__ = [
     "SGD",

@@ -20,7 +20,7 @@ from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy
-from launcher.engine.wire.transports import Wire
+from launcher.engine.wire.choice import Wire
 
 SHOWN = 4  # modules that an error names
 NEAR = 0.75  # similarity at which a subclass's new name counts as a misspelt argument; model_name has 0.67

@@ -28,10 +28,10 @@ from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
 from launcher.engine.verdict import judge_on
+from launcher.engine.wire.choice import Wire, bits_depend_on_messages, choose_transports
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import tally_on
-from launcher.engine.wire.transports import Wire, bits_depend_on_messages, choose_transports
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step_result import StepResult
 from launcher.engine.verdict import Numbers, Terms, next_rate
+from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.step_counts import Reference
-from launcher.engine.wire.transports import Wire
 
 
 class Stepper:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import launcher.engine.wire.transports as transports
+import launcher.engine.wire.choice as choice
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter, GradientStatistics
@@ -234,7 +234,7 @@ def both_exchanges(env: WorkerEnv) -> list[torch.Tensor]:
     for two_exchanges in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if two_exchanges:
-                patch.setattr(transports, "is_pair", lambda layout, group: False)
+                patch.setattr(choice, "is_pair", lambda layout, group: False)
             scaling = Scaling("static", init=1)
             stepper = Stepper(
                 *(Planted(64, 48, 5), SGD(1.0), Policy.fp16(), env.group),

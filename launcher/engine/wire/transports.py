@@ -13,55 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launcher.engine.limits as limits
 import launcher.engine.works as works
-from launcher.engine.errors import UnusableError
-from launcher.engine.flat.layout import VECTORS, Layout, Run, Segment, Slot
+from launcher.engine.flat.layout import Run, Segment, Slot
 from launcher.engine.wire.side_stream import SideStream
 
-WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-Sum = Literal["native", "fp32"]
 CHUNK = 1 << 17  # elements that are summed at once
 PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's own tags are small
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How gradients are sent. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
-
-    `sum`: `native`, all-reduced in the dtype of the wire, or `fp32`, exchanged in half and summed in fp32.
-    `shard`: masters and optimizer states are divided among the ranks; sums are then fp32 in any case.
-    `predivide` (native sums) None: 1 up to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps
-    fp16 sums of many ranks in range.
-    """
-
-    dtype: torch.dtype | None = None
-    bucket_bytes: int | None = None
-    overlap: bool = True
-    predivide: int | None = None
-    sum: Sum = "native"
-    shard: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sum not in get_args(Sum):
-            raise UnusableError(f"wire sum={self.sum!r}: it must be one of {', '.join(get_args(Sum))}.")
-        if self.dtype not in (None, *WIRE_DTYPES):
-            raise UnusableError(
-                f"wire dtype={self.dtype}: it must be None or one of {', '.join(map(str, WIRE_DTYPES))}."
-            )
-        if self.bucket_bytes is not None:
-            limits.at_least_one.require("wire bucket_bytes", self.bucket_bytes)
-        if self.predivide is not None:
-            limits.predivide.require("wire predivide", self.predivide)
-        for name in ("overlap", "shard"):
-            limits.flag.require(f"wire {name}", getattr(self, name))
 
 
 @dataclass
@@ -317,60 +280,6 @@ class ShardedSum:
             works.wait_for(work, whole)
 
 
-def choose_transports(
-    wire: Wire, layout: Layout, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Transport], int]:
-    """The transport of each segment, and the power of two by which the sum is divided.
-
-    Vectors are fp32 and small: they are summed on all ranks whatever the wire.
-    """
-    if group is None:
-        return {segment.name: NativeSum(None) for segment in layout.segments}, 1
-    side = SideStream(layout.device)
-    if wire.shard and layout.world_size > 1:
-        transports: dict[str, Transport] = {
-            segment.name: NativeSum(group) if segment.name == VECTORS else ShardedSum(group, side)
-            for segment in layout.segments
-        }
-        return transports, 1
-    if wire.sum == "fp32":
-        divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
-        wide: Transport
-        if is_pair(layout, group):
-            wide = WidePair(group)
-        else:
-            wide = WideSum(group, divisor, side, second_group(group) if wire.overlap else None)
-        return {
-            segment.name: NativeSum(group, divisor) if segment.grad.dtype == torch.float32 else wide
-            for segment in layout.segments
-        }, divisor
-    divisor = wire.predivide or default_predivide(layout.world_size)
-    return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
-
-
-def bits_depend_on_messages(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
-    """Whether a matrix's reduced gradient may depend on where messages begin and end.
-
-    A ring sums the pieces of a message in different orders of the ranks, which matters from 3 ranks on.
-    Sums in fp32 have one order, unless the wire is fp32 itself.
-    """
-    return world_size > 2 and (wire.sum == "native" or wire_dtype == torch.float32)
-
-
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """A group of the same ranks, whose collectives are ordered among themselves only; None where not of use.
-
-    For Gloo, on which the host waits: on CUDA streams order the stages. A collective.
-    """
-    if not is_gloo(group):
-        return None
-    timeout = timeout_of(group)
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of a group over Gloo may take, which can change after its first ones."""
     timeout = group._get_backend(torch.device("cpu")).options._timeout
@@ -378,24 +287,9 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    return str(dist.get_backend(group)) == "gloo"
-
-
-def is_pair(layout: Layout, group: dist.ProcessGroup) -> bool:
-    """Whether WidePair can be used."""
-    return layout.world_size == 2 and layout.device.type == "cpu" and is_gloo(group)
-
-
 def is_sharded(transports: Mapping[str, Transport]) -> bool:
     """Whether masters and states of some parameters have one owner each among the ranks."""
     return any(isinstance(transport, ShardedSum) for transport in transports.values())
-
-
-def default_predivide(world_size: int) -> int:
-    """1 up to 8 ranks, else 2^ceil(log2(W) / 2)."""
-    exponent = (world_size - 1).bit_length()  # ceil(log2(W))
-    return 1 if world_size <= 8 else int(2 ** -(-exponent // 2))
 
 
 def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
