@@ -88,7 +88,23 @@ class Transport(Protocol):
         ...
 
 
-class NativeSum:
+class _OneStage:
+    """The part of a transport that a single exchange needs: nothing follows it."""
+
+    def can_follow(self, bucket: Bucket) -> bool:
+        return True
+
+    def follow(self, bucket: Bucket) -> None:
+        pass
+
+    def join(self) -> None:
+        pass  # wait() has done so
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
+
+
+class NativeSum(_OneStage):
     """All-reduce SUM in the dtype of the wire."""
 
     after = 1.0
@@ -103,22 +119,10 @@ class NativeSum:
         bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
         return bucket.size_bytes
 
-    def can_follow(self, bucket: Bucket) -> bool:
-        return True
-
-    def follow(self, bucket: Bucket) -> None:
-        pass
-
     def wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
             works.wait_for(bucket.work, bucket.message)
             bucket.work = None
-
-    def join(self) -> None:
-        pass  # wait() has done so
-
-    def parts(self, bucket: Bucket) -> list[Tensor]:
-        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
 
 class WideSum:
@@ -172,7 +176,7 @@ class WideSum:
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
 
-class WidePair:
+class WidePair(_OneStage):
     """The sum of WideSum for two ranks over Gloo: each sends the other its whole message.
 
     As many bytes and the same bits, in one exchange instead of two: the last of the gathers would start only
@@ -192,12 +196,6 @@ class WidePair:
         bucket.received = received
         return bucket.size_bytes
 
-    def can_follow(self, bucket: Bucket) -> bool:
-        return True
-
-    def follow(self, bucket: Bucket) -> None:
-        pass
-
     def wait(self, bucket: Bucket) -> None:
         assert bucket.work is not None
         assert bucket.sent is not None
@@ -210,12 +208,6 @@ class WidePair:
             first, second = (other, own) if self._rank else (own, other)
             own.copy_(first.float().add_(second).mul_(self.after))
         bucket.work = bucket.sent = bucket.received = None
-
-    def join(self) -> None:
-        pass  # not on CUDA
-
-    def parts(self, bucket: Bucket) -> list[Tensor]:
-        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
 
 class ShardedSum:
