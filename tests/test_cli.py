@@ -160,6 +160,11 @@ def test_a_part_of_the_config_is_printed(tmp_path) -> None:
     assert yaml.safe_load(done.stdout) == {"name": "linear", "warmup_fraction": 0.2, "base_batch": None}
 
 
+def test_the_printed_config_is_that_of_the_run(tmp_path) -> None:
+    done = ask(["recipe=resnet18", "--cfg", "job", "schedule=constant", "-p", "schedule"], tmp_path)
+    assert yaml.safe_load(done.stdout) == {"name": "constant", "warmup_fraction": 0, "base_batch": None}
+
+
 @pytest.mark.parametrize("words", [["--info", "searchpath"], ["--hydra-help"]])
 def test_hydra_answers_for_itself(tmp_path, words: list[str]) -> None:
     done = ask(["recipe=resnet18", *words], tmp_path)

@@ -137,6 +137,36 @@ def test_the_constraints_pin_every_dependency_that_is_installed() -> None:
     assert pins["torch"] == "2.13.0"
 
 
+@pytest.mark.parametrize(
+    ("extra", "package", "version", "accepted"),
+    [
+        ("bench", "lightning", "2.6.1", True),
+        ("bench", "lightning", "2.6.2", False),  # withdrawn after a supply-chain compromise, as the next
+        ("bench", "lightning", "2.6.3", False),
+        ("bench", "lightning", "2.6.4", True),
+        ("sweep", "optuna", "2.10.1", False),  # what plug-ins of Hydra ask for
+        ("sweep", "optuna", "4.9.0", True),
+        ("sweep", "optuna", "6.0.0", False),
+    ],
+)
+def test_extras_exclude_versions_that_must_not_be_installed(
+    extra: str, package: str, version: str, accepted: bool
+) -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = map(Requirement, project["optional-dependencies"][extra])
+    (found,) = [requirement for requirement in listed if requirement.name == package]
+    assert found.specifier.contains(version) == accepted
+
+
+def test_no_extra_installs_a_plug_in_of_hydra() -> None:
+    """They are refused, and the one for Optuna needs its version 2."""
+    assert "hydra-optuna-sweeper" not in (ROOT / "pyproject.toml").read_text()
+
+
 def test_the_scripts_are_executable_and_short() -> None:
     for script in (ROOT / "scripts" / "run", ROOT / "scripts" / "test", ROOT / ".ci" / "run"):
         assert os.access(script, os.X_OK)

@@ -29,6 +29,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
     """
     from launcher.config.experiments import with_experiment
+    from launcher.config.overrides import with_plain_constant
     from launcher.config.resolve import compose_jobs
     from launcher.telemetry.tracker.registry import refuse_missing
     from launcher.telemetry.tracker.wandb_environment import with_environment
@@ -42,7 +43,8 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         return answer(request, ask_hydra)
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
-        return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *request.overrides])
+        overrides = with_plain_constant(request.overrides)
+        return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:
         refuse_small_batch(config, leader.launch)  # all jobs are checked before the first starts
         refuse_missing(config.tracker)

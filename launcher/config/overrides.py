@@ -36,6 +36,7 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra/launcher": "The jobs of a sweep run one after another. Many machines: scripts/README.md.",
     "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1.",
 }
+WARMUP = "schedule.warmup_fraction"
 SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
 
 
@@ -54,6 +55,17 @@ def size_problem(overrides: Sequence[str]) -> str | None:
             "them into a YAML of your own (--config-dir DIR)."
         )
     return None
+
+
+def with_plain_constant(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides, and schedule.warmup_fraction=0 where they choose schedule=constant and no warm-up.
+
+    A recipe's YAML is composed after the choices of groups, so that its warm-up, which belongs to its own
+    schedule, would be that of the constant one.
+    """
+    has_warmup = any(line.startswith(f"{WARMUP}=") for line in overrides)
+    chosen = [line.partition("=")[2] for line in overrides if line.startswith("schedule=")]
+    return (*overrides, *([f"{WARMUP}=0"] if chosen[-1:] == ["constant"] and not has_warmup else []))
 
 
 def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:

@@ -34,7 +34,14 @@ from launcher.config.composition import (
     with_absolute_paths,
 )
 from launcher.config.groups import choice_values, recipes_dir
-from launcher.config.overrides import choice_problem, form_problem, size_problem, unknown_keys, value_of
+from launcher.config.overrides import (
+    choice_problem,
+    form_problem,
+    size_problem,
+    unknown_keys,
+    value_of,
+    with_plain_constant,
+)
 from launcher.config.rules import RULES, SCHEDULES, TRACKERS, one_of, value_problem
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
@@ -147,7 +154,7 @@ def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findin
     choices = tuple(line for line in overrides if line.partition("=")[0] in composer.groups)
     parser = OverridesParser.create()
     kept = []
-    for override in parser.parse_overrides(list(overrides)):
+    for override in parser.parse_overrides(list(with_plain_constant(overrides))):
         if override.is_hydra_override():
             continue
         key, value = override.key_or_group, value_of(override)

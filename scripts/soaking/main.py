@@ -78,9 +78,10 @@ class Tally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parsed(argv)
-    directory = options.keep or Path(tempfile.mkdtemp(prefix="soak-"))
-    directory = directory.absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    # A folder of its own also within --keep: runs that an earlier call left there would be resumed, not made.
+    directory = Path(tempfile.mkdtemp(prefix="soak-", dir=options.keep)).absolute()
     plan = Plan(options.nproc, QUICK_STEPS if options.quick else STEPS)
     can_mount = not options.quick and mount_for_ourselves()
     left_out = {AT_THE_END} if can_mount else {AT_THE_END, "a full disk"}
@@ -121,7 +122,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=1, help="seed of the first round; each round adds one (1)"
     )
     parser.add_argument("--nproc", type=int, default=2, help="workers (2)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all runs in this directory")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep all runs, in a new folder of this directory"
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, to test this program")
     return parser.parse_args(argv)
 

@@ -500,3 +500,26 @@ def test_what_an_optimizer_of_torch_cannot_do_is_known_before_any_worker_starts(
 
 def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
     assert "it evaluates the loss several times per step" in problems("recipe=resnet18", "optim=lbfgs")
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup"),
+    [
+        (["recipe=resnet18", "schedule=constant"], 0),
+        (["recipe=resnet18", "schedule=linear", "schedule=constant"], 0),
+        (["recipe=resnet18", "schedule=constant", "schedule.warmup_fraction=0.1"], 0.1),
+        (["recipe=resnet18", "schedule=linear"], 0.2),  # of the recipe
+        (["recipe=cnn"], 0),
+    ],
+)
+def test_a_constant_schedule_warms_up_only_where_that_is_asked_for(words: list[str], warmup: float) -> None:
+    (config,) = compose_jobs(Request(tuple(words)))
+    assert config.schedule.warmup_fraction == warmup
+
+
+def test_of_swept_schedules_the_constant_one_has_no_warmup() -> None:
+    jobs = compose_jobs(Request(("recipe=resnet18", "schedule=constant,cosine"), multirun=True))
+    assert [(job.schedule.name, job.schedule.warmup_fraction) for job in jobs] == [
+        ("constant", 0),
+        ("cosine", 0.2),
+    ]

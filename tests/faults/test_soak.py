@@ -220,3 +220,20 @@ def test_a_short_soak_is_survived(tmp_path: Path) -> None:
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"soak: 5 faults in 1 rounds, all survived, digest \w{16} equal in all", last)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_are_kept_are_not_those_of_the_next_call(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Else a run of another length, which is there and done, would be the reference."""
+    used: list[Path] = []
+
+    def undisturbed(plan: Plan, directory: Path) -> Expected:
+        assert not directory.exists()
+        directory.mkdir()
+        used.append(directory)
+        raise Failed("seen")
+
+    monkeypatch.setattr(soak, "undisturbed", undisturbed)
+    for words in (["--keep", str(tmp_path / "kept")], ["--keep", str(tmp_path / "kept"), "--quick"]):
+        assert soak.main(words) == 1
+    assert [path.parent.parent for path in used] == [tmp_path / "kept"] * 2
+    assert str(used[-1].parent) in capsys.readouterr().out

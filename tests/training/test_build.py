@@ -114,6 +114,34 @@ def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["schedule=constant"], "constant: lr stays at 0.2"),
+        (
+            ["schedule=constant", "schedule.warmup_fraction=0.5"],
+            "constant: lr rises from 0.1 to 0.2 in 2 steps, then stays there",
+        ),
+        (
+            ["schedule=linear", "schedule.warmup_fraction=0.5"],
+            "linear: lr rises from 0.1 to 0.2 in 2 steps, then falls to 0.1 in the last step, 4",
+        ),
+        (
+            ["schedule=cosine", "schedule.warmup_fraction=0"],
+            "cosine: lr falls from 0.2 to 0.0293 in the last step, 4",
+        ),
+    ],
+)
+def test_the_start_says_the_schedule(words: list[str], sentence: str) -> None:
+    config = composed("optim.lr=0.2", "train.max_steps=4", *words)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    assert (
+        dict(decisions(config, env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))["schedule"] == sentence
+    )
+
+
 def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
     own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), "rank0.log")
     with pytest.raises(RecipeError, match=r"the recipe's schedule failed at .*ZeroDivisionError"):

@@ -63,12 +63,7 @@ def decisions(
             f"/ schedule.base_batch={base}",
         )
     yield from parameter_groups(config.optim, recipe.groups, stepper.model).sentences
-    if recipe.schedule is not None:
-        yield (
-            "schedule",
-            f"{named_schedule(config)}: {_course(rates_of(config, recipe, steps))}; schedule.warmup_fraction "
-            "is not applied to it",
-        )
+    yield "schedule", _schedule(config, recipe, rates_of(config, recipe, steps))
     if config.wire.overlap and shares_communicator(config, env):
         yield (
             "wire",
@@ -89,6 +84,17 @@ def decisions(
         )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
+
+
+def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
+    if recipe.schedule is not None:
+        return f"{named_schedule(config)}: {_course(rates)}; schedule.warmup_fraction is not applied to it"
+    name, peak = config.schedule.name, rates.index(max(rates))
+    rise = f"lr rises from {rates[0]:.3g} to {rates[peak]:.3g} in {peak + 1} steps, then " if peak else "lr "
+    if rates[-1] == rates[peak]:
+        return f"{name}: {rise}stays {'there' if peak else f'at {rates[0]:.3g}'}"
+    start = "" if peak else f" from {rates[0]:.3g}"
+    return f"{name}: {rise}falls{start} to {rates[-1]:.3g} in the last step, {len(rates)}"
 
 
 def _course(rates: Sequence[float]) -> str:
