@@ -174,35 +174,27 @@ def test_the_scripts_are_executable_and_short() -> None:
         assert len(script.read_text().splitlines()) <= 30
 
 
-GPU, NO_GPU = "echo 'GPU 0: Some (UUID: x)'", "exit 9"
-
-
 @pytest.mark.parametrize(
-    ("gpus", "environ", "words", "expected"),
+    ("words", "expected"),
     [
-        (GPU, {}, ["recipe=resnet18"], ["recipe=resnet18"]),
-        (NO_GPU, {}, ["recipe=resnet18"], ["recipe=resnet18", "launch.nproc=2"]),
-        (GPU, {"CUDA_VISIBLE_DEVICES": ""}, ["seed=1"], ["seed=1", "launch.nproc=2"]),
-        (NO_GPU, {}, ["launch.nproc=3", "seed=1"], ["launch.nproc=3", "seed=1"]),
-        (NO_GPU, {}, ["report", "outputs/a b"], ["report", "outputs/a b"]),
-        (NO_GPU, {}, [], ["launch.nproc=2"]),
+        (["recipe=resnet18", "a b"], ["python", "-m", "launcher", "recipe=resnet18", "a b"]),
+        (["watch", "outputs/a"], ["python", "-m", "launcher", "watch", "outputs/a"]),
+        ([], ["python", "-m", "launcher"]),
+        (["torchrun", "--nnodes=2", "-m", "launcher"], ["torchrun", "--nnodes=2", "-m", "launcher"]),
+        (["python", "a b.py"], ["python", "a b.py"]),
     ],
 )
-def test_scripts_run_starts_the_launchers_own_workers(tmp_path, gpus, environ, words, expected) -> None:
-    """On all GPUs, which the launcher counts, or on two of the CPU."""
-    for name in ("scripts", ".venv/bin", "path"):
+def test_scripts_run_passes_every_word_on(tmp_path, words, expected) -> None:
+    """To the launcher, which counts GPUs and workers itself, or to a program of the environment."""
+    for name in ("scripts", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
     run = tmp_path / "scripts" / "run"
     run.write_text((ROOT / "scripts" / "run").read_text())
     (tmp_path / "scripts" / "environment.sh").write_text("set_up_environment() { :; }\n")
-    python = tmp_path / ".venv" / "bin" / "python"
-    for file, code in ((python, "printf '%s\\n' \"$@\""), (tmp_path / "path" / "nvidia-smi", gpus)):
-        file.write_text(f"#!/bin/sh\n{code}\n")
+    for name in ("python", "torchrun"):
+        file = tmp_path / ".venv" / "bin" / name
+        file.write_text(f"#!/bin/sh\nprintf '%s\\n' {name} \"$@\"\n")
         file.chmod(0o755)
-    inherited = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    path = f"{tmp_path / 'path'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", run, *words], env=inherited | {"PATH": path} | environ, capture_output=True, text=True
-    )
+    done = subprocess.run(["bash", run, *words], capture_output=True, text=True)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["-m", "launcher", *expected]
+    assert done.stdout.splitlines() == expected

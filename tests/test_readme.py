@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +69,43 @@ def run(words: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def launcher_words(command: str) -> list[str]:
-    words = LAUNCH.split(command.replace("DIR", "."), maxsplit=1)[1]
-    return shlex.split(words)
+    return shlex.split(LAUNCH.split(command.replace("DIR", "."))[-1])
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A copy of the sources whose environment is set up, and in which no environment is active.
+
+    As an installation would: the packages are those of these tests, and the launcher is that of the copy.
+    """
+    directory = tmp_path_factory.mktemp("clone")
+    for name in ("launcher", "conf", "recipes", "scripts"):
+        shutil.copytree(
+            ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "results")
+        )
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    write_own_recipe(directory)
+    venv = directory / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    packages = next(venv.glob("lib/python*/site-packages"))
+    (packages / "found.pth").write_text(f"{directory}\n{sysconfig.get_path('purelib')}\n")
+    sums = 'echo "$(cat "$1/pyproject.toml" "$1/scripts/constraints.txt" | cksum) $1"'
+    wanted = subprocess.run(["bash", "-c", sums, "-", directory], capture_output=True, text=True, check=True)
+    for extra in ("data", "text"):
+        (venv / f"set-up-for-{extra}").write_text(wanted.stdout)
+    return directory
+
+
+def typed(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
+    """The command as the page has it, in a shell that finds no program of an environment."""
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HOME": os.environ.get("HOME", "/"),
+        "OMP_NUM_THREADS": "1",
+    }
+    shell = ["bash", "-c", command]
+    return subprocess.run(shell, cwd=clone, env=environ, capture_output=True, text=True, timeout=100)
 
 
 def test_it_is_short_enough_to_be_read() -> None:
@@ -183,20 +220,50 @@ def test_the_engine_trains_on_two_ranks_under_torchrun(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_accepted(command, tmp_path) -> None:
+def test_commands_are_accepted(command: str, clone: Path) -> None:
     """Everything up to the start of training: composed, checked, printed as a resolved config."""
-    write_own_recipe(tmp_path)
+    assert command.startswith("scripts/run "), "typed like this, it is found without an active environment"
     words = launcher_words(command)
     if words[0] in ("report", "watch", "export"):
-        pytest.skip("needs a finished run; tests of their own have one")
+        pytest.skip("needs a finished run; the test below has one")
     if words[0] == "compare":
         words = [word.replace(",fp16", "").replace("0,1,2", "0") for word in as_sweep(parse(words)).words]
+    if words[0] == "python":
+        pytest.skip("a benchmark; tests of their own run them")
     if "recipe=" in command and "--cfg" not in words:
         if "-m" in words:
             words = [word.replace(",0.1", "").replace("0,1", "0") for word in words if word != "-m"]
         words += ["--cfg", "job"]
-    done = run(["-m", "launcher", *words], tmp_path)
+    done = typed(f"scripts/run {shlex.join(words)}", clone)
     assert done.returncode == 0, done.stderr
+
+
+def test_each_command_runs_as_it_is_printed_and_as_the_pages_have_it(clone: Path) -> None:
+    """From a new recipe to its exported weights, typed in a clone in which no environment is active."""
+    done = typed("scripts/run new points", clone)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()[-1].removeprefix("train it: ")
+    assert printed.startswith("scripts/run recipe=points ")
+    done = typed(f"{printed} run.dir=run train.epochs=1 tracker=none", clone)
+    assert done.returncode == 0, done.stderr
+    assert "\nworkers 2 " in done.stdout, "without a GPU"
+    for command in COMMANDS:
+        words = launcher_words(command)
+        if words[0] in ("report", "watch", "export"):
+            command = re.sub(r"(outputs/resnet18/)?\bRUN\b(\.\.\.)?", "run", command)
+            done = typed(command, clone)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert (clone / "weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("words", ["compare recipe=resnet18", "export 'a run' b", "--help", "recipes"])
+def test_a_python_without_the_dependencies_says_which_command_has_them(words: str, clone: Path) -> None:
+    done = typed(f"{sys.executable} -S -m launcher {words}", clone)
+    assert done.returncode == 3
+    assert done.stderr == (
+        f"error: the Python {sys.executable} lacks torch, hydra, numpy, safetensors. "
+        f"This command sets up an environment first: scripts/run {words}\n"
+    )
 
 
 def test_the_recipe_of_ones_own_trains_with_the_command_below_it(tmp_path) -> None:
@@ -211,7 +278,7 @@ def test_the_recipe_of_ones_own_trains_with_the_command_below_it(tmp_path) -> No
 @pytest.mark.parametrize("command", TORCHRUN)
 def test_commands_train(command, tmp_path) -> None:
     write_own_recipe(tmp_path)
-    torchrun = shlex.split(command.partition("torchrun")[2].partition("-m launcher")[0])
+    torchrun = shlex.split(command.partition("torchrun ")[2].partition("-m launcher")[0])
     words = [*torchrun, "-m", "launcher", *launcher_words(command), *SHORT]
     done = run(["-m", "torch.distributed.run", *words], tmp_path)
     assert done.returncode == 0, done.stderr

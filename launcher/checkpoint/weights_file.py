@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from launcher.config.messages import program
 from launcher.errors import ConfigError
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -38,7 +39,7 @@ def sha256_of(file: Path, expected: str | None) -> str:
             content.seek(0)
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError:
-        raise ConfigError("there is no such file. Write one: python -m launcher export RUN FILE") from None
+        raise ConfigError(f"there is no such file. Write one: {program()} export RUN FILE") from None
     except OSError as error:
         raise ConfigError(f"it cannot be read: {error.strerror}. Give a safetensors file.") from None
     if expected is not None and digest != expected:
@@ -56,7 +57,7 @@ def _of_directory(directory: Path) -> str:
     if inside:
         return f"it is a directory with {len(inside)} safetensors files. Merge them into one."
     if (directory / "checkpoints").is_dir():
-        return f"it is a run. Export its weights: python -m launcher export {directory} weights.safetensors"
+        return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
     return "it is a directory. Give a safetensors file."
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from launcher.commands.arguments import Arguments
+from launcher.config.messages import program
 from launcher.errors import ConfigError
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
@@ -26,7 +27,7 @@ def as_sweep(arguments: Arguments) -> Arguments:
         raise ConfigError(
             f"compare {given.get('precision', '')}".rstrip()
             + ": two precisions or more are needed, the first being what the others are compared with: "
-            "python -m launcher compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
+            f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
         )
     rest = [word for word in arguments.words if word not in given.values()]
     refuse_variations(rest)
@@ -43,7 +44,7 @@ def refuse_queries(arguments: Arguments) -> None:
             query = f"{flag} {arguments.flags[flag] or ''}".rstrip()
             raise ConfigError(
                 f"compare {query}: a comparison has a config for each precision and seed, and {flag} is for "
-                f"one. Leave compare out: python -m launcher recipe=resnet18 precision=fp16 {query}"
+                f"one. Leave compare out: {program()} recipe=resnet18 precision=fp16 {query}"
             )
 
 

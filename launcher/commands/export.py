@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
+from launcher.config.messages import program
 from launcher.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ def export_weights(arguments: Arguments) -> None:
     if len(arguments.words) != 2:
         raise ConfigError(
             "export: give a run and a file: "
-            "python -m launcher export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best] "
+            f"{program()} export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best] "
             "[--no-ema]"
         )
     run_dir, file = map(Path, arguments.words)

@@ -12,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launcher.config.groups import conf_dir, group_choices
+from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError
 
 PYTHON = """\
@@ -63,7 +64,7 @@ train:
 def write_recipe(words: Sequence[str]) -> None:
     """Write NAME.py and NAME/recipe/NAME.yaml; print the command that trains it."""
     if len(words) != 1:
-        raise ConfigError("new: give the name of your recipe: python -m launcher new mine")
+        raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
     (name,) = words
     refuse_name(name)
     files = {Path(f"{name}.py"): PYTHON, Path(name, "recipe", f"{name}.yaml"): YAML}
@@ -78,7 +79,7 @@ def write_recipe(words: Sequence[str]) -> None:
     except OSError as error:
         raise StorageError(f"new {name}: {error.filename}: {error.strerror}.") from error
     print(*files, sep="\n")
-    print(f"train it: python -m launcher recipe={name} recipes.path={name}.py --config-dir {name}")
+    print(f"train it: {program()} recipe={name} recipes.path={name}.py --config-dir {name}")
 
 
 def refuse_name(name: str) -> None:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.config.messages import shortened
+from launcher.config.messages import program, shortened
 from launcher.errors import ConfigError, StorageError, escaped
 from launcher.process.terminal import columns_of, wrapped
 
 if TYPE_CHECKING:
     from launcher.report.run_record import RunRecord
 
-USAGE = "python -m launcher report outputs/<recipe>/<run>"
 PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second process costs more than it saves
 
 
@@ -31,7 +30,7 @@ def write_reports(arguments: Arguments) -> None:
     from launcher.report.run_table import run_table
 
     if not arguments.words:
-        raise ConfigError(f"report: which run? Give its directory: {USAGE}")
+        raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")
     directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]

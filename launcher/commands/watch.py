@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from launcher.commands.arguments import Arguments
 from launcher.commands.full_screen import Screen, Stop
 from launcher.commands.report import checked, warn
+from launcher.config.messages import program
 from launcher.errors import DIVERGED, ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def watch(arguments: Arguments) -> int:
     from launcher.report.comparison import is_sweep
 
     if len(arguments.words) != 1:
-        raise ConfigError("watch: give one run or sweep: python -m launcher watch outputs/<recipe>/<run>")
+        raise ConfigError(f"watch: give one run or sweep: {program()} watch outputs/<recipe>/<run>")
     directory = checked("watch", arguments.words[0])
     on_terminal = sys.stdout.isatty()
     every_s = interval(arguments, EVERY_S if on_terminal else EVERY_LINE_S)

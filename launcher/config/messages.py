@@ -1,13 +1,30 @@
-"""Formatting of config problems: values as written in overrides, and the nearest valid names.
+"""Formatting of messages: values as written in overrides, the nearest valid names, commands to type.
 
-Owns these texts, so that all config errors have the same form. Pure.
+Owns these texts, so that all errors have the same form. Reads nothing but how this process was started.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
+
+
+def program() -> str:
+    """How this program was called, for the commands in messages: `scripts/run`, `python -m launcher`."""
+    if typed := os.environ.get(COMMAND):
+        return shlex.quote(typed)
+    return "launcher" if os.path.basename(sys.argv[0]) == "launcher" else "python -m launcher"
+
+
+def install_line(*packages: str) -> str:
+    """The command that installs packages into the environment of this process, active or not."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def unknown_key(written: str, path: str, valid: Iterable[str]) -> str:

@@ -10,9 +10,12 @@ import ctypes
 import functools
 import os
 
+from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
 from launcher.distributed.process_group import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
+
+CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
 
 
 def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
@@ -26,6 +29,8 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
         return None
     num_gpus = count_gpus()
     if wish.nproc == "auto":
+        if not num_gpus and (workers_of_script := os.environ.get(CPU_WORKERS)):
+            return int(workers_of_script)
         return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None
     workers = int(wish.nproc)
     if num_gpus and workers > num_gpus:
@@ -51,7 +56,7 @@ def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
     if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
         raise ConfigError(
             f"launch.nproc={wish.nproc}, but {launch.world_size} process(es) were started by torchrun or a "
-            "scheduler, which decides. Leave launch.nproc out, or start with python -m launcher."
+            f"scheduler, which decides. Leave launch.nproc out, or start with {program()}."
         )
 
 

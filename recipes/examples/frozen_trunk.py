@@ -4,9 +4,9 @@ The network of recipe=cnn with a new last layer that tells even from odd digits.
 safetensors file, is frozen, and needs no gradient, no bytes on the wire and no optimizer state. The file's
 last layer has another shape, so model.weights_strict is false in the recipe's YAML.
 
-    python -m launcher recipe=cnn data=digits run.dir=outputs/trunk
-    python -m launcher export outputs/trunk trunk.safetensors
-    python -m launcher recipe=frozen_trunk model.weights=trunk.safetensors \
+    scripts/run recipe=cnn data=digits run.dir=outputs/trunk
+    scripts/run export outputs/trunk trunk.safetensors
+    scripts/run recipe=frozen_trunk model.weights=trunk.safetensors \
         recipes.path=recipes/examples/frozen_trunk.py --config-dir recipes/examples/conf
 """
 
@@ -30,7 +30,7 @@ def frozen_trunk(config: Config) -> Recipe:
     if config.model.weights is None:
         raise ConfigError(
             "recipe=frozen_trunk trains the last layer only: give the others with model.weights=FILE, of "
-            "python -m launcher export RUN FILE"
+            "the command export RUN FILE"
         )
     images = load_images(config.data)
     sizes = {"in_channels": images.channels, "height": images.height, "width": images.width}

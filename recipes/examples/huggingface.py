@@ -4,7 +4,7 @@ The model is built from a config and the data set from a dictionary, so nothing 
 `AutoModelForSequenceClassification.from_pretrained(NAME)` and `load_dataset(NAME)` take their places. The
 task: does a sentence have more tokens 1 than tokens 2?
 
-    python -m launcher recipe=huggingface recipes.path=recipes/examples/huggingface.py \
+    scripts/run recipe=huggingface recipes.path=recipes/examples/huggingface.py \
         --config-dir recipes/examples/conf
 """
 

@@ -4,7 +4,7 @@ Which digit an image shows, and how much ink it has. The weights are those of Ke
 Multi-Task Learning Using Uncertainty to Weigh Losses, 2018 (arXiv:1705.07115, equation 7). Each is exp(-s),
 where s is the logarithm of the variance.
 
-    python -m launcher recipe=learned_weights recipes.path=recipes/examples/learned_weights.py \
+    scripts/run recipe=learned_weights recipes.path=recipes/examples/learned_weights.py \
         --config-dir recipes/examples/conf
 """
 

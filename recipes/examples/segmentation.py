@@ -3,7 +3,7 @@
 The loss sums over pixels and counts them, so that its mean is one per pixel whatever the batch. `MeanIoU` has
 `merge`, so each rank measures its share and rank 0 adds the counts up.
 
-    python -m launcher recipe=segmentation recipes.path=recipes/examples/segmentation.py \
+    scripts/run recipe=segmentation recipes.path=recipes/examples/segmentation.py \
         --config-dir recipes/examples/conf
 """
 

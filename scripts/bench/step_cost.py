@@ -193,7 +193,7 @@ def main() -> None:
     tell(rows)
     print(f"\n{goal_table(goals)}")
     if not LIBRARIES:
-        print("Accelerate and Lightning are not installed: pip install -e '.[bench]'")
+        print("Accelerate and Lightning are not installed: scripts/run pip install -e '.[bench]'")
     write(arguments.json, "CPU time of a step of a small network", repeats, rows, goals, steps=steps)
 
 

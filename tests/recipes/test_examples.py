@@ -84,7 +84,7 @@ def test_a_trunk_without_weights_is_refused(weights, text, tmp_path: Path) -> No
     done = launch_forked(tmp_path, [*words, *SHORT, f"model.weights={weights}"])
     assert done.returncode == 2
     assert text in done.stderr
-    assert "python -m launcher export RUN FILE" in done.stderr
+    assert "the command export RUN FILE" in done.stderr
 
 
 @pytest.mark.slow

@@ -272,6 +272,15 @@ def test_the_number_of_workers(asked, gpus, expected, monkeypatch) -> None:
     assert worker_count.num_workers(asked, LaunchEnv()) == expected
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nproc", "expected"), [(0, "auto", 2), (0, 1, 1), (1, "auto", None), (2, "auto", 2)]
+)
+def test_the_script_asks_for_two_workers_where_there_is_no_gpu(monkeypatch, gpus, nproc, expected) -> None:
+    monkeypatch.setenv(worker_count.CPU_WORKERS, "2")
+    monkeypatch.setattr(worker_count, "count_gpus", lambda: gpus)
+    assert worker_count.num_workers(wish(nproc), LaunchEnv()) == expected
+
+
 def test_more_workers_than_gpus_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(worker_count, "count_gpus", lambda: 2)
     with pytest.raises(PreflightError, match=r"launch\.nproc=3 asks for more workers than the 2 GPU"):

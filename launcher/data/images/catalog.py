@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher.config.messages import install_line
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.folder import list_csv, list_folder, stratified
@@ -137,7 +138,7 @@ def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise PreflightError(
-            "data=digits needs scikit-learn, which is not installed: pip install scikit-learn"
+            f"data=digits needs scikit-learn, which is not installed: {install_line('scikit-learn')}"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.is_file():  # elsewhere in other versions

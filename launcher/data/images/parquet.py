@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from launcher.config.messages import install_line
 from launcher.data.hub import reachable
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.tensor_cache import Stored, cache_folder, cached
@@ -88,7 +89,7 @@ def datasets_library(user: str) -> ModuleType:
         import datasets
     except ImportError as error:
         raise PreflightError(
-            f"{user} needs the `datasets` package, which is not installed: pip install 'fp16-launcher[data]'"
+            f"{user} needs the `datasets` package, which is not installed: {install_line('datasets')}"
         ) from error
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # failures are raised instead
     datasets.disable_progress_bars()

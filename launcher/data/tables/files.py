@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launcher.config.messages import nearest, suggestion
+from launcher.config.messages import install_line, nearest, suggestion
 from launcher.errors import ConfigError, DataError, LauncherError, PreflightError, listed
 
 TRAINING_NAMES = ("train",)
@@ -279,8 +279,7 @@ def _parquet_library() -> tuple[ModuleType, ModuleType]:
         import pyarrow.parquet
     except ImportError as error:
         raise PreflightError(
-            "parquet files need the `pyarrow` package, which is not installed: "
-            "pip install 'fp16-launcher[data]'"
+            f"parquet files need the `pyarrow` package, which is not installed: {install_line('pyarrow')}"
         ) from error
     return pyarrow, pyarrow.parquet
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
+from launcher.config.messages import install_line
 from launcher.errors import PreflightError
 
 THREADS = "TOKENIZERS_PARALLELISM"
@@ -45,6 +46,5 @@ def _library(name: str) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         raise PreflightError(
-            f"this recipe needs the `{name}` package, which is not installed: "
-            "pip install 'fp16-launcher[text]'"
+            f"this recipe needs the `{name}` package, which is not installed: {install_line(name)}"
         ) from error

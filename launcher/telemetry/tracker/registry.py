@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from launcher.config.messages import nearest, suggestion
+from launcher.config.messages import install_line, nearest, suggestion
 from launcher.config.rules import TRACKERS
 from launcher.config.schema import TrackerConfig
 from launcher.errors import ConfigError
@@ -62,7 +62,7 @@ def refuse_missing(config: TrackerConfig) -> None:
         if name in LIBRARIES and find_spec(name) is None:
             raise ConfigError(
                 f"tracker.name={name}: needs the package {name}, which is not installed. "
-                f"Install it with: pip install {name}"
+                f"Install it with: {install_line(name)}"
             )
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from launcher.config.messages import install_line
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, is_the_users, place_of
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
@@ -201,7 +202,7 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
-            f"{sys.executable} -m pip install PACKAGE."
+            f"{install_line('PACKAGE')}."
         )
     if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(whole_text(error)):
         return (

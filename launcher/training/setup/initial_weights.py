@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
+from launcher.config.messages import program
 from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
@@ -244,7 +245,7 @@ def _report(loaded: Loaded, run: Run) -> None:
     if loaded.rounded:
         run.telemetry.warn(
             f"model.weights={loaded.file} holds {loaded.rounded} values: the fp32 masters start from rounded "
-            "weights. Export in fp32 where the run still exists: python -m launcher export RUN FILE"
+            f"weights. Export in fp32 where the run still exists: {program()} export RUN FILE"
         )
     frozen = [name for name, p in named_parameters(run.stepper.model).items() if not p.requires_grad]
     random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}
