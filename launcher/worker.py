@@ -120,14 +120,15 @@ def run(
             with warnings_logged(telemetry, launch.rank):
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
-            claim_first_failure(store, job, launch.rank)
+            claim_first_failure(store, job, launch.rank, heartbeat.words)
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
             beat = heartbeat.latest
             at_shortage = place_of_shortage(beat), advice_for(beat, config, launch.world_size)
             failure = failure_of(error, store, job, launch, logs, at_shortage)
-            give_reason(store, job, launch.rank, failure or error)
+            if not heartbeat.watched:  # else the parent reads how this rank leaves
+                give_reason(store, job, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            cause = of_another_rank(failure or error, store, job, launch)
+            cause = of_another_rank(failure or error, store, job, launch, heartbeat.words)
             report_failure(telemetry, steps, run_dir, launch, cause)
             release_frames(error)
             if failure is not None:

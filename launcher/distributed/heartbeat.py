@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from launcher.distributed.last_words import LastWords
+
 STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, whose module imports torch
 PHASES = (
     "starting",
@@ -75,8 +77,9 @@ def steps_done(phase: str, step: int) -> int:
 class Heartbeat:
     """One rank's row. Without a table no other process reads it."""
 
-    def __init__(self, table: mmap.mmap | None = None, rank: int = 0) -> None:
+    def __init__(self, table: mmap.mmap | None = None, rank: int = 0, words: LastWords | None = None) -> None:
         self._table = table
+        self.words = words  # of all ranks; None without a process that reads them
         self._row = slice(rank * _ROW.size, (rank + 1) * _ROW.size)
         self._step = 0
         self._phase, self._number = PHASES[0], 0
@@ -143,15 +146,17 @@ class Heartbeats:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._memory = mmap.mmap(-1, num_ranks * _ROW.size)  # anonymous and shared: no file, no name
+        self.words = LastWords(num_ranks)
         self.restart()
 
     def restart(self) -> None:
         """Reset all ranks to starting, as of now."""
+        self.words.clear()
         for rank in range(self._num_ranks):
             self.of(rank).beat("starting", 0)
 
     def of(self, rank: int) -> Heartbeat:
-        return Heartbeat(self._memory, rank)
+        return Heartbeat(self._memory, rank, self.words)
 
     def read(self) -> list[Beat]:
         """The latest heartbeat of each rank, by rank."""

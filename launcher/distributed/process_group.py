@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from launcher.distributed.last_words import LastWords
 from launcher.distributed.torch_build import refuse_missing_kernels, refuse_old_driver
 from launcher.errors import (
     LauncherError,
@@ -153,11 +154,16 @@ def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
     return None if store is None else dist.PrefixStore(f"launcher/{launch.run_id}/memory", store)
 
 
-def claim_first_failure(store: dist.Store | None, job: str, rank: int) -> None:
+def claim_first_failure(
+    store: dist.Store | None, job: str, rank: int, words: LastWords | None = None
+) -> None:
     """Record that this rank failed, before others can notice. The first claim counts.
 
-    Clocks of different machines cannot tell which rank failed first; the store can.
+    Clocks of different machines cannot tell which rank failed first; the store can. On one machine, where
+    there are `words`, the store is not used: a rank that has just died may have left it unreadable.
     """
+    if words is not None:
+        return words.fail(rank)
     if store is None:
         return
     from torch.distributed import DistError
@@ -196,7 +202,9 @@ def first_failure(store: dist.Store, job: str) -> int | None:
     return int(store.get(key)) if store.check([key]) else None
 
 
-def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError | None:
+def failure_of_another(
+    store: dist.Store, job: str, rank: int, words: LastWords | None
+) -> LauncherError | None:
     """The failure that ended the job, with its rank and exit code, if another rank than `rank` had it.
 
     Waits briefly for the departure of the rank that failed first. None if there is none.
@@ -204,17 +212,29 @@ def failure_of_another(store: dist.Store, job: str, rank: int) -> LauncherError 
     from torch.distributed import DistError
 
     with suppress(DistError, ValueError):
-        first = first_failure(store, job)
-        if first in (None, rank):
+        first = first_failure(store, job) if words is None else words.first_failure()
+        if first is None or first == rank:
             return None
-        store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
-        said = json.loads(store.get(key))
+        if words is None:
+            store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
+            text = store.get(key).decode()
+        else:
+            text = _awaited(words, first)
+        said = json.loads(text)
         if said["error"] and not said["lost"] and said["exit_code"] != PreemptedError.exit_code:
             own = "" if said["shared"] else f"rank {first} failed: "
             failure = LauncherError(f"{own}{said['error']}")
             failure.exit_code, failure.traceback = said["exit_code"], said.get("traceback", "")
             return failure
     return None
+
+
+def _awaited(words: LastWords, rank: int) -> str:
+    """What the rank records as it leaves; empty if it does not within ASSEMBLE_S."""
+    deadline = time.monotonic() + ASSEMBLE_S
+    while not (text := words.of(rank)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return text
 
 
 def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:

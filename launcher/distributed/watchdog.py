@@ -116,7 +116,7 @@ class Watchdog:
             yield
         except BaseException as error:
             self._failed = time.monotonic(), error  # first: the store may not answer
-            claim_first_failure(self._store, self._job, self._launch.rank)
+            claim_first_failure(self._store, self._job, self._launch.rank, self._heartbeat.words)
             raise
 
     def tighten(self) -> None:

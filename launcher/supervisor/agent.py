@@ -1,8 +1,8 @@
 """The elastic agent of a run: torch's, for one machine, without a port, with reasons for failures.
 
 Owns what differs from torchrun's agent: workers are forked from this warm process and rendezvous through a
-private file, a failed generation is killed at once, and every end has a reason with a name and an exit code.
-Starting and reaping processes, the order of generations and the return of results are torch's.
+file without a name, a failed generation is killed at once, and every end has a reason with a name and an exit
+code. Starting and reaping processes, the order of generations and the return of results are torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.errors import LauncherError, PreemptedError
 from launcher.process.lifetime import Orphans
-from launcher.supervisor.attempt import Generation, make_store
+from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
 from launcher.supervisor.root_cause import PREEMPTED, Restarts, RunFailed, Verdict
 from launcher.supervisor.signals import Signals, held_back
@@ -98,16 +98,14 @@ class Agent(LocalElasticAgent):
         self._stopping = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        number = self._restarts.used
-        store = make_store(self._work, number)
-        self._work.heartbeats.restart()
+        self._work.restart()
         orphans = Orphans()
         with held_back():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._signals.handle()  # the agent has replaced them by its own handlers
         assert self._pcontext is not None
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
-        self._generation = Generation(number, processes, store, self._work, orphans)
+        self._generation = Generation(processes, self._work, orphans)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -1,6 +1,6 @@
 """One set of workers, from the fork to the last exit.
 
-Owns their processes, the file of their store, the check of their heartbeats, and their end: workers that are
+Owns their processes, the check of their heartbeats, and their end: workers that are
 left when a generation has failed are killed at once, because they wait in a collective.
 """
 
@@ -16,13 +16,10 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch.distributed as dist
-
 from launcher.distributed.handoff import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
-from launcher.distributed.process_group import first_failure
 from launcher.process.lifetime import Orphans
-from launcher.supervisor.child import SHOW_STACKS, Work, departure_key
+from launcher.supervisor.child import SHOW_STACKS, Work
 from launcher.supervisor.root_cause import OVERRUN, PREEMPTED, Fate, Verdict, hang, judge
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
@@ -35,27 +32,11 @@ PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its wo
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
-def make_store(work: Work, generation: int) -> dist.Store:
-    """The store of a generation, created before the fork: reading a missing file would wait for it."""
-    store = dist.FileStore(str(work.store_of(generation)))
-    store.set("open", "")
-    return store
-
-
 class Generation:
     """Monitors the workers of one generation. Call `poll` every fraction of a second."""
 
-    def __init__(
-        self,
-        number: int,
-        processes: Sequence[BaseProcess],
-        store: dist.Store,
-        work: Work,
-        orphans: Orphans,
-    ) -> None:
-        self._number = number
+    def __init__(self, processes: Sequence[BaseProcess], work: Work, orphans: Orphans) -> None:
         self._processes = processes
-        self._store = store
         self._work = work
         self._orphans = orphans
         self._limits = work.config.launch
@@ -129,10 +110,9 @@ class Generation:
     def _judge(self) -> Verdict:
         fates = self._killed or self._fates()
         self.kill()
-        # Read after the kill: a worker that was stopped during a store call would hold its lock.
-        departures = self._departures()
-        fates = [_with_departure(fate, departures.get(fate.rank)) for fate in fates]
-        return judge(fates, self._first_failure(), self._limits.stall_s)
+        words = self._work.heartbeats.words
+        fates = [_with_departure(fate, words.of(fate.rank)) for fate in fates]
+        return judge(fates, words.first_failure(), self._limits.stall_s)
 
     def _name_hanging(self) -> Verdict:
         fates = self._fates()
@@ -163,21 +143,6 @@ class Generation:
             for rank, process in enumerate(self._processes)
         ]
 
-    def _departures(self) -> dict[int, Departure]:
-        keys = {rank: departure_key(self._number, rank) for rank in range(len(self._processes))}
-        found = {}
-        # A kill may have truncated the file: then there are no departures.
-        with contextlib.suppress(RuntimeError, ValueError, MemoryError):
-            for rank, key in keys.items():
-                if self._store.check([key]):
-                    found[rank] = Departure(**json.loads(self._store.get(key)))
-        return found
-
-    def _first_failure(self) -> int | None:
-        with contextlib.suppress(RuntimeError, ValueError, MemoryError):
-            return first_failure(self._store, str(self._number))
-        return None
-
     def _dump_stacks(self, alive: Sequence[Fate]) -> None:
         """Make live workers write their stacks; wait until the files stop growing, for STACKS_S at most."""
         paths = [self._work.stacks_of(fate.rank) for fate in alive]
@@ -193,7 +158,8 @@ class Generation:
                 return
 
 
-def _with_departure(fate: Fate, departure: Departure | None) -> Fate:
+def _with_departure(fate: Fate, words: str) -> Fate:
+    departure = Departure(**json.loads(words)) if words else None
     return Fate(fate.rank, fate.pid, fate.beat, fate.exit_code, departure, fate.stopped)
 
 

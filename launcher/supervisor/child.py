@@ -1,7 +1,7 @@
 """What a forked worker does before and after its part of the job.
 
 Owns the ties to the parent: a worker is killed with it, blocks signals until it can handle them, writes its
-stacks on request, and records in the store how it ended.
+stacks on request, and records how it ended where the parent reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -41,13 +41,29 @@ class Work:
 
     config: Config
     heartbeats: Heartbeats
-    folder: Path  # private to this run on this machine, removed with the parent
     parent: int  # process id
     obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
+    store: int  # descriptor of the file in which the ranks meet
 
-    def store_of(self, generation: int) -> Path:
-        """The store's file of a generation: never shared with an earlier one."""
-        return self.folder / f"store-{generation}"
+    @classmethod
+    @contextlib.contextmanager
+    def opened(
+        cls, config: Config, heartbeats: Heartbeats, obeyed: tuple[signal.Signals, ...]
+    ) -> Iterator[Work]:
+        """The work of this process's children, who inherit a file without a name, in memory.
+
+        Other users cannot open it, no full disk can cut its records short, and it is gone with the processes.
+        """
+        store = os.memfd_create("launcher-store")
+        try:
+            yield cls(config, heartbeats, os.getpid(), obeyed, store)
+        finally:
+            os.close(store)
+
+    def restart(self) -> None:
+        """Forget what the workers of an earlier generation have written. All of them have ended."""
+        os.ftruncate(self.store, 0)  # one that was killed within a write has left a torn record
+        self.heartbeats.restart()
 
     def stacks_of(self, rank: int) -> Path:
         return stacks_path(Path(self.config.run.dir), rank)
@@ -63,7 +79,9 @@ def be_a_rank(work: Work) -> NoReturn:
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     with _stacks_on_request(work.stacks_of(launch.rank)):
-        departure = _run(work, launch)
+        # Its destructor would read the file, whose last record may be torn: never called.
+        store = dist.FileStore(f"/proc/self/fd/{work.store}")
+        departure = _run(work, launch, store)
         for loader in multiprocessing.active_children():
             loader.terminate()
         for stream in (sys.stdout, sys.stderr):
@@ -72,24 +90,19 @@ def be_a_rank(work: Work) -> NoReturn:
         os._exit(departure.exit_code)
 
 
-def departure_key(generation: int, rank: int) -> str:
-    return f"job/{generation}/left/{rank}"
-
-
-def _run(work: Work, launch: LaunchEnv) -> Departure:
-    generation = launch.restart_count
-    store = dist.FileStore(str(work.store_of(generation)))
+def _run(work: Work, launch: LaunchEnv, store: dist.Store) -> Departure:
     store.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
     heartbeat = work.heartbeats.of(launch.rank)
     try:
         shared = store if launch.world_size > 1 else None
-        worker.run(work.config, launch, shared, str(generation), heartbeat)
+        worker.run(work.config, launch, shared, str(launch.restart_count), heartbeat)
     except BaseException as error:
         departure = departure_of(launch.rank, error)
     else:
         departure = departure_of(launch.rank)
-    with contextlib.suppress(RuntimeError):
-        store.set(departure_key(generation, launch.rank), json.dumps(asdict(departure)))
+    words = work.heartbeats.words
+    if not words.leave(launch.rank, json.dumps(asdict(departure))):
+        words.leave(launch.rank, json.dumps(asdict(replace(departure, traceback=""))))
     return departure
 
 

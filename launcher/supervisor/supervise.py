@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import os
-import tempfile
 import threading
 from pathlib import Path
 
@@ -52,8 +50,7 @@ def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: H
         raise RunFailed(
             Verdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
         )
-    with tempfile.TemporaryDirectory(prefix="launcher-", ignore_cleanup_errors=True) as folder:
-        work = Work(config, heartbeats, Path(folder), os.getpid(), signals.obeyed)
+    with Work.opened(config, heartbeats, signals.obeyed) as work:
         Agent(work, num_workers, signals).run()
 
 

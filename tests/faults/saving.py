@@ -157,7 +157,7 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     from tests.snapshots import snapshot
 
     try:
-        _mount_alone(b"tmpfs", directory, b"tmpfs", 0, b"size=128k")
+        mount_alone(b"tmpfs", directory, b"tmpfs", 0, b"size=128k")
     except OSError as error:
         pipe.send(f"cannot mount: {error}")
         return
@@ -178,7 +178,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
         writer.publish(lambda: snapshot(1))
         _tell(pipe, writer.wait())
         try:
-            _mount_alone(bytes(directory), directory, None, MS_BIND, None)
+            mount_alone(bytes(directory), directory, None, MS_BIND, None)
             _mount(bytes(directory), directory, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)
         except OSError as error:
             pipe.send(f"cannot mount: {error}")
@@ -195,7 +195,7 @@ def _tell(pipe: Connection, report: Any) -> None:
         pipe.send((report.step, report.path and report.path.name, report.error and str(report.error)))
 
 
-def _mount_alone(source: bytes, target: Path, kind: bytes | None, flags: int, data: bytes | None) -> None:
+def mount_alone(source: bytes, target: Path, kind: bytes | None, flags: int, data: bytes | None) -> None:
     """Mount something that only this process and its threads see, and that goes with it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -462,16 +461,6 @@ def test_nothing_listens_off_the_machine(tmp_path: Path) -> None:
         listening = {address for pid in (parent.pid, *parent.workers()) for address in listening_of(pid)}
         assert listening, "Gloo's own sockets are found"
         assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for address in listening), listening
-
-
-def test_the_ranks_meet_in_a_folder_that_is_theirs_alone(tmp_path: Path) -> None:
-    write_recipe(tmp_path, ENDLESS)
-    with Parent(tmp_path, "train.epochs=10") as parent:
-        parent.rank(0)
-        (folder,) = tmp_path.glob("launcher-*")
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert parent.end() == 0
-        assert not folder.exists()
 
 
 def listening_of(pid: int) -> set[str]:

@@ -14,7 +14,7 @@ import pytest
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.process.lifetime import Orphans
 from launcher.supervisor import attempt
-from launcher.supervisor.attempt import Generation, make_store
+from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work
 from tests.configs import composed
 
@@ -50,12 +50,12 @@ def generation(table, tmp_path: Path) -> Iterator[Generation]:
     config = composed()
     limits = replace(config.launch, init_timeout_s=INIT_S, stall_s=STALL_S)
     config = replace(config, launch=limits, run=replace(config.run, dir=str(tmp_path)))
-    work = Work(config, table, tmp_path, 0, ())
-    orphans, store = Orphans(), make_store(work, 0)
+    work = Work(config, table, 0, (), -1)
+    orphans = Orphans()
     processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for process in processes:
         process.start()
-    generation = Generation(0, processes, store, work, orphans)
+    generation = Generation(processes, work, orphans)
     yield generation
     generation.kill()
 
@@ -116,15 +116,15 @@ def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
 def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_path: Path, tracker) -> None:
     """It was killed at once: no row of the last seconds and no exit code. Without a tracker it still is."""
     config = composed(f"tracker={tracker}")
-    work = Work(replace(config, run=replace(config.run, dir=str(tmp_path))), table, tmp_path, 0, ())
+    work = Work(replace(config, run=replace(config.run, dir=str(tmp_path))), table, 0, (), -1)
     beat(table, "compute", 3, under_way=True)
     forking = multiprocessing.get_context("fork")
     finished = tmp_path / "finished"
     ranks = [forking.Process(target=until_there, args=(tmp_path / name,)) for name in ("finished", "never")]
-    orphans, store = Orphans(), make_store(work, 0)
+    orphans = Orphans()
     for process in ranks:
         process.start()
-    generation = Generation(0, ranks, store, work, orphans)
+    generation = Generation(ranks, work, orphans)
     assert generation.poll() is None
     ranks[1].kill()
     ranks[1].join()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, place_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
+from launcher.distributed.last_words import LastWords
 from launcher.distributed.process_group import LaunchEnv, failure_of_another, is_of_another, stall_of
 from launcher.engine import UnusableError, works
 from launcher.errors import (
@@ -89,13 +90,13 @@ def _disagreement(
 
 
 def of_another_rank(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, words: LastWords | None
 ) -> BaseException:
     """For rank 0's files: the error of the rank whose connection was lost, if it recorded one."""
     if launch.rank != 0 or store is None or not is_loss(error):
         return error
     release_frames(error)  # or the others that wait for this rank would not notice
-    cause = failure_of_another(store, job, launch.rank)
+    cause = failure_of_another(store, job, launch.rank, words)
     if cause is None:
         return error
     cause.__cause__ = error  # whose traceback the log gets
