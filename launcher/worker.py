@@ -42,6 +42,7 @@ from launcher.distributed.watchdog import Watchdog
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.process.allocator import keep_freed_memory
+from launcher.process.torch_private import warn_if_unchecked
 from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import logs_of_failure, rank_log, write_environment
@@ -118,6 +119,7 @@ def run(
         )
         try:
             with warnings_logged(telemetry, launch.rank):
+                warn_if_unchecked(torch.__version__)
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             claim_first_failure(store, job, launch.rank, heartbeat.words)

@@ -148,7 +148,9 @@ class Agent(LocalElasticAgent):
         if self._generation is not None:
             self._generation.kill()
             self._generation.tidy()
-        super()._shutdown(signal.SIGKILL, timeout)
+        super()._shutdown(
+            signal.SIGKILL
+        )  # no timeout: torch 2.11 takes none, and nothing is left to wait for
 
     def _construct_event(
         self,

@@ -16,6 +16,7 @@ from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import LauncherError, PreemptedError, in_words
 from launcher.process.lifetime import adopting
+from launcher.process.torch_private import warn_if_unchecked
 from launcher.run_dir.records import write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.supervisor.root_cause import RunFailed, Verdict
@@ -55,7 +56,7 @@ def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: H
 
 
 def warm_up() -> None:
-    """Import what every worker needs. Only the leader imports the tracker.
+    """Import what every worker needs, and warn of an unknown torch. Only the leader imports the tracker.
 
     Imported objects do not become garbage: disabling the collector saves a fifth of the time, and the
     workers' collectors skip frozen objects, so that their memory stays shared.
@@ -66,6 +67,9 @@ def warm_up() -> None:
     gc.freeze()
     if was_enabled:
         gc.enable()
+    import torch
+
+    warn_if_unchecked(torch.__version__)
 
 
 def write_down(run_dir: Path, error: Exception, steps_done: int = 0) -> None:

@@ -1,0 +1,245 @@
+"""Private names of torch: every use is listed, and every call fits each version of torch that was checked."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from launcher.process.torch_private import CHECKED, COMPILED, NAMES, warn_if_unchecked
+from scripts.torch_private_names import FILE, OR, VALUE, found_in
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "launcher").rglob("*.py"))
+KNOWN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
+# Private attributes of other libraries than torch: of os, random, Hydra, datasets, wandb and torchmetrics.
+OF_OTHERS = {
+    *("_exit", "_inst", "_apply_overrides_to_config", "_normalize_file_name", "_fingerprint", "_proc"),
+    "_reductions",
+}
+
+
+class Use(NamedTuple):
+    """One place in the launcher, and the dotted name of torch or the last part of it."""
+
+    place: str
+    name: str
+    call: ast.Call | None = None
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def from_torch(tree: ast.Module) -> dict[str, str]:
+    """What the names that a file imports from torch stand for."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            found |= {alias.asname or "torch": alias.name if alias.asname else "torch" for alias in roots}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def dotted(node: ast.expr, imported: dict[str, str]) -> str | None:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name) and node.id in imported:
+        return ".".join([imported[node.id], *reversed(parts)])
+    return None
+
+
+@cache
+def defined() -> set[str]:
+    """Names that the launcher defines itself: functions, classes, and what it assigns."""
+    found = set()
+    for node in (node for file in FILES for node in ast.walk(parsed(file))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return found
+
+
+@cache
+def uses() -> list[Use]:
+    return [use for file in FILES for use in uses_of(file)]
+
+
+def uses_of(file: Path) -> Iterator[Use]:
+    imported, path = from_torch(parsed(file)), str(file.relative_to(ROOT))
+    calls = {id(node.func): node for node in ast.walk(parsed(file)) if isinstance(node, ast.Call)}
+    for node in ast.walk(parsed(file)):
+        place = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = dotted(node, imported)
+            if name and is_private(name):
+                yield Use(place, name, calls.get(id(node)))
+            elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined():
+                yield Use(place, node.attr, calls.get(id(node)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            if node.value in COMPILED:
+                yield Use(place, node.value)
+        elif isinstance(node, ast.ClassDef):
+            for base in filter(None, (dotted(base, imported) for base in node.bases)):
+                yield from uses_of_base(node, base, path)
+
+
+def uses_of_base(node: ast.ClassDef, base: str, path: str) -> Iterator[Use]:
+    """Private methods of torch's class that ours overrides, and what it calls on itself or on super()."""
+    module, _, name = base.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    calls = {id(each.func): each for each in ast.walk(node) if isinstance(each, ast.Call)}
+    for each in ast.walk(node):
+        own = isinstance(each, ast.FunctionDef)
+        attribute = each.name if own else each.attr if isinstance(each, ast.Attribute) else ""
+        if is_private(attribute) and hasattr(cls, attribute):
+            of_super = isinstance(each, ast.Attribute) and ast.unparse(each.value) == "super()"
+            call = calls.get(id(each)) if of_super else None
+            yield Use(f"{path}:{each.lineno}", f"{base}.{attribute}", call)
+
+
+def listed(name: str) -> list[str]:
+    """The entries of the list that a use may mean: itself, or what ends with the attribute."""
+    if "." in name:
+        prefixes = [each for each in NAMES if each == name or each.startswith(name + ".")]
+        return prefixes or [each for each in NAMES if name.startswith(each + ".")]
+    return [each for each in NAMES if each.rpartition(".")[2] == name]
+
+
+def test_every_private_name_of_torch_is_listed() -> None:
+    missing = {
+        f"{use.place} {use.name}"
+        for use in uses()
+        if not listed(use.name) and use.name.rpartition(".")[2] not in {*COMPILED, *OF_OTHERS}
+    }
+    assert not missing, f"add these to launcher/process/torch_private.py: {sorted(missing)}"
+
+
+def test_nothing_is_listed_that_is_not_used() -> None:
+    text = "\n".join(file.read_text(encoding="utf-8") for file in FILES if file.name != "torch_private.py")
+    assert [name for name in (*NAMES, *COMPILED) if name.rpartition(".")[2] not in text] == []
+
+
+def test_each_version_has_every_name() -> None:
+    assert tuple(KNOWN) == CHECKED
+    for version, names in KNOWN.items():
+        assert tuple(sorted(NAMES)) == tuple(names), f"{version}: run scripts/torch_private_names.py"
+
+
+def test_the_installed_torch_is_as_it_was_read_from_its_wheel() -> None:
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in CHECKED:
+        pytest.skip(f"torch {version} has not been read yet")
+    packages = Path(torch.__file__).parents[1]
+
+    def read(name: str) -> bytes | None:
+        return (packages / name).read_bytes() if (packages / name).is_file() else None
+
+    assert found_in(read) == KNOWN[version]
+
+
+def signature(text: str) -> inspect.Signature:
+    namespace: dict[str, Any] = {}
+    exec(f"def function{text}: ...", namespace)
+    return inspect.signature(namespace["function"])
+
+
+def accepts(text: str, call: ast.Call, method: bool) -> bool:
+    """Whether a function with this signature can be called so. A starred argument stands for any number."""
+    if any(isinstance(each, ast.Starred) for each in call.args) or any(
+        not each.arg for each in call.keywords
+    ):
+        return True
+    positional = [None] * (len(call.args) + method)
+    try:
+        signature(text).bind(*positional, **{str(each.arg): None for each in call.keywords})
+    except TypeError:
+        return False
+    return True
+
+
+def takes_self(name: str, text: str) -> bool:
+    """A method or a class. Stubs of functions over lists call their first argument `self`, too."""
+    of_class = any(part.lstrip("_")[:1].isupper() for part in name.split(".")[-2:])
+    return of_class and text.startswith("(self")
+
+
+def refused_by(use: Use) -> list[str]:
+    assert use.call is not None
+    found = []
+    for name in listed(use.name):
+        for version, names in KNOWN.items():
+            texts = [text for text in names[name].split(OR) if text != VALUE]
+            if not any(accepts(text, use.call, takes_self(name, text)) for text in texts):
+                call = ast.unparse(use.call)
+                found.append(f"{use.place}: {call}, but torch {version} has {name}{' or '.join(texts)}")
+    return found
+
+
+def test_every_version_accepts_every_call() -> None:
+    calls = [use for use in uses() if use.call is not None and listed(use.name)]
+    assert len(calls) > 20, "the search has found too few"
+    assert [line for use in calls for line in refused_by(use)] == []
+
+
+OVERRIDDEN = [name for name in NAMES if "LocalElasticAgent._" in name and KNOWN[CHECKED[0]][name] != VALUE]
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_every_version_may_call_what_the_agent_overrides(name: str) -> None:
+    from launcher.supervisor.agent import Agent
+
+    own = inspect.signature(getattr(Agent, name.rpartition(".")[2]))
+    for version, names in KNOWN.items():
+        theirs = signature(names[name])
+        own.bind(**dict.fromkeys(theirs.parameters))  # raises TypeError for one that ours does not have
+        required = {
+            each.name for each in theirs.parameters.values() if each.default is inspect.Parameter.empty
+        }
+        own.bind(**dict.fromkeys(required))
+        assert list(own.parameters)[: len(theirs.parameters)] == list(theirs.parameters), version
+
+
+@pytest.mark.parametrize(("version", "warned"), [("2.11.0", False), ("2.13.0+cpu", False), ("2.99.1", True)])
+def test_an_unknown_version_is_said_once(version: str, warned: bool) -> None:
+    warn_if_unchecked.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_if_unchecked(version)
+        warn_if_unchecked(version)
+    assert len(said) == warned
+    assert not warned or f"torch {version} is not among the versions" in str(said[0].message)
+
+
+def test_the_parent_says_it_before_it_forks() -> None:
+    code = """
+import torch
+from launcher.supervisor.supervise import warm_up
+torch.__version__ = "2.99.1"
+warm_up()
+warm_up()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("torch 2.99.1 is not among the versions") == 1
