@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from launcher.distributed.last_words import LastWords
-from launcher.distributed.torch_build import refuse_missing_kernels, refuse_old_driver
+from launcher.distributed.torch_build import refuse_missing_kernels, refuse_unusable_driver
 from launcher.errors import (
     LauncherError,
     PreemptedError,
@@ -319,7 +319,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     import torch.distributed as dist
 
     device = _device(launch)
-    refuse_old_driver(launch.rank, device)
+    refuse_unusable_driver(launch.rank, device)
     refuse_missing_kernels(launch.rank, device)
     _refuse_shared_gpu(launch, store, job, device)
     _divide_threads(launch)

@@ -6,12 +6,13 @@ Owns the table of builds. Imports only the standard library, because set-up runs
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from launcher.errors import PreflightError
 
@@ -51,6 +52,25 @@ class Build:
 DEFAULT = Build(None, "13", 580, (7, 5), (99, 0))
 BUILDS = (DEFAULT, Build("cu126", "12.6", 525, (5, 0), (9, 0)))
 FIRST_WITHOUT_CU126 = (2, 15)
+
+NO_DEVICE = 100  # the one CUresult by which the driver says that there is no GPU, or that all are hidden
+CRASHED = -1  # in place of an answer
+# Of the other ones of cuInit, with what to do.
+MEANINGS = {
+    CRASHED: "it ended the process that asked: see dmesg",
+    2: "no memory is left: see which processes use the GPUs with nvidia-smi",
+    34: "a stub of CUDA's toolkit was loaded in its place: remove its folder from LD_LIBRARY_PATH",
+    46: "a GPU is unavailable: another process has it to itself, or it has failed (nvidia-smi, dmesg)",
+    101: "a GPU cannot be used: see nvidia-smi and dmesg",
+    304: "a call of the operating system failed: see the permissions of /dev/nvidia*",
+    802: "the system is not ready: GPUs behind NVSwitch need the fabric manager (systemctl status "
+    "nvidia-fabricmanager), of the same version as the driver",
+    803: "the driver's library and its kernel module are of different versions: after an update of the "
+    "driver reboot the machine, or start the container anew",
+    804: "the library is a compatibility package, which this GPU does not support: remove cuda-compat",
+    999: "an unknown error: see dmesg for a GPU that has failed; often a reboot mends it",
+}
+HIDE = "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
 
 
 @dataclass(frozen=True)
@@ -133,8 +153,8 @@ def refuse_missing_kernels(rank: int, device: torch.device) -> None:
     )
 
 
-def refuse_old_driver(rank: int, device: torch.device) -> None:
-    """Raise PreflightError where this rank has GPUs and a torch for CUDA, but a driver too old for it.
+def refuse_unusable_driver(rank: int, device: torch.device) -> None:
+    """Raise PreflightError where a torch for CUDA sees no GPU because the driver fails, or is too old for it.
 
     Otherwise torch only warns, and the job trains on the CPU.
     """
@@ -142,29 +162,48 @@ def refuse_old_driver(rank: int, device: torch.device) -> None:
 
     if device.type == "cuda" or torch.version.cuda is None:
         return
-    num_gpus, supported = _ask_driver()
-    if num_gpus and supported[0] < int(torch.version.cuda.split(".")[0]):
+    found = ask_driver()
+    refuse_failed_driver(found, f"rank {rank}: ")
+    if found.num_gpus and found.supported[0] < int(torch.version.cuda.split(".")[0]):
         other = install_command(sys.executable, torch.__version__, BUILDS[-1].backend)
         raise PreflightError(
             f"rank {rank}: torch {torch.__version__} is built for CUDA {torch.version.cuda}, but the driver "
-            f"of the {num_gpus} GPU(s) here supports only CUDA {dotted(supported)}. Update the driver, or, "
-            f"where it supports CUDA 12, install another build: {other}. "
-            "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
+            f"of the {found.num_gpus} GPU(s) here supports only CUDA {dotted(found.supported)}. Update the "
+            f"driver, or, where it supports CUDA 12, install another build: {other}. {HIDE}"
         )
 
 
-def _ask_driver() -> tuple[int, tuple[int, int]]:
-    """The number of GPUs that this process may use, and the newest CUDA that their driver supports."""
+class Driver(NamedTuple):
+    """What CUDA's driver answers: an error or 0, and if 0, its GPUs and the newest CUDA that it supports."""
+
+    error: int = 0  # a CUresult
+    num_gpus: int = 0
+    supported: tuple[int, int] = (0, 0)
+
+
+def ask_driver() -> Driver:
+    """Initialise CUDA in this process, without torch. Where no driver is installed there are 0 GPUs."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0, (0, 0)
+        return Driver()
     count, version = ctypes.c_int(0), ctypes.c_int(0)
-    for failed in (driver.cuInit(0), driver.cuDeviceGetCount(ctypes.byref(count))):
-        if failed:
-            return 0, (0, 0)
+    error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if error:
+        return Driver(0 if error == NO_DEVICE else error)
     driver.cuDriverGetVersion(ctypes.byref(version))  # 12040 is CUDA 12.4
-    return count.value, (version.value // 1000, version.value % 1000 // 10)
+    return Driver(0, count.value, (version.value // 1000, version.value % 1000 // 10))
+
+
+def refuse_failed_driver(found: Driver, who: str = "") -> None:
+    """Raise PreflightError where the driver has failed, unless the user has hidden the GPUs from it."""
+    if not found.error or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    meaning = MEANINGS.get(found.error, "CUresult in the documentation of CUDA's driver says what that is")
+    raise PreflightError(
+        f"{who}CUDA's driver is installed here but does not start: error {found.error}, {meaning}. The run "
+        f"would train on the CPU. {HIDE}"
+    )
 
 
 def _advice(choice: Choice, torch_version: str) -> str:

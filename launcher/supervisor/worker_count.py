@@ -13,6 +13,7 @@ import os
 from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
 from launcher.distributed.process_group import LaunchEnv
+from launcher.distributed.torch_build import CRASHED, Driver, ask_driver, refuse_failed_driver
 from launcher.errors import ConfigError, PreflightError
 
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
@@ -62,19 +63,29 @@ def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
 
 @functools.cache
 def count_gpus() -> int:
-    """The number of GPUs visible to a CUDA program, counted in a short-lived child process."""
+    """The number of GPUs visible to a CUDA program, counted in a short-lived child process.
+
+    Raises PreflightError where a driver is installed that does not start.
+    """
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
     from importlib import metadata  # not before: it takes 20 ms
 
     if metadata.version("torch").endswith("+cpu"):
         return 0
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        count = ctypes.c_int(0)
-        answered = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
-        os._exit(min(count.value, 255) if answered else 0)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 0
+        try:
+            found = ask_driver()
+            os.write(writer, b"%d %d" % (found.error, found.num_gpus))
+        finally:
+            os._exit(0)  # whatever was raised: the rest of the program is the parent's
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        error, num_gpus = map(int, (answer.read() or b"%d 0" % CRASHED).split())
+    os.waitpid(child, 0)
+    refuse_failed_driver(Driver(error, num_gpus))
+    return num_gpus

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed.process_group import LaunchEnv, join
-from launcher.distributed.torch_build import choose, has_kernels, install_command, refuse_old_driver
+from launcher.distributed.torch_build import choose, has_kernels, install_command, refuse_unusable_driver
 from launcher.errors import PreflightError
+from launcher.supervisor import worker_count
 
 V100, T4, A100, L4, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 # torch.cuda.get_arch_list() of the builds for CUDA 13.0 and 12.6
@@ -152,6 +155,21 @@ int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
 """
 
 
+def install_driver(monkeypatch, folder: Path, fails: int, gpus: int = 2, version: int = 13000) -> None:
+    """A library in the place of the driver's answers as the driver does."""
+    library = folder / "libcuda.so"
+    source = LIBCUDA.format(fails=fails, gpus=gpus, version=version)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=source, text=True, check=True
+    )
+    real = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(library) if "libcuda" in name else name))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    worker_count.count_gpus.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("fails", "gpus", "version", "built_for", "refused"),
     [
@@ -166,24 +184,51 @@ int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
 def test_a_driver_too_old_for_torch_does_not_lead_to_the_cpu(
     monkeypatch, tmp_path, fails, gpus, version, built_for, refused
 ) -> None:
-    """A library in the place of the driver's answers as the driver does."""
-    library = tmp_path / "libcuda.so"
-    source = LIBCUDA.format(fails=fails, gpus=gpus, version=version)
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=source, text=True, check=True
-    )
-    real = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(library) if "libcuda" in name else name))
+    install_driver(monkeypatch, tmp_path, fails, gpus, version)
     monkeypatch.setattr(torch.version, "cuda", built_for or None)
     if not refused:
-        refuse_old_driver(0, torch.device("cpu"))
+        refuse_unusable_driver(0, torch.device("cpu"))
         return
     with pytest.raises(PreflightError) as error:
-        refuse_old_driver(0, torch.device("cpu"))
+        refuse_unusable_driver(0, torch.device("cpu"))
     assert "is built for CUDA 13.0, but the driver of the 2 GPU(s) here supports only CUDA 12.4" in str(
         error.value
     )
     assert "--torch-backend=cu126" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "meaning"),
+    [
+        (46, "unavailable"),
+        (802, "fabric manager"),
+        (803, "reboot"),
+        (999, "unknown error"),
+        (719, "CUresult"),
+    ],
+)
+def test_a_driver_that_does_not_start_is_not_taken_for_no_gpu(monkeypatch, tmp_path, code, meaning) -> None:
+    """In a worker, which would train on the CPU, and in the parent, which would start no workers."""
+    install_driver(monkeypatch, tmp_path, code)
+    for ask in (lambda: refuse_unusable_driver(3, torch.device("cpu")), worker_count.count_gpus):
+        with pytest.raises(PreflightError, match=f"does not start: error {code}, .*{meaning}"):
+            ask()
+    with monkeypatch.context() as hidden:  # as its text advises
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        refuse_unusable_driver(3, torch.device("cpu"))
+        assert worker_count.count_gpus() == 0
+
+
+def test_a_driver_that_crashes_is_refused(monkeypatch, tmp_path) -> None:
+    install_driver(monkeypatch, tmp_path, "*(volatile int *)0")
+    with pytest.raises(PreflightError, match="it ended the process that asked"):
+        worker_count.count_gpus()
+
+
+@pytest.mark.parametrize(("code", "gpus", "found"), [(0, 300, 300), (0, 0, 0), (100, 2, 0)])
+def test_the_parent_counts_the_gpus_of_a_driver_that_starts(monkeypatch, tmp_path, code, gpus, found) -> None:
+    install_driver(monkeypatch, tmp_path, code, gpus)
+    assert worker_count.count_gpus() == found
 
 
 def test_set_up_can_choose_before_torch_is_installed(tmp_path) -> None:
