@@ -73,7 +73,7 @@ class Parts:
         self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
         self.buffers = Buffers(model, group)
         take_values_of_rank_0(layout, model, self.buffers, group)
-        self.fp32 = Fp32Modules(model, layout.device)
+        self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, group)
         compiled = self.compilation.used

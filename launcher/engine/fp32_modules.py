@@ -30,11 +30,10 @@ NEAREST = 3  # module names that an error suggests
 class Fp32Modules:
     """The modules of one model that compute in fp32. They can be added between steps, never removed."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._device = device
-        self._open = threading.local()  # autograd repeats forward passes of checkpoints in its own threads
-        self.names: list[str] = []
+        # A copy of a model computes as the model does, and so does a model with another Stepper.
+        self.names = [name for name, m in named_modules(model) if _enter in m._forward_pre_hooks.values()]
 
     def add(self, patterns: Sequence[str]) -> list[str]:
         """Compute in fp32 in the modules whose names match; returns the names of those that did not yet.
@@ -52,32 +51,38 @@ class Fp32Modules:
             if name not in self.names and any(fnmatchcase(name, pattern) for pattern in patterns)
         ]
         for name, module in new:
-            module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            # Functions, not methods: a model is copied and pickled with its hooks and what they refer to.
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
             self.names.append(name)
         return [name for name, _ in new]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = fp32_arithmetic(self._device.type)
-        context.__enter__()
-        if not hasattr(self._open, "contexts"):
-            self._open.contexts = []
-        self._open.contexts.append(context)
-        return _widened(args), _widened(kwargs)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also after an exception of the forward pass, which the contexts need not see."""
-        self._open.contexts.pop().__exit__(None, None, None)
+_open = threading.local()  # autograd repeats forward passes of checkpoints in its own threads
 
 
-def fp32_arithmetic(device_type: str) -> AbstractContextManager[object]:
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = fp32_arithmetic()
+    context.__enter__()
+    if not hasattr(_open, "contexts"):
+        _open.contexts = []
+    _open.contexts.append(context)
+    return _widened(args), _widened(kwargs)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    """Also after an exception of the forward pass, which the contexts need not see."""
+    _open.contexts.pop().__exit__(None, None, None)
+
+
+def fp32_arithmetic() -> AbstractContextManager[object]:
     """The context of fp32 arithmetic within a half forward pass; nothing changes outside of one."""
     if not torch.is_autocast_enabled(MARK):
         return nullcontext()
     for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
         if isinstance(mode, RoundedArithmetic):
             return _rounding_to_fp32(mode)
-    return _native(device_type)
+    return _native()
 
 
 @contextmanager
@@ -91,10 +96,11 @@ def _rounding_to_fp32(mode: RoundedArithmetic) -> Iterator[None]:
 
 
 @contextmanager
-def _native(device_type: str) -> Iterator[None]:
+def _native() -> Iterator[None]:
     """Without autocast; half weights, which fp32 kernels refuse, are widened where they are used."""
     with ExitStack() as contexts:
-        contexts.enter_context(torch.autocast(device_type, enabled=False))
+        for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            contexts.enter_context(torch.autocast(device_type, enabled=False))
         contexts.enter_context(RoundedArithmetic(torch.float32))
         yield
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -157,6 +160,34 @@ def test_layers_with_kernels_of_their_own(emulate: bool) -> None:
     sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
 
 
+def through_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_file]
+)
+def test_copies_of_the_model_compute_in_fp32_where_it_does(copied, emulate: bool) -> None:
+    model, x = net(), torch.randn(3, 4)
+    stepper = stepper_of(model, emulate)
+    stepper.compute_in_fp32(["blocks.*"])
+    with stepper.forward():
+        expected = model(x)
+    twin = copied(model)
+    with stepper.forward():
+        assert torch.equal(twin(x), expected)
+    assert expected.isfinite().all()
+    assert {p.data_ptr() for p in twin.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+    other = stepper_of(twin, emulate)  # of a copy that has the hooks already
+    assert other.fp32_modules == stepper.fp32_modules
+    assert other.compute_in_fp32(["blocks.0"]) == []
+
+
 def test_a_module_is_added_once() -> None:
     stepper = stepper_of(net(), emulate=True)
     assert stepper.compute_in_fp32(["head"]) == ["head"]
@@ -170,7 +201,7 @@ def test_a_pattern_without_a_module_is_refused_before_anything_changes() -> None
     with pytest.raises(
         UnusableError, match=r"'blocks.\*.upp' matches none of the 10 modules. Nearest: blocks"
     ):
-        Fp32Modules(model, torch.device("cpu")).add(["head", "blocks.*.upp"])
+        Fp32Modules(model).add(["head", "blocks.*.upp"])
     assert not model.head._forward_pre_hooks
 
 
