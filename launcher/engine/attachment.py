@@ -7,6 +7,7 @@ parameters; names are resolved only if something differs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ SHOWN = 3  # parameters named in an error; more would bury the rest
 TAKEN_OVER = (
     "a newer Stepper was built on this model and now holds its parameters: of two Steppers on one model, "
     "only the newer one can train it. Use that one, and build one Stepper per model."
+)
+HOLDS_OTHERS = (
+    "within WeightAverage.in_model() the model has the averages, not the weights that the Stepper trains: "
+    "only forward passes are possible there. Train, save, load and update averages after the context."
 )
 DETACHED = (
     "the model has changed since this Stepper was built: {found}. The Stepper trains only parameters in "
@@ -41,11 +46,12 @@ class Attachment:
             slot.view(segment.weight) for segment in layout.segments for slot in segment.slots
         ]
         self._trained = [layout.parameters[slot.name] for slot in layout.slots]
+        self._holds_others = 0  # contexts, which may be nested
         self._accept()
 
     def check(self) -> None:
         """Raise UnusableError if any parameter is no longer the one in flat memory."""
-        self.refuse_taken_over()
+        self.refuse_other_weights()
         if self._snapshot() == self._expected:
             return
         if found := list(self._differences()):
@@ -56,6 +62,22 @@ class Attachment:
         """Raise UnusableError where a newer Stepper trains this model."""
         if self._reducer.closed:
             raise UnusableError(TAKEN_OVER)
+
+    def refuse_other_weights(self) -> None:
+        """Raise UnusableError where the model does not have the weights that this Stepper trains."""
+        self.refuse_taken_over()
+        if self._holds_others:
+            raise UnusableError(HOLDS_OTHERS)
+
+    @contextmanager
+    def holding_others(self) -> Iterator[None]:
+        """The context within which the flat memory holds other weights than the rounded masters."""
+        self.refuse_taken_over()
+        self._holds_others += 1
+        try:
+            yield
+        finally:
+            self._holds_others -= 1
 
     def _accept(self) -> None:
         """Compare with the present model from now on."""

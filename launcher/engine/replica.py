@@ -57,6 +57,7 @@ class Replica:
             scale_mode=self.scale.scaling.mode,
         )
 
+    @torch.no_grad()  # values of a Parameter would make the masters results of autograd
     def load(self, state: EngineState) -> ScaleStart:
         """Restore `state`. Raises ValueError, before anything is changed, for the state of another model.
 
@@ -64,7 +65,7 @@ class Replica:
         """
         refuse_other_model(self.model, state)
         refuse_numbers(state)
-        self.updater.load_states(self.shards, state.optimizer)
+        self.updater.load_states(self.shards, state.optimizer, updated=state.counters["applied"] > 0)
         self.shards.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
             if not p.requires_grad:

@@ -45,9 +45,9 @@ class EngineState:
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
         return EngineState(
-            {name: tensor.clone() for name, tensor in self.weights.items()},
-            {name: tensor.clone() for name, tensor in self.optimizer.items()},
-            {name: tensor.clone() for name, tensor in self.buffers.items()},
+            {name: tensor.detach().clone() for name, tensor in self.weights.items()},
+            {name: tensor.detach().clone() for name, tensor in self.optimizer.items()},
+            {name: tensor.detach().clone() for name, tensor in self.buffers.items()},
             dict(self.counters),
             self.reference_count,
             self.scale_mode,
@@ -84,14 +84,21 @@ class EngineState:
         for key, tensor in flat.items():
             part, slash, name = key.partition("/")
             if slash and part in _PARTS:
-                values[part][name] = int(tensor) if part == "counters" else tensor
+                values[part][name] = _whole(key, tensor) if part == "counters" else tensor
             elif key in _NUMBERS:
-                values[key] = int(tensor)
+                values[key] = _whole(key, tensor)
             else:
                 raise UnusableError(f"{key} is no key of EngineState.tensors(). {_expected()}")
         if "scale_mode" in values:
             values["scale_mode"] = dict(enumerate(get_args(ScaleMode))).get(values["scale_mode"], "unknown")
         return cls.from_dict(values)
+
+
+def _whole(key: str, tensor: Tensor) -> int:
+    """The number that `tensors` saved under this key."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.numel() != 1 or tensor.is_meta:
+        raise UnusableError(f"{key} is {_described(tensor)}: it must be one int64. {_expected()}")
+    return int(tensor)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def refuse_numbers(state: EngineState) -> None:
 
 def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
     """Raise ValueError unless a state holds exactly what this model and optimizer have."""
-    missing, unknown = sorted(expected - given), sorted(given - expected)
+    missing, unknown = sorted(expected - given), sorted(map(str, given - expected))
     if missing or unknown:
         raise ValueError(
             f"the state does not fit: of the {kind}, {len(missing)} are missing ({', '.join(missing[:3])}) "
@@ -182,16 +189,17 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
         raise UnusableError(
             f"load() takes what state() returned, not a {given}. load_state_dict() takes a dict."
         )
+    refuse_other_forms(vars(state))
     parameters, buffers = named_parameters(model), named_buffers(model)
     refuse_misfits("weights", {n: p.shape for n, p in parameters.items()}, state.weights)
     refuse_misfits("buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
     for name, p in parameters.items():
         expected = torch.float32 if p.dtype in HALF else p.dtype
-        _refuse_dtype("weights", name, expected, state.weights[name].dtype)
+        refuse_dtype("weights", name, expected, state.weights[name].dtype)
     for name, buffer in buffers.items():
         given = state.buffers[name].dtype
         if not (given in HALF and buffer.dtype == torch.float32):
-            _refuse_dtype("buffers", name, buffer.dtype, given)
+            refuse_dtype("buffers", name, buffer.dtype, given)
 
 
 def exact(p: Tensor) -> Tensor:
@@ -199,12 +207,29 @@ def exact(p: Tensor) -> Tensor:
     return p.detach().float() if p.dtype in HALF else p.detach()
 
 
-def _refuse_dtype(kind: str, name: str, expected: torch.dtype, given: torch.dtype) -> None:
+def refuse_dtype(kind: str, name: str, expected: torch.dtype, given: torch.dtype) -> None:
     if given != expected:
         raise ValueError(
             f"the state does not fit: of the {kind}, {name} is {given} in the state and must be {expected}. "
             "Give it as Stepper.state() did: masters are never rebuilt from half values."
         )
+
+
+def is_readable(value: object) -> bool:
+    """Whether `value` is a tensor whose values can be copied to any device; a Parameter is."""
+    return (
+        isinstance(value, Tensor)
+        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a DTensor, a FakeTensor, ...
+        and not (value.is_nested or value.is_meta)
+        and value.layout == torch.strided
+    )
+
+
+def _described(value: object) -> str:
+    kind = f"a {type(value).__name__}"
+    if not isinstance(value, Tensor):
+        return kind
+    return f"{kind} of {value.dtype}, {value.layout}, on {value.device}"
 
 
 def refuse_misfits(
@@ -219,10 +244,15 @@ def refuse_misfits(
     """
     refuse_other_names(kind, set(expected), set(given))
     for name, shape in expected.items():
+        if not is_readable(given[name]):
+            raise ValueError(
+                f"the state does not fit: of the {kind}, {name} is {_described(given[name])}. Give a dense "
+                "tensor that holds its values, not one that is sparse, meta or of a library's own class."
+            )
         if given[name].shape != shape:
             raise ValueError(
                 f"the state does not fit: of the {kind}, {name} has shape {tuple(given[name].shape)} in the "
                 f"state and {tuple(shape)} in the model. Build the model that the state was saved from."
             )
         if dtype is not None:
-            _refuse_dtype(kind, name, dtype, given[name].dtype)
+            refuse_dtype(kind, name, dtype, given[name].dtype)

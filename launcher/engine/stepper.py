@@ -238,6 +238,7 @@ class Stepper:
         if there is no loss scale or the gradients give none. A collective. Waits for the device.
         """
         self._refuse_within_step("calibrate()")
+        self._parts.attachment.refuse_other_weights()
         if self.scale.scaling.mode == "none":
             return None
         growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._reference.micro_batches
@@ -327,6 +328,7 @@ class Stepper:
         If a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
         waiting in them: end the job in that case.
         """
+        self.refuse_averages()
         self._failed = True
         return self.step()
 
@@ -401,7 +403,7 @@ class Stepper:
 
     def named_masters(self) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
-        self._parts.attachment.refuse_taken_over()
+        self._parts.attachment.refuse_other_weights()
         self._parts.in_place.take()
         return self._parts.replica.masters()
 
@@ -451,6 +453,7 @@ class Stepper:
 
         Excludes the masters and states of a sharded optimizer, each of which has one owner.
         """
+        self._parts.attachment.refuse_other_weights()
         self._parts.in_place.take()
         return self._parts.replica.comparable(self._reference.count)
 
@@ -481,9 +484,22 @@ class Stepper:
     def average_buffers(self) -> None:
         """Replace floating-point buffers (BatchNorm statistics) by their mean over the ranks.
 
-        A collective, called before an evaluation. A checkpoint keeps each rank's own buffers.
+        A collective, called before an evaluation, between steps. A checkpoint keeps each rank's own buffers.
         """
+        self._refuse_within_step("average_buffers()")
         self.buffers.average()
+
+    def holding_averages(self) -> AbstractContextManager[None]:
+        """The context for `WeightAverage.in_model`: what would train, save or load averages raises within it.
+
+        Between steps only.
+        """
+        self._refuse_within_step("WeightAverage.in_model()")
+        return self._parts.attachment.holding_others()
+
+    def refuse_averages(self) -> None:
+        """Raise UnusableError within `holding_averages`."""
+        self._parts.attachment.refuse_other_weights()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """The reduced gradients by parameter name, scaled by the loss scale, in the dtype of the wire.
@@ -519,7 +535,7 @@ class Stepper:
 
     def _refuse_detached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
-        self._parts.attachment.refuse_taken_over()
+        self._parts.attachment.refuse_other_weights()
         if not (self._done or self._failed):
             self._parts.attachment.check()
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 import launcher.engine.limits as limits
+from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_buffers
-from launcher.engine.state import refuse_misfits, refuse_other_names
+from launcher.engine.limits import is_whole
+from launcher.engine.state import refuse_dtype, refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
 
 COUNTERS = ("applied",)
@@ -51,6 +53,9 @@ class WeightAverage:
     leaves the initial weights. A pass is made after the steps whose number is a multiple of `every_steps`,
     with the decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are
     averaged alike, each rank's for itself. Averages are fp32 and start as the present weights.
+
+    After Stepper.load() the averages are still those of the steps before it: load() those that were saved
+    with the state, or restart(). Without either, they continue with the steps after the load.
     """
 
     def __init__(self, stepper: Stepper, decay: float, every_steps: int = 1) -> None:
@@ -62,9 +67,12 @@ class WeightAverage:
         self._buffers = [flat.clone() for flat in stepper.buffers.floats()]
         self._applied = stepper.scale.applied.clone()  # at the latest pass
         self._before = self._applied.clone()  # the coming step
+        self._loads = stepper.scale.loads
 
     def restart(self) -> None:
         """Forget all steps: the averages are the present weights and buffers."""
+        self._stepper.refuse_averages()
+        self._follow_loads()
         for average, values in self._pairs():
             average.copy_(values)
         self._applied.copy_(self._stepper.scale.applied)
@@ -72,6 +80,8 @@ class WeightAverage:
 
     def update(self, step: int) -> None:
         """Take the step that has just been made, number `step`, into the average unless it was skipped."""
+        self._stepper.refuse_averages()
+        self._follow_loads()
         if step % self._every_steps == 0:
             self._pass(self._before)
         self._before.copy_(self._stepper.scale.applied)
@@ -81,6 +91,8 @@ class WeightAverage:
 
         Part of the average's course: make it at the same steps wherever the same bits are wanted.
         """
+        self._stepper.refuse_averages()
+        self._follow_loads()
         self._pass(self._applied)
 
     @contextmanager
@@ -88,17 +100,21 @@ class WeightAverage:
         """Within the context the model has the averages; BatchNorm statistics are their mean over the ranks.
 
         A collective at its start. Afterwards weights and buffers have the bits that they had before, also
-        where the context raises.
+        where the context raises. Within it the Stepper neither trains nor saves nor loads.
         """
+        with self._stepper.holding_averages():
+            yield from self._in_model()
+
+    def _in_model(self) -> Iterator[None]:
         segments, buffers = self._stepper.layout.segments, self._stepper.buffers
         kept = [(flat, flat.clone()) for flat in (*(s.weight for s in segments), *buffers.floats())]
-        for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
-            piece.weight.copy_(average)
-        for flat, average in zip(buffers.floats(), self._buffers, strict=True):
-            flat.copy_(average)
-        self._stepper.shards.gather_weights()
-        self._stepper.average_buffers()
         try:
+            for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
+                piece.weight.copy_(average)
+            for flat, average in zip(buffers.floats(), self._buffers, strict=True):
+                flat.copy_(average)
+            self._stepper.shards.gather_weights()
+            self._stepper.average_buffers()
             yield
         finally:  # without a collective, because one rank may be alone here
             for flat, values in kept:
@@ -107,22 +123,36 @@ class WeightAverage:
 
     def state(self) -> AverageState:
         """Views where possible. A collective where the optimizer is sharded. Waits for the device."""
+        self._follow_loads()
         weights = self._stepper.shards.collect(self._weights)
         return AverageState(weights, self._named_buffers(), {"applied": int(self._applied)})
 
+    @torch.no_grad()
     def load(self, state: AverageState) -> None:
         """Continue from `state`, once the Stepper has the state of the same step.
 
-        Raises ValueError, before anything is changed, for the averages of another model.
+        Raises ValueError, before anything is changed, for the averages of another model or of a later step.
         """
+        if not isinstance(state, AverageState):
+            raise UnusableError(f"load() takes what state() returned, not a {type(state).__name__}.")
         shards, buffers = self._stepper.shards, self._named_buffers()
         refuse_misfits("averaged weights", shards.shapes, state.weights, torch.float32)
         refuse_misfits("averaged buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
+        for name, buffer in buffers.items():
+            refuse_dtype("averaged buffers", name, buffer.dtype, state.buffers[name].dtype)
         refuse_other_names("counters of the average", set(COUNTERS), set(state.counters))
+        applied, present = state.counters["applied"], int(self._stepper.scale.applied)
+        if not (is_whole(applied) and 0 <= applied <= present):
+            raise ValueError(
+                f"the state does not fit: its counter applied is {applied!r}, and the Stepper has applied "
+                f"{present} steps. It must be an int from 0 to that: first load the Stepper's state of the "
+                "same step."
+            )
         shards.spread(state.weights, self._weights)
         for name, buffer in buffers.items():
             buffer.copy_(state.buffers[name])
-        self._applied.fill_(state.counters["applied"])
+        self._applied.fill_(applied)
+        self._loads = self._stepper.scale.loads
         self._before.copy_(self._stepper.scale.applied)
 
     def replicas(self) -> dict[str, Tensor]:
@@ -138,6 +168,17 @@ class WeightAverage:
     def tensors(self) -> list[Tensor]:
         """The memory of the averages."""
         return [*self._weights, *self._buffers]
+
+    def _follow_loads(self) -> None:
+        """Forget the steps since the latest pass if the Stepper has loaded a state: they are rolled back.
+
+        Its count of applied steps may be any other now, and the exponent of a decay is a difference of two.
+        """
+        scale = self._stepper.scale
+        if self._loads != scale.loads:
+            self._loads = scale.loads
+            self._applied.fill_(scale.loaded)
+            self._before.fill_(scale.loaded)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each average and what it averages, flat."""

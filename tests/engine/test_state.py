@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.engine import SGD, AdamW, EngineState, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from tests.engine.observe import state_digest, train
@@ -146,6 +147,75 @@ def test_other_mappings_are_refused_before_anything_changes(name) -> None:
     with pytest.raises(ValueError, match=text):
         stepper.load_state_dict(values)
     assert state_digest(stepper, counters=True) == before
+
+
+def fake(tensor: Tensor) -> Tensor:
+    return FakeTensorMode().from_tensor(tensor)
+
+
+UNREADABLE = {
+    "on meta": lambda tensor: tensor.to("meta"),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "fake": fake,
+    "a number": lambda tensor: 1.5,
+    "nothing": lambda tensor: None,
+}
+LAST = {"weights": "0.weight", "optimizer": "exp_avg_sq/0.weight", "buffers": "4.running_var"}
+
+
+@pytest.mark.parametrize("part", LAST)
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("name", ["adamw", "adam of torch"])
+def test_values_that_cannot_be_read_are_refused_before_anything_is_written(name, kind, part) -> None:
+    """In the entry that is written last."""
+    stepper, other = stepper_of(name), stepper_of(name)
+    for step in range(2):
+        train(stepper, *features(4, step, (3, 8, 8)))
+    train(other, *features(4, 5, (3, 8, 8)))
+    state = stepper.state()
+    named = {**getattr(state, part), LAST[part]: UNREADABLE[kind](getattr(state, part)[LAST[part]])}
+    before = state_digest(other, counters=True)
+    with pytest.raises(ValueError, match=rf"{LAST[part]} .*is a "):
+        other.load(replace(state, **{part: named}))
+    assert state_digest(other, counters=True) == before
+
+
+@pytest.mark.parametrize("value", [1.5, "x", 1e30, -5, None, True, torch.tensor(1)], ids=repr)
+def test_counters_that_no_run_has_are_refused_before_anything_is_written(value) -> None:
+    stepper, other = stepper_of(), stepper_of()
+    train(stepper, *features(4, 0, (3, 8, 8)))
+    state, before = stepper.state(), state_digest(other, counters=True)
+    for name in ("applied", "skipped", "clean"):
+        with pytest.raises(ValueError, match=name):
+            other.load(replace(state, counters=state.counters | {name: value}))
+    assert state_digest(other, counters=True) == before
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.5), torch.zeros(2, dtype=torch.int64), 3])
+def test_a_flat_counter_that_is_not_one_whole_number_is_refused(value) -> None:
+    flat = stepper_of().state().tensors()
+    for key in ("counters/applied", "scale_mode"):
+        with pytest.raises(UnusableError, match=f"{key} is a .*must be one int64"):
+            EngineState.from_tensors(flat | {key: value})
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_of_parameters_that_require_gradients_loads_as_plain_values(name, policy) -> None:
+    stepper, plain, other = (stepper_of(name, policy) for _ in range(3))
+    train(stepper, *features(4, 0, (3, 8, 8)))
+    state = stepper.state().clone()
+    parameters = replace(
+        state,
+        weights={key: nn.Parameter(value) for key, value in state.weights.items()},
+        optimizer={key: nn.Parameter(value) for key, value in state.optimizer.items()},
+    )
+    plain.load(state)
+    other.load(parameters)
+    assert not [tensor for tensor in other.tensors() if tensor.requires_grad]
+    for each in (plain, other):
+        train(each, *features(4, 1, (3, 8, 8)))
+    assert state_digest(other, counters=True) == state_digest(plain, counters=True)
 
 
 def test_a_dict_given_to_load_is_sent_to_load_state_dict() -> None:

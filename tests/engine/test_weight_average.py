@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, WeightAverage
 from tests.engine.observe import state_digest, train
-from tests.models import Odd, conv_net, features
+from tests.models import Odd, conv_net, features, loss_sum
 
 SKIPPED = (0, 3, 4, 8)  # steps, by their losses
 STEPS = 12
@@ -188,10 +188,113 @@ def test_wrong_values_and_states_are_refused() -> None:
         replace(state, buffers={}),
         replace(state, counters={}),
         replace(state, weights={name: value.half() for name, value in state.weights.items()}),
+        replace(state, buffers={name: value.long() for name, value in state.buffers.items()}),
+        replace(state, weights={**state.weights, "0.weight": state.weights["0.weight"].to_sparse()}),
+        replace(state, buffers={**state.buffers, "4.running_var": torch.ones(8, device="meta")}),
+        replace(state, buffers={**state.buffers, "4.running_var": 1.0}),
+        *(replace(state, counters={"applied": value}) for value in (-5, 1.5, "x", 1e30, True, None, 1)),
     ):
         with pytest.raises(ValueError, match="the state does not fit"):
             average.load(wrong)
+    with pytest.raises(UnusableError, match="not a dict"):
+        average.load(vars(state))  # type: ignore[arg-type]
     assert same(bits(average), before)
+    average.load(replace(state, weights={name: nn.Parameter(value) for name, value in state.weights.items()}))
+    assert not [tensor for tensor in average.tensors() if tensor.requires_grad]
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["on the host", "on a device"])
+@pytest.mark.parametrize("every_steps", [1, 3])
+def test_a_roll_back_of_the_stepper_leaves_averages_of_weights(every_steps, capturable) -> None:
+    """The steps since the latest pass are rolled back too, and each one after the load counts once."""
+    stepper = stepper_of(conv_net(), capturable=capturable)
+    average = WeightAverage(stepper, DECAY, every_steps)
+    older = stepper.state().clone()
+    for number in range(1, 12):
+        step(stepper, number)
+        average.update(number)
+    newer = stepper.state().clone()
+    for state in (older, newer, older):  # back, forwards, back
+        stepper.load(state)
+        loaded, expected = int(stepper.scale.applied), masters(stepper)
+        expected = {name: value.clone() for name, value in average.state().weights.items()}
+        applied = 0
+        for number in range(every_steps):
+            applied += step(stepper, 100 + number)
+            average.update(every_steps * 100 + number + 1)
+        assert applied == every_steps
+        done = loaded + applied
+        weight = 1 - min(DECAY, (1 + done) / (10 + done)) ** applied
+        for name, master in masters(stepper).items():
+            torch.testing.assert_close(average.state().weights[name], expected[name].lerp(master, weight))
+        assert average.state().counters == {"applied": done}
+        average.settle()
+        average.load(average.state())
+
+
+def test_a_skipped_step_after_a_roll_back_changes_no_average() -> None:
+    stepper = stepper_of(conv_net())
+    average = WeightAverage(stepper, DECAY)
+    older = stepper.state().clone()
+    for number in (1, 2):
+        step(stepper, number)
+        average.update(number)
+    stepper.load(older)
+    before = bits(average)
+    assert not step(stepper, SKIPPED[0])
+    average.update(3)
+    average.settle()
+    assert same(bits(average), before)
+    stepper.load(older)
+    average.restart()
+    assert same(bits(average), bits(WeightAverage(stepper, DECAY)))
+
+
+FORBIDDEN: dict[str, Any] = {
+    "backward": lambda stepper, average: stepper.backward(torch.zeros((), requires_grad=True), 1),
+    "step": lambda stepper, average: stepper.step(),
+    "abandon": lambda stepper, average: stepper.abandon(),
+    "state": lambda stepper, average: stepper.state(),
+    "state_dict": lambda stepper, average: stepper.state_dict(),
+    "load": lambda stepper, average: stepper.load(average),
+    "named_masters": lambda stepper, average: stepper.named_masters(),
+    "replicas": lambda stepper, average: stepper.replicas(),
+    "calibrate": lambda stepper, average: stepper.calibrate(None),
+    "update": lambda stepper, average: average.update(1),
+    "settle": lambda stepper, average: average.settle(),
+    "restart": lambda stepper, average: average.restart(),
+}
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_what_trains_or_saves_is_refused_while_the_model_has_the_averages(policy) -> None:
+    stepper = stepper_of(conv_net(), policy=policy)
+    average = WeightAverage(stepper, DECAY)
+    for number in (1, 2):
+        step(stepper, number)
+        average.update(number)
+    before, averages = state_digest(stepper, counters=True), bits(average)
+    with average.in_model():
+        with average.in_model():  # harmless: a caller may not know of the outer one
+            pass
+        for name, call in FORBIDDEN.items():
+            with pytest.raises(UnusableError, match=r"within WeightAverage\.in_model\(\)"):
+                call(stepper, average)
+            assert same(bits(average), averages), name
+        stepper.average_buffers()
+        assert average.state().counters == {"applied": 2}
+    assert state_digest(stepper, counters=True) == before
+    assert step(stepper, 5)
+    x, classes = features(8, 6, (3, 8, 8))
+    with stepper.forward():
+        stepper.backward(loss_sum(stepper.model(x), classes), 8)
+    for call in (average.in_model().__enter__, stepper.average_buffers):  # a skip would miss what they change
+        with pytest.raises(UnusableError, match="within a step"):
+            call()
+    stepper.step()
+    Stepper(stepper.model, SGD(0.1))
+    with pytest.raises(UnusableError, match="a newer Stepper"), average.in_model():
+        pass
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["on the host", "on a device"])

@@ -24,7 +24,7 @@ from launcher.engine.flat.names import named_parameters
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.updater import Stretches, Updater
 from launcher.engine.precision.policy import Policy
-from launcher.engine.state import refuse_other_names
+from launcher.engine.state import refuse_dtype, refuse_misfits
 from launcher.engine.wire.shards import Shards
 
 _REFUSED = {
@@ -62,6 +62,10 @@ class TorchOptimizer:
         _refuse_kind(kind)
         limits.rate.require(f"{kind.__name__} lr", lr)
         _refuse_options(kind, lr, given)
+
+    def over(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """torch's own, of these parameters or groups."""
+        return self.kind(params, lr=self.lr, **self.options)  # type: ignore[call-arg]  # each takes a rate
 
 
 def _refuse_kind(kind: object) -> None:
@@ -159,6 +163,29 @@ def updater_of(
     return Updater(shards.pieces, optimizer, compiled, stretches, on_host)
 
 
+def _states_of(optimizer: TorchOptimizer, zeros: Tensor, after_a_step: bool) -> dict[str, Any]:
+    """What it keeps for one parameter, at the start or after an update without a gradient."""
+    parameter = nn.Parameter(zeros)
+    probe = optimizer.over([parameter])
+    if after_a_step:
+        parameter.grad = torch.zeros_like(zeros)
+        with torch.enable_grad():  # as in a step: an optimizer may need autograd
+            probe.step()
+    return dict(probe.state[parameter])
+
+
+def _as_tensor(optimizer: torch.optim.Optimizer, state: str, value: object) -> Tensor:
+    """A state as it is saved: numbers are tensors of no dimensions."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, int | float):
+        raise UnusableError(
+            f"{type(optimizer).__name__} keeps a {type(value).__name__} as its state {state}, which cannot "
+            "be saved. Use an optimizer whose states are tensors and numbers."
+        )
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
 class AdaptedUpdater:
     """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `updater.Updater`.
 
@@ -171,11 +198,8 @@ class AdaptedUpdater:
         self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's are per parameter, not flat
         masters = layout.named([piece.master for piece in pieces if piece.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
-        self._optimizer = optimizer.kind(
-            self._param_groups(),
-            lr=optimizer.lr,  # type: ignore[call-arg]  # every torch.optim optimizer takes one
-            **optimizer.options,
-        )
+        self._kind = optimizer
+        self._optimizer = optimizer.over(self._param_groups())
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """torch's own: one for each set of rates, with `lr_scale` beside its options."""
@@ -206,28 +230,59 @@ class AdaptedUpdater:
                 piece.weight.copy_(piece.master)
 
     def named_states(self, shards: Shards) -> dict[str, Tensor]:
-        """The optimizer's tensors by `state/parameter`; empty before the first update."""
+        """The optimizer's tensors and numbers by `state/parameter`; empty before the first update.
+
+        Raises UnusableError for states of other kinds, which would be lost.
+        """
+        return {
+            f"{state}/{name}": _as_tensor(self._optimizer, state, value)
+            for name, master in self._masters.items()
+            for state, value in self._optimizer.state[master].items()
+            if value is not None
+        }
+
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
+        """Take the optimizer's tensors and numbers by `state/parameter`.
+
+        `updated`: whether they were saved after an update. Raises ValueError, before anything is changed, for
+        those of another optimizer: other names, shapes or dtypes than this one then has.
+        """
+        expected = self._examples(updated)
+        if updated and not type(self._optimizer).__module__.startswith("torch.optim"):
+            # Only of torch's own is it known that no later step adds states.
+            expected = {key: value for key, value in named.items() if self._is_ours(key)} | expected
+        tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
+        refuse_misfits("optimizer states", {key: each.shape for key, each in tensors.items()}, named)
+        for key, each in tensors.items():
+            refuse_dtype("optimizer states", key, each.dtype, named[key].dtype)
+        self._optimizer.state.clear()
+        for key, example in expected.items():
+            state, _, name = key.partition("/")
+            number = None if isinstance(example, Tensor) else type(example)(named[key].item())
+            self._optimizer.state[self._masters[name]][state] = (
+                named[key].to(example.device, copy=True) if isinstance(example, Tensor) else number
+            )
+
+    def _is_ours(self, key: str) -> bool:
+        return key.partition("/")[2] in self._masters
+
+    def _examples(self, updated: bool) -> dict[str, Any]:
+        """By `state/parameter`, what a new optimizer of this kind keeps for parameters like these.
+
+        That is found out: each optimizer has its own names, shapes and dtypes, and counts its steps on the
+        device or on the host.
+        """
+        found: dict[tuple[torch.Size, tuple[int, ...]], dict[str, Any]] = {}
+        for master in self._masters.values():
+            place = (master.shape, master.stride())
+            if place not in found:
+                found[place] = _states_of(self._kind, torch.zeros_like(master), updated)
         return {
             f"{state}/{name}": value
             for name, master in self._masters.items()
-            for state, value in self._optimizer.state[master].items()
-            if isinstance(value, Tensor)
+            for state, value in found[master.shape, master.stride()].items()
+            if value is not None
         }
-
-    def load_states(self, shards: Shards, named: Mapping[str, Tensor]) -> None:
-        """Take the optimizer's tensors by `state/parameter`. Raises ValueError for unknown parameters."""
-        given = {name for _, _, name in (key.partition("/") for key in named)}
-        refuse_other_names("optimizer states", set(self._masters) if given else set(), given)
-        self._optimizer.state.clear()
-        on_device = any(self._optimizer.defaults.get(key) for key in ("capturable", "fused"))
-        for key, value in named.items():
-            state, _, name = key.partition("/")
-            master = self._masters[name]
-            # torch counts steps on the host, unless the whole optimizer runs on the device
-            stays = state == "step" and not on_device
-            self._optimizer.state[master][state] = (
-                value.clone() if stays else value.to(master.device, copy=True)
-            )
 
     def tensors(self) -> list[Tensor]:
         """All states."""

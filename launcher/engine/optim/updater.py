@@ -161,8 +161,11 @@ class Updater:
             for name, value in shards.collect([states[position] for states in self.states]).items()
         }
 
-    def load_states(self, shards: Shards, named: Mapping[str, Tensor]) -> None:
-        """Take the states by `state/parameter`. Raises ValueError for those of another optimizer."""
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
+        """Take the states by `state/parameter`: zeros if nothing was `updated` before they were saved.
+
+        Raises ValueError, before anything is changed, for those of another optimizer.
+        """
         shapes = shards.shapes
         expected = {f"{state}/{name}": shapes[name] for state in self.optimizer.states for name in shapes}
         refuse_misfits("optimizer states", expected, named, torch.float32)

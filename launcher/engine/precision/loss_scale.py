@@ -86,6 +86,7 @@ class LossScale:
         self.present: Tensor | list[int] = fields
         if not (device.type == "cpu" if on_host is None else on_host):
             self.present = torch.tensor(fields, dtype=torch.int64, device=device)
+        self.loads, self.loaded = 0, 0  # how often counters were restored, and the applied steps of the last
 
     @property
     def state(self) -> Tensor:
@@ -133,6 +134,7 @@ class LossScale:
         if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
             fields["floor_skips"] = counters["floor_skips"]
         self.become([fields[name] for name in self.FIELDS])
+        self.loads, self.loaded = self.loads + 1, counters["applied"]
         return ScaleStart(fields["exponent"], not reason, reason)
 
     def _objection(self, exponent: int, mode: ScaleMode) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from launcher.engine import Policy, Scaling, Stepper, TorchOptimizer, UnusableError
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Planted, mlp
 
@@ -133,3 +135,113 @@ def test_the_shape_of_a_probe_is_no_reason_to_refuse_an_optimizer() -> None:
     assert TorchOptimizer(OnlyVectors, LR).kind is OnlyVectors
     with pytest.raises(UnusableError, match=r"Muon refuses lr=0.01, .*: momentum should be"):
         TorchOptimizer(torch.optim.Muon, LR, momentum=-1.0)
+
+
+ALL = {
+    "Adam": (torch.optim.Adam, {}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "RMSprop": (torch.optim.RMSprop, {}),
+    "RMSprop, centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "SGD": (torch.optim.SGD, {}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "our AdamW": AdamW(LR),
+    "our SGD": SGD(LR, 0.9),
+}
+
+
+def trained(name: str, steps: int = 3) -> Stepper:
+    kind = ALL[name]
+    optimizer = TorchOptimizer(kind[0], LR, kind[1]) if isinstance(kind, tuple) else kind
+    stepper = Stepper(mlp(), optimizer, Policy.fp16(), reference_count=16)
+    for number in range(steps):
+        train(stepper, *batch(number))
+    return stepper
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_state_of_another_optimizer_is_refused_as_a_whole(name) -> None:
+    """Of each that has other states; every one loads its own, saved before the first update and after it."""
+    for steps in (0, 3):
+        own = trained(name, steps).state().optimizer
+        for other in ALL:
+            state, stepper = trained(other, steps).state(), trained(name)
+            before = state_digest(stepper, counters=True)
+            if own.keys() == state.optimizer.keys():
+                assert other == name or steps == 0 or {name, other} == {"Adam", "AdamW"}
+                stepper.load(state)
+                assert stepper.state().optimizer.keys() == state.optimizer.keys()
+                train(stepper, *batch(9))
+                continue
+            with pytest.raises(ValueError, match="the state does not fit: of the optimizer states"):
+                stepper.load(state)
+            assert state_digest(stepper, counters=True) == before, other
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Adafactor", "SGD with momentum"])
+def test_damaged_states_of_a_torch_optimizer_are_refused_as_a_whole(name) -> None:
+    stepper = trained(name)
+    state, before = stepper.state(), state_digest(stepper, counters=True)
+    for key, value in list(state.optimizer.items())[-3:]:
+        for wrong in (value.half(), value.long(), value[None], value.to("meta"), None):
+            named = state.optimizer | {key: wrong}
+            if wrong is None:
+                del named[key]
+            with pytest.raises(ValueError, match="of the optimizer states"):
+                stepper.load(replace(state, optimizer=named))
+            assert state_digest(stepper, counters=True) == before
+    with pytest.raises(ValueError, match=r"of the optimizer states, .* not known here \(more/0.bias\)"):
+        stepper.load(replace(state, optimizer=state.optimizer | {"more/0.bias": torch.zeros(16)}))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a number of Python, and keeps a tensor from its third step on."""
+
+    keeps: object = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", self.keeps) + 1
+                if state["count"] == 3:
+                    state["third"] = p.detach().clone()
+        return super().step(closure)
+
+
+def test_numbers_of_a_foreign_optimizer_are_saved_and_so_is_what_a_later_step_adds() -> None:
+    optimizer = TorchOptimizer(Counting, LR, momentum=0.9)
+    whole, resumed = (Stepper(mlp(), optimizer, Policy.fp16(), reference_count=16) for _ in range(2))
+    for number in range(4):
+        train(whole, *batch(number))
+        if number in (0, 1, 3):
+            resumed.load(whole.state())
+            assert resumed.state().optimizer.keys() == whole.state().optimizer.keys()
+            assert state_digest(resumed, counters=True) == state_digest(whole, counters=True)
+        count = whole.state().optimizer["count/0.bias"]
+        assert (int(count), count.dtype) == (number + 1, torch.int64)
+    train(resumed, *batch(4))
+    assert int(resumed.state().optimizer["count/0.bias"]) == 5
+
+
+class Listing(Counting):
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["history"] = [1.0]
+
+
+def test_what_a_state_cannot_hold_is_refused_when_it_is_saved() -> None:
+    stepper = Stepper(mlp(), TorchOptimizer(Listing, LR), Policy.fp16(), reference_count=16)
+    train(stepper, *batch(0))
+    with pytest.raises(
+        UnusableError, match="Listing keeps a list as its state history, which cannot be saved"
+    ):
+        stepper.state()
