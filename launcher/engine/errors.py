@@ -27,6 +27,12 @@ NO_BACKWARD = (
     "discriminator), call model.zero_grad() before step(), or skip step() on all ranks."
 )
 
+BROKEN_OFF = (
+    "a step() raised an error after this rank had sent its gradients, so the other ranks may have applied a "
+    "step that this one has not, or not all of. It can be neither repeated nor abandoned: end the process, "
+    "and resume from a checkpoint."
+)
+
 
 class UnusableError(ValueError):
     """Raised for input that the engine cannot train; the text states the value, the rule and the fix."""

@@ -21,6 +21,7 @@ from launcher.engine.assembly import Choices, Parts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import (
+    BROKEN_OFF,
     NO_BACKWARD,
     NO_COUNT,
     NO_GRADIENT,
@@ -86,7 +87,8 @@ class Stepper:
     and a group, named_masters(), state() and replicas() are collectives too.
     """
 
-    _failed: bool  # whether a backward() of this step raised: it can then only be abandoned
+    _failed: bool  # whether a backward() or step() of this step raised: it can then only be abandoned
+    _exchanged: bool  # whether all gradients of this step have been sent: it can then not be abandoned
 
     def __init__(
         self,
@@ -283,9 +285,9 @@ class Stepper:
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
         refuse_backward(self._done, self._failed, self._reference.micro_batches)
+        self._failed = True  # until the pass has finished
         self._reference.agree(count)
         self._parts.tally.add(loss_sum, count)
-        self._failed = True  # until the pass has finished
         with self._during_backward(), self.reducer.receiving(self._done + 1 == self._reference.micro_batches):
             loss_sum.backward(self._slope())  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
@@ -327,10 +329,18 @@ class Stepper:
 
         If a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
         waiting in them: end the job in that case.
+
+        A step() that raised, such as one that ran out of memory, can be abandoned while `can_abandon` is
+        True. After that the other ranks may have applied it, and this Stepper raises RuntimeError.
         """
         self.refuse_averages()
         self._failed = True
         return self.step()
+
+    @property
+    def can_abandon(self) -> bool:
+        """Whether the step can still be dropped on all ranks: until this rank has sent all its gradients."""
+        return not self._exchanged
 
     def step_on_device(self) -> tuple[Tensor | Numbers, int]:
         """`step()` without the report to the host: what a CUDA graph can capture.
@@ -340,12 +350,14 @@ class Stepper:
         self._refuse_detached()
         if not self._failed:
             self.buffers.collect()  # may raise, so it comes before anything is sent or written
+        failed, self._failed = self._failed, True  # until the step has finished
         self._reference.agree(0)
         terms = Terms(
             float(self._parts.divisor * self._reference.divisor), self._clip_norm, self.scale.scaling
         )
         self.clock.mark(COMPUTE)
-        self.reducer.flush(abandoned=self._failed)
+        self.reducer.flush(abandoned=failed)
+        self._exchanged = True
         reduced = self.reducer.finish()
         tally = self._parts.tally.totals()
         self._parts.in_place.take()
@@ -357,7 +369,7 @@ class Stepper:
         self._wait_for_readers()
         self.updater.step(Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
         self.shards.gather_weights()
-        if self._failed:
+        if failed:
             self.buffers.restore()
         else:
             self.buffers.restore_if(verdict.skip)
@@ -529,13 +541,15 @@ class Stepper:
         """`abandoned` says whether the step before was."""
         self.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self._done = 0  # backward() calls of this step
-        self._failed = False
+        self._failed = self._exchanged = False
         self._reference.restart(abandoned)
         self._parts.tally.restart()
 
     def _refuse_detached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
         self._parts.attachment.refuse_other_weights()
+        if self._exchanged:
+            raise RuntimeError(BROKEN_OFF)
         if not (self._done or self._failed):
             self._parts.attachment.check()
 

@@ -54,13 +54,13 @@ class Task:
         self.relief.begin(position)
         try:
             ends = self._learn(position)
+            result = self.stepper.step()
         except Exception as error:
-            if not self.relief.accepts(error, position):
+            if not (self.stepper.can_abandon and self.relief.accepts(error, position)):
                 raise
             return self.stepper.abandon()
         if not ends:
-            return self.stepper.step()
-        result = self.stepper.step()
+            return result
         report = result.read()  # without waiting for the next step: all ranks with nothing left do so
         if report.votes[Question.STREAM_END] == self.batches.plan.world_size:
             if not report.count:

@@ -227,6 +227,25 @@ def test_a_count_on_the_device_that_is_no_number_skips_the_step() -> None:
     assert_moved_by(stepper, 1.0)
 
 
+def test_a_step_that_failed_after_the_exchange_is_neither_repeated_nor_abandoned(monkeypatch) -> None:
+    """The other ranks may have applied it."""
+    stepper = stepper_of(Planted(), 1)
+    stepper.backward(stepper.model(1.0, 1.0), 1)
+    monkeypatch.setattr(type(stepper.updater), "step", lambda *_: no_memory())
+    with pytest.raises(torch.OutOfMemoryError):
+        stepper.step()
+    assert not stepper.can_abandon
+    for call in (stepper.step, stepper.abandon, lambda: stepper.backward(stepper.model(1.0, 1.0), 1)):
+        with pytest.raises(RuntimeError, match="after this rank had sent its gradients"):
+            call()
+    with pytest.raises(UnusableError, match="within a step"):
+        stepper.state()
+
+
+def no_memory() -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
 def test_an_abandoned_first_step_settles_no_reference_count() -> None:
     """Its batch may have been too large for the memory: the retry is with a smaller one."""
     stepper = Stepper(mlp(), SGD(0.1), Policy.fp16())

@@ -13,6 +13,7 @@ import yaml
 
 from launcher.engine.optim.updater import Updater
 from launcher.engine.wire.reducer import Reducer
+from launcher.engine.wire.transports import Bucket
 from launcher.report.run_record import RunRecord
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import both, hungry, lacking_memory, send_signal, stop_after
@@ -223,6 +224,26 @@ def test_a_shortage_outside_the_passes_names_its_place_and_what_helps(
     assert ended.codes == [4] * ranks, ended
     assert sum(output.count(text) for output in ended.outputs) == 1, ended
     assert text in ended.result["error"]
+
+
+def lack_memory_once_for_the_last_bucket() -> None:
+    launch, short = Reducer._launch, [True]
+
+    def launching(self: Reducer, bucket: Bucket) -> None:
+        if self._rank == 1 and bucket is self.buckets[-1] and short:
+            short.clear()
+            no_room()
+        launch(self, bucket)
+
+    Reducer._launch = launching  # type: ignore[method-assign]
+
+
+def test_a_shortage_in_the_exchange_of_one_rank_halves_the_micro_batch(tmp_path: Path) -> None:
+    ended = run(tmp_path / "run", "train.max_steps=3", ranks=2, prepare=lack_memory_once_for_the_last_bucket)
+    assert ended.codes == [0, 0], ended
+    (event,) = ended.events("out_of_memory")
+    assert (event["ranks"], event["dropped"], event["micro_batch"]) == ([1], 1, 4)
+    assert ended.result["skipped_steps"] == 0
 
 
 @pytest.mark.slow

@@ -93,6 +93,10 @@ class Inbox:
         if self._totals is not None:
             _write([self._sent], [self._totals], self._factor)
 
+    def drop(self) -> None:
+        """Instead of `complete`: forget what has arrived in this step."""
+        self._filled.clear()
+
 
 def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None:
     """Write to the message or the totals, computed in fp32 and rounded once."""

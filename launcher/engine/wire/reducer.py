@@ -79,6 +79,7 @@ class _Sending:
 
     next: int = 0  # first bucket that was not launched
     followed: int = 0  # first bucket whose second stage was not started
+    tallied: bool = False  # whether the tally was sent
     bytes: int = 0  # passed to collectives
     abandoned: bool = False
 
@@ -204,7 +205,6 @@ class Reducer:
         sending, pending = self._sending, self.arrivals.pending
         while sending.next < len(self.buckets) - 1 and pending[sending.next] == 0:
             self._launch(self.buckets[sending.next])
-            sending.next += 1
 
     def refuse_second(self, slot: Slot, bucket: int) -> None:
         """Raise UnusableError where a second gradient of this pass comes after the first was sent."""
@@ -218,13 +218,13 @@ class Reducer:
     def flush(self, abandoned: bool = False) -> None:
         """Send the remaining buckets: the last, and those of parameters without a gradient, with zeros.
 
-        Every rank calls this once per step, so all ranks launch all buckets, in the same order. `abandoned`
-        if this rank drops its gradients: the last bucket carries that, so it is never sent earlier.
+        Every rank calls this in each step, so all ranks launch all buckets, in the same order. `abandoned`
+        if this rank drops its gradients: the last bucket carries that, so it is never sent earlier. After an
+        error here or in a backward pass another call sends what is missing, and nothing twice.
         """
         self._sending.abandoned = abandoned
         for bucket in self.buckets[self._sending.next :]:
             self._launch(bucket)
-        self._sending.next = len(self.buckets)
 
     def finish(self) -> Reduced:
         """Wait for the buckets in order, and sum their squares in a few reads."""
@@ -280,7 +280,7 @@ class Reducer:
         """Add the sums of the ranks' pieces, and the tally. A SUM, because a MAX may drop a NaN."""
         world_size = self._layout.world_size
         own = torch.zeros(world_size, dtype=torch.float64, device=self._layout.device)
-        own[self._rank] = self._mark(self._own_gradient_is_bad())
+        own[self._rank] = self._mark()
         if self._rank:
             sums = sums.masked_fill(self._parts.replicated, 0.0)  # rank 0 counts those that all ranks hold
         shared = torch.cat([sums, own, self._tally.give()])
@@ -293,23 +293,37 @@ class Reducer:
         looks = [bucket.own_look for bucket in self.buckets if bucket.own_look is not None]
         return not_finite(torch.cat(looks))
 
-    def _mark(self, bad: Tensor) -> Tensor:
-        """This rank's slot, fp64, 0-dim."""
-        abandoned = self._sending.abandoned
-        return torch.full_like(bad, ABANDONED, dtype=torch.float64) if abandoned else bad.double()
+    def _mark(self) -> Tensor | int:
+        """What this rank's slot holds."""
+        return ABANDONED if self._sending.abandoned else self._own_gradient_is_bad()
 
     def _launch(self, bucket: Bucket) -> None:
-        """Look at this rank's gradient, then send the bucket. The last carries the result of all looks."""
-        self._parts.inboxes[bucket.index].complete()
-        if bucket.index == 0 and not self._sharded:
+        """Look at this rank's gradient, then send the bucket. The last carries the result of all looks.
+
+        Memory may run out anywhere in here, and the other ranks wait for what this rank has not sent. So
+        each collective is noted as soon as it is called, and `flush` begins with the first that was not.
+        """
+        sending = self._sending
+        self._prepare(bucket)
+        if not (sending.tallied or self._sharded):
             self._tally.send()
-        if self._group is not None:
-            bucket.own_look = self._parts.own_looks[bucket.index]()
+            sending.tallied = True
+        sending.bytes += self._transports[bucket.segment.name].launch(bucket)
+        sending.next = bucket.index + 1
+        self._follow(bucket.index, blocking=False)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Fill the message; of an abandoned step only this rank's mark is read."""
+        inbox = self._parts.inboxes[bucket.index]
+        if self._sending.abandoned:
+            inbox.drop()
+        else:
+            inbox.complete()
+            if self._group is not None:
+                bucket.own_look = self._parts.own_looks[bucket.index]()
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
-            bucket.tail[self._rank] = self._mark(self._own_gradient_is_bad())
-        self._sending.bytes += self._transports[bucket.segment.name].launch(bucket)
-        self._follow(bucket.index, blocking=False)
+            bucket.tail[self._rank] = self._mark()
 
     def _follow(self, end: int, blocking: bool) -> None:
         """Start the second stage of the buckets before `end`, in order: the same on all ranks.

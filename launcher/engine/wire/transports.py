@@ -244,6 +244,7 @@ class ShardedSum:
     def _sum(self, bucket: Bucket) -> None:
         with self._side.alone():
             self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+            bucket.work = bucket.received = None
 
     def join(self) -> None:
         self._side.join()
@@ -293,12 +294,14 @@ def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
 
 
 def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
-    """fp32 [message / W]: the sum over the ranks of what `exchange` received."""
+    """fp32 [message / W]: the sum over the ranks of what `exchange` received.
+
+    The bucket keeps that, so that this can be repeated where there was no memory for the sum.
+    """
     assert bucket.work is not None
     assert bucket.received is not None
     works.wait_for(bucket.work, bucket.message)
     rows = bucket.received.view(dist.get_world_size(group), -1)  # [rank, element]
-    bucket.work = bucket.received = None
     return rows.sum(dim=0, dtype=torch.float32) if rows.is_cuda else sum_of_rows(rows)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
 from tests.meta_device import META, MetaDevice, fake_group
+from tests.shortage import NOWHERE, Shortage
 
 LAYERS = 5  # a bucket each
 NAMES = {"alltoall_base_": "exchange", "_allgather_base_": "gather", "allreduce_": "all-reduce"}
@@ -60,3 +61,36 @@ def test_a_sharded_bucket_is_exchanged_in_backward_and_its_weights_are_gathered_
 def test_nothing_follows_within_backward_without_overlap(wire) -> None:
     backward, _ = collectives_of(Wire(sum=wire.sum, shard=wire.shard, overlap=False))
     assert backward == []
+
+
+@pytest.mark.parametrize(
+    "wire", [Wire(), Wire(sum="fp32"), Wire(shard=True)], ids=["native", "fp32", "sharded"]
+)
+def test_each_bucket_is_sent_and_gathered_once_wherever_memory_runs_out(wire) -> None:
+    """As on a GPU, with the second stage within the backward pass. The other ranks wait for all."""
+    wire = Wire(sum=wire.sum, shard=wire.shard, bucket_bytes=64 * 64 * 2)
+    with fake_group(2) as group, Collectives() as device:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))).to(META)
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
+
+        def collectives(at: int) -> tuple[list[str], bool]:
+            device.seen.clear()
+            with stepper.forward():
+                loss = model(torch.empty(4, 64, device=META)).float().square().sum()
+            try:
+                with Shortage(at):
+                    stepper.backward(loss, 4)
+                    stepper.step()
+            except torch.OutOfMemoryError:
+                if not stepper.can_abandon:
+                    return device.seen, False
+                stepper.abandon()
+            return list(device.seen), True
+
+        expected, _ = collectives(NOWHERE)
+        for at in range(1000):
+            seen, abandoned = collectives(at)
+            if not abandoned:
+                break
+            assert sorted(seen) == sorted(expected), at
+    assert at > 3 * LAYERS
