@@ -6,6 +6,7 @@ and not raised, so that no rank leaves the others in a collective. Never touches
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -36,13 +37,21 @@ class Report:
     error: LauncherError | None = None
 
 
+FIRST_RETRY_S = 1.0  # after a checkpoint that could not be written; doubled after each further one
+LAST_RETRY_S = 64.0
+
+
 class Due:
-    """When a checkpoint is due: every so many steps, and so many seconds after the last one."""
+    """When a checkpoint is due: every so many steps, so many seconds after the last one, and soon after one
+    that could not be written: a disk may be full for a moment only.
+    """
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
         self._last_s = time.monotonic()  # a wall clock may go backwards
+        self._retry_s = math.inf  # when to try again
+        self._wait_s = FIRST_RETRY_S
 
     def after_step(self, step: int) -> bool:
         """The same on all ranks."""
@@ -50,10 +59,21 @@ class Due:
 
     def by_clock(self) -> bool:
         """By this rank's clock. Only the leader's value counts; it must be sent to all ranks."""
-        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
+        now_s = time.monotonic()
+        return now_s >= self._retry_s or (self._every_s is not None and now_s - self._last_s >= self._every_s)
 
     def done(self) -> None:
+        """A checkpoint is being taken."""
         self._last_s = time.monotonic()
+        self._retry_s = math.inf
+
+    def written(self) -> None:
+        self._wait_s = FIRST_RETRY_S
+
+    def failed(self) -> None:
+        """The latest could not be written."""
+        self._retry_s = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
 
 
 class Writer:

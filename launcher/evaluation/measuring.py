@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.tensors import Batch
+from launcher.distributed.alone import Alone
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.process_group import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, escaped
@@ -125,9 +126,15 @@ class Measuring:
         except LauncherError as error:
             self._failure = self._failure or error
 
+    @contextmanager
+    def _user_code(self, what: str, batch: Batch | None) -> Iterator[None]:
+        """The context of each call of a metric, which rank 0 may be alone to make."""
+        with self.guard(what, batch), Alone(what):
+            yield
+
     def _update(self, metrics: Sequence[Any], outputs: Any, batch: Batch) -> None:
         for metric in metrics:
-            with self.guard(f"the metric {name_of(metric)}'s update", batch):
+            with self._user_code(f"the metric {name_of(metric)}'s update", batch):
                 metric.update(outputs, batch)
 
     def _collect(self) -> None:
@@ -151,7 +158,7 @@ class Measuring:
             return adapted(metric, self.recipe.label, self.env.device)
         if isinstance(metric, LossMetric):
             return metric
-        with self.guard(f"the metric {name_of(metric)}'s reset", None):
+        with self._user_code(f"the metric {name_of(metric)}'s reset", None):
             return fresh(metric)
 
     def _read_by_fed(self, batch: Batch) -> Batch:
@@ -162,7 +169,7 @@ class Measuring:
 
     def _outline(self, metric: Any) -> Outline:
         """Raises ConfigError for a state that cannot be copied or sent."""
-        with self.guard(f"the metric {name_of(metric)}'s __getstate__", None):
+        with self._user_code(f"the metric {name_of(metric)}'s __getstate__", None):
             try:
                 return Outline.of(metric)
             except TypeError as error:
@@ -170,7 +177,7 @@ class Measuring:
 
     def _packed_metric(self, metric: Any, outline: Outline) -> bytes:
         """The state of a metric. Raises ConfigError for one that cannot be sent."""
-        with self.guard(f"the metric {name_of(metric)}'s __getstate__", None):
+        with self._user_code(f"the metric {name_of(metric)}'s __getstate__", None):
             try:
                 return packed(metric, outline)
             except CannotPackError as error:
@@ -189,7 +196,7 @@ class Measuring:
             ) from error
 
     def _merge(self, metric: Any, outline: Outline, sent: bytes) -> None:
-        with self._held(), self.guard(f"the metric {name_of(metric)}'s merge", None):
+        with self._held(), self._user_code(f"the metric {name_of(metric)}'s merge", None):
             metric.merge(unpacked(content_of(sent), self.env.device, outline))
 
     def _feed(self, rank: int) -> None:
@@ -229,7 +236,7 @@ class Measuring:
         """What the metric returns. Warnings of few samples are left out where there are few on purpose."""
         with (
             warnings.catch_warnings(action="ignore" if self.rehearsal else None),
-            self.guard(f"the metric {name_of(metric)}'s compute", None),
+            self._user_code(f"the metric {name_of(metric)}'s compute", None),
         ):
             return metric.of_loss(loss_sum, count) if isinstance(metric, LossMetric) else metric.compute()
 

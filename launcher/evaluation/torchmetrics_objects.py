@@ -1,4 +1,4 @@
-"""Objects of torchmetrics as metrics of a recipe, without their own collectives.
+"""Objects of torchmetrics as metrics of a recipe. They do not gather by themselves: `Alone` hides the ranks.
 
 Owns which of them can be merged. Never imports torchmetrics: a recipe that uses it has imported it.
 """
@@ -29,8 +29,6 @@ def adapted(metric: Any, label: str, device: torch.device) -> Fed:
     """The object, reset and on the device, as a metric that reads the column `label` as its target."""
     metric.reset()
     metric.to(device)
-    for each in _all_of(metric):
-        each.sync_on_compute = each._to_sync = False
     return (Merged if _is_mergeable(metric) else Fed)(metric, label)
 
 
@@ -97,12 +95,8 @@ def _is_mergeable(metric: Any) -> bool:
 
     False for wrappers and collections, and for means, which lose the number of samples of each rank.
     """
-    if list(_all_of(metric)) != [metric] or metric.full_state_update is not False:
+    parts = [each for each in metric.modules() if hasattr(each, "sync_on_compute")]
+    if parts != [metric] or metric.full_state_update is not False:
         return False
     names = [getattr(reduction, "__name__", "") for reduction in metric._reductions.values()]
     return bool(names) and all(name in EXACT for name in names)
-
-
-def _all_of(metric: Any) -> list[Any]:
-    """The object and all metrics within it."""
-    return [each for each in metric.modules() if hasattr(each, "sync_on_compute")]

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
+from launcher.report.html import MAX_TEXT, facts, link, paragraph, picture, preformatted, subsection
 from launcher.report.reading import bytes_of
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.formatting import number
 
 MAX_PICTURES_BYTES = 300_000  # of a run; the others are links
-MAX_TEXT = 20_000  # characters
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

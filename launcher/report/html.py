@@ -15,6 +15,7 @@ from pathlib import Path
 GENERATOR = "fp16-launcher report"  # by which a page of ours is known
 STATES = ("done", "failed")
 ASSETS = Path(__file__).parent
+MAX_TEXT = 20_000  # characters of one text of a run
 
 
 def page(title: str, subtitle: str, body: str) -> str:
@@ -117,7 +118,7 @@ def facts(name: str, cells: Mapping[str, str]) -> str:
 
 
 def listing(texts: Iterable[str]) -> str:
-    inner = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    inner = "".join(f"<li>{escape(text[:MAX_TEXT])}</li>" for text in texts)
     return f'<ul class="plain">{inner}</ul>\n' if inner else ""
 
 

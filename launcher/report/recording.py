@@ -29,7 +29,7 @@ from launcher.report.step_lines import (
 )
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import LOGS
-from launcher.telemetry.events import FILE_NAME, FORMAT
+from launcher.telemetry.events import FILE_NAME, FORMAT, MAX_LINE_BYTES, TOO_LONG
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, averaged, time_at_end
 
 Event = dict[str, Any]
@@ -57,7 +57,6 @@ KNOWN = (
 NO_METRICS = frozenset(("event", "time", "step", "epoch", "set", "samples", "tokens", "seconds"))
 MAX_RECORDS = 200  # of each kind; more are counted
 MAX_CURVES = 200  # of evaluations, and of devices
-MAX_LINE_BYTES = 1 << 26  # a longer one is damaged
 LOOK_BACK = 20  # lines before the first of a process, in which the last one of the process before is
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
 MAX_DAMAGED = 5  # line numbers that a warning shows
@@ -339,7 +338,8 @@ class Follower:
                 self.recording.add(lines)
                 changed = True
             else:
-                self._torn = (self._torn + rest)[:MAX_LINE_BYTES]
+                # What remains of an endless line must not be an event with the end of that line.
+                self._torn = TOO_LONG if len(self._torn) >= MAX_LINE_BYTES else self._torn + rest
             if at_most_bytes is not None and done_bytes >= at_most_bytes:
                 break
         return changed

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
-from launcher.run_dir.records import CONFIG, config_yaml, user_shape
+from launcher.run_dir.records import CHECKPOINTS, CONFIG, config_yaml, user_shape
 from launcher.run_dir.status import FILE_NAME
 
 # Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
@@ -120,13 +120,19 @@ def _written(value: Any) -> str:
 
 
 def _settings(config: Config, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values by dotted key of the run in `directory` and of `config`."""
+    """The values by dotted key of the run in `directory` and of `config`.
+
+    Equal where config.yaml has been deleted beside checkpoints: these say of which run they are, and are
+    compared when they are loaded.
+    """
     import yaml
 
     try:
+        here = dict(_leaves(yaml.safe_load(config_yaml(config))))
+        if not (directory / CONFIG).exists() and any((directory / CHECKPOINTS).glob("step-*")):
+            return here, here
         there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-        here = yaml.safe_load(config_yaml(config))
-        return dict(_leaves(there)), dict(_leaves(here))
+        return dict(_leaves(there)), here
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         raise _foreign(directory) from None
 

@@ -18,7 +18,7 @@ from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, read_json
 from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
 from launcher.telemetry.console.console import Console
-from launcher.telemetry.events import EventLog, last_run_id, recording_of
+from launcher.telemetry.events import EventLog, last_run_id, recorded, recorded_before
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
@@ -48,7 +48,7 @@ def open_telemetry(
     run_dir = Path(config.run.dir)
     clear_away(run_dir)  # rank 0 of this attempt is the only writer
     try:
-        before = recording_of(run_dir)
+        before = recorded_before(run_dir / EventLog.name)
         files: list[Sink] = [EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)]
         telemetry = Telemetry(files, every_s=EVERY_S)
     except OSError as error:
@@ -63,7 +63,7 @@ def open_telemetry(
         telemetry.decision("tracker", "none: the run is recorded in its own files alone", mode="none")
     for name in config.tracker.names:
         run = _tracked_run(config, name, run_id)
-        delivery = Delivery(path_of(run_dir, name), run_id, before.events)
+        delivery = Delivery(path_of(run_dir, name), run_id, partial(recorded, run_dir / EventLog.name))
         if name == "wandb":
             _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or Patience())
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class StatusFile:
         self._pace = Pace(clock)
         self._status = Status()
         self._step: Record | None = None  # the latest, not yet in the status
+        self._published = -inf
         self._publish()
 
     def write(self, record: Record) -> None:
@@ -42,7 +44,9 @@ class StatusFile:
         else:
             self._take_step()
             self._status = self._after(record)
-        if record["event"] in AT_ONCE or self._due():
+        if record["event"] in AT_ONCE:
+            self._published = -inf
+        if self._due():
             self._publish()
 
     def advance(self, epoch: int, step: int) -> None:
@@ -81,8 +85,8 @@ class StatusFile:
         self._take_step()
         status = self._status
         eta_s = self._pace.eta_s(status.step, status.total_steps) if status.state == "running" else None
-        self._published = self._clock()
         write_json(self._path, asdict(replace(status, eta_s=eta_s, updated=round(time.time(), 3))))
+        self._published = self._clock()  # not before: one that could not be written is due at the next event
 
 
 class Pace:

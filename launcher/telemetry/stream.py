@@ -1,8 +1,9 @@
 """The stream of events of a run, and the rule that telemetry never stops training.
 
 Owns the order in which sinks receive an event, the thread that writes the events of steps, and the handling
-of a sink that fails: it is dropped, with one warning to the others. An event that a sink cannot represent
-costs only itself. Knows no file format and no tracker.
+of a sink that fails. One that cannot write for now is tried again at the next event; one that never will is
+dropped; each with one warning to the others. An event that a sink cannot represent costs only itself. Knows
+no file format and no tracker.
 Receives plain numbers, no tensors.
 """
 
@@ -37,7 +38,8 @@ class SinkError(Exception):
 class Sink(Protocol):
     """Receives events. May raise any exception.
 
-    The stream drops it after a SinkError or an OSError, else only the event is lost.
+    After an OSError it is tried again at the next event. The stream drops it after a SinkError, or where its
+    reader has left; after another exception only the event is lost.
     """
 
     @property
@@ -53,6 +55,13 @@ class PositionSink(Sink, Protocol):
     """A sink that also receives the steps between two `step` events."""
 
     def advance(self, epoch: int, step: int) -> None: ...
+
+
+@runtime_checkable
+class KeepingSink(Sink, Protocol):
+    """A sink that keeps the events that it could not write."""
+
+    def lacks(self) -> str: ...  # in words, after a last attempt to write them; "" if nothing is missing
 
 
 @runtime_checkable
@@ -90,6 +99,7 @@ class Telemetry:
         self._draining = False
         self._lost = self._reported = 0  # events beyond the limit
         self._unwritten: Counter[str] = Counter()  # by name of the sink: events that it could not represent
+        self._failing: set[str] = set()  # names of the sinks that could not write when last tried
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if every_s is not None:
@@ -171,6 +181,9 @@ class Telemetry:
         for name, count in list(self._unwritten.items()):
             if count > 1:
                 self.warn(f"{name} lacks {count:,} events that it could not represent.")
+        for sink in list(self._sinks):
+            if isinstance(sink, KeepingSink) and (missing := sink.lacks()):
+                self.warn(f"{sink.name} lacks {missing}.")
         while self._sinks:
             self.flush()
             sink = self._sinks[-1]
@@ -216,12 +229,7 @@ class Telemetry:
 
     def _hand_out(self, record: Record) -> None:
         for sink in list(self._sinks):
-            try:
-                sink.write(record)
-            except (OSError, SinkError) as error:
-                self._drop(sink, error)
-            except Exception as error:  # a sink never ends the training
-                self._leave_out(sink, record, error)
+            self._attempt(sink, partial(sink.write, record), record)
 
     def _leave_out(self, sink: Sink, record: Record, error: Exception) -> None:
         """Count an event that a sink cannot represent; the first one is a warning, `close` reports more."""
@@ -232,11 +240,32 @@ class Telemetry:
                 f"{described(error)}. Further ones are counted."
             )
 
-    def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
+    def _attempt(self, sink: Sink, action: Callable[[], None], record: Record | None = None) -> None:
+        """Call a method of a sink; with a `record`, it writes it."""
         try:
             action()
-        except Exception as error:  # a sink never ends the training
+        except (SinkError, BrokenPipeError) as error:
             self._drop(sink, error)
+        except OSError as error:  # a full disk, a server that is away
+            self._report_failure(sink, error)
+        except Exception as error:  # a sink never ends the training
+            if record is None:
+                self._drop(sink, error)
+            else:
+                self._leave_out(sink, record, error)
+        else:
+            if record is not None and sink.name in self._failing:
+                self._failing.remove(sink.name)
+                self.decision("files", f"{sink.name} is written again")
+
+    def _report_failure(self, sink: Sink, error: OSError) -> None:
+        if sink.name in self._failing:
+            return
+        self._failing.add(sink.name)
+        text = f"{sink.name} cannot be written: {described(error)}. It is tried again at every event."
+        self.warn(text)
+        if len(self._sinks) == len(self._failing):
+            log.warning(text)
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         if sink not in self._sinks:

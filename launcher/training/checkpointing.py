@@ -112,6 +112,7 @@ class Checkpoints:
             return
         if report.path is not None:
             self._failure = ""
+            self.due.written()
             size, seconds = report.size_bytes, report.seconds
             self.run.telemetry.emit(
                 "checkpoint",
@@ -121,6 +122,10 @@ class Checkpoints:
                 size_bytes=size,
                 best=report.step == self._best_step,
             )
-        if report.error is not None:
-            self._failure = self._failure if report.path else str(report.error)
+        if report.error is None:
+            return
+        if report.path is None:
+            self.due.failed()
+        if report.path is not None or not self._failure:  # of several in a row the first is a warning
             self.run.telemetry.warn(str(report.error))
+        self._failure = self._failure if report.path else str(report.error)

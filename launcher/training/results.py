@@ -172,7 +172,7 @@ def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseExceptio
 
 
 def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
-    """Write status.json again, because its sink is disabled for good once the disk was full."""
+    """Write status.json again, with the reserve where the disk is full."""
     with contextlib.suppress(OSError):
         mark_ended(run_dir / FILE_NAME, state, exit_code)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -45,6 +46,18 @@ class Given:
         if isinstance(self.found, Exception):
             raise self.found
         return {"given": self.found}
+
+
+class Gathers(Given):
+    """Adds over the ranks by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+
+    def compute(self) -> dict[str, Any]:
+        total = torch.zeros(1)
+        dist.all_reduce(total)
+        return {"given": total}
 
 
 def guard(what: str, batch: Any) -> contextlib.AbstractContextManager[None]:
@@ -87,6 +100,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         Given(torch.zeros(3)),
         ConfigError,
         r"gave Tensor of torch.float32 in the shape \[3\]",
+    ),
+    "a collective": (
+        Gathers(),
+        ConfigError,
+        r"^the metric Gathers's compute uses torch\.distributed at .*test_rehearsal\.py:\d+, in compute, but",
     ),
     "a misspelt name": (
         Given(NameError("sampels")),

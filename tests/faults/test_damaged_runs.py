@@ -146,7 +146,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, undistur
     (warning,) = ended.warnings
     assert "checkpoint of step 20 cannot be written" in warning
     assert "File too large" in warning
-    assert ended.checkpoints.keys() == whole.checkpoints.keys() - {20}
+    assert 20 not in ended.checkpoints
+    assert ended.checkpoints.keys() >= whole.checkpoints.keys() - {20}  # one that made up for it is later
     assert f"warning: {warning}" in ended.outputs[0]
     assert_all_intact(ended)
     assert not [name for name in names(ended.directory) if name.startswith(".")]

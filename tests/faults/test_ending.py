@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import pytest
 
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
-from tests.faults.test_damaged_runs import full_disk
+from tests.faults.test_damaged_runs import full_disk, wait_for_writers
 from tests.faults.usercode import is_here, own_rank, slowly
 
 pytestmark = pytest.mark.timeout(90)
@@ -130,20 +132,23 @@ def test_a_checkpoint_that_is_missing_in_the_middle_is_only_a_warning(tmp_path: 
     assert ended.status["state"] == "done"
 
 
-GIVEN_UP = threading.Event()
+FAILED = threading.Event()
 
 
-def full_for_status(network: Any, batch: Any, begins: int, ends: int) -> None:
-    """No file may hold anything for a moment in which status.json is rewritten: its sink is given up."""
+def full_for_a_moment(network: Any, batch: Any, begins: int, ends: int) -> None:
+    """No file may hold anything for a moment in which all are written, a checkpoint among them."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_here(network, begins):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        os.kill(os.getpid(), signal.SIGUSR1)  # asks for a checkpoint
     elif is_here(network, ends):
-        assert GIVEN_UP.wait(30), "the thread that writes it has met the full disk"
+        assert FAILED.wait(30), "the thread that writes status.json has met the full disk"
+        wait_for_writers()
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def often() -> None:
+    from launcher.checkpoint import async_writer
     from launcher.telemetry import status
 
     write = status.write_json
@@ -152,20 +157,27 @@ def often() -> None:
         try:
             write(*given)
         except OSError:
-            GIVEN_UP.set()
+            FAILED.set()
             raise
 
     status.write_json = noting
+    async_writer.FIRST_RETRY_S = 0.0
     status.EVERY_S = 0.0
     status.StatusFile.__init__.__defaults__ = (0.0, status.time.monotonic)  # type: ignore[misc]
 
 
-def test_status_tells_the_end_though_it_was_given_up_on_the_way(tmp_path: Path) -> None:
-    words = (*WORDS, "checkpoint.every_steps=null")
-    code = partial(full_for_status, begins=4, ends=7)
+def test_a_disk_that_is_full_for_a_moment_costs_no_event_no_status_and_no_checkpoint(tmp_path: Path) -> None:
+    words = (*WORDS, "checkpoint.every_steps=null", f"checkpoint.every_s={1e6:g}")
+    code = partial(full_for_a_moment, begins=4, ends=7)
     ended = run(tmp_path / "run", *words, user_code=code, prepare=often)
-    assert ended.status["step"] < LAST, "nobody has written it after that moment but the end of the run"
     assert (ended.codes, ended.status["state"], ended.status["exit"]) == ([0], "done", 0)
+    assert ended.status["step"] == LAST
+    assert [event["step"] for event in ended.events("step")] == list(range(1, LAST + 1))
+    assert (ended.directory / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    said = {text.split(":")[0] for text in ended.warnings}
+    assert said >= {"metrics.jsonl cannot be written", "status.json cannot be written"}
+    assert not [text for text in ended.warnings if "lacks" in text]
+    assert 0 < min(ended.checkpoints) < LAST, "the one that was due is written once there is room again"
 
 
 @pytest.fixture

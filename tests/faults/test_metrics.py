@@ -36,6 +36,10 @@ class Margin:
         pass  # COMPUTE
         return {"margin": self.margins.mean()}
 
+def build():
+    pass  # BUILD
+    return nn.Linear(4, 3)
+
 @recipe("measured")
 def measured(config):
     def points(seed, num_samples):
@@ -44,7 +48,7 @@ def measured(config):
         return TensorData({"image": x, "label": x[:, :3].argmax(1)})
 
     return Recipe(
-        build_model=lambda: nn.Linear(4, 3),
+        build_model=build,
         train=points(0, 48),
         validation={"near": points(1, 30), "far": points(2, 5)},
         loss=cross_entropy,
@@ -116,6 +120,18 @@ REFUSED: dict[str, tuple[str, str, int, str]] = {
         "the metric Margin's compute on the validation (near) set failed at ",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("mark", "text"), [("COMPUTE", "the metric Margin's compute"), ("BUILD", "the recipe's build_model")]
+)
+def test_a_collective_of_which_the_other_ranks_know_nothing_is_refused_by_name(tmp_path, mark, text) -> None:
+    line = "torch.distributed.all_reduce(torch.zeros(1))"
+    ended = run_recipe(tmp_path, ranks=2, mark=mark, line=line)
+    assert ended.codes == [2, 2], ended
+    assert ended.result["error"].startswith(text)
+    assert f" uses torch.distributed at {tmp_path / 'measured.py'}:" in ended.result["error"]
+    assert not ended.events("step", "eval")
 
 
 @pytest.mark.parametrize(("mark", "line", "code", "text"), REFUSED.values(), ids=REFUSED)

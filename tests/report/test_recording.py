@@ -200,9 +200,11 @@ def test_many_events_of_a_kind_are_counted_and_bounded():
 def test_an_endless_line_is_damaged_and_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 5000)
-    (tmp_path / "metrics.jsonl").write_bytes(b"x" * 50_000 + b"\n" + json_line(step(1)))
+    long = json_line({"event": "warning", "step": 1, "text": "x" * 50_000})
+    (tmp_path / "metrics.jsonl").write_bytes(long + json_line(step(1)))
     found = read_recording(tmp_path)
     assert (found.num_damaged, found.steps["loss"].num_points) == (1, 1)
+    assert found.of("warning").count == 0, "its beginning and its end are no event"
     assert MAX_LINE_BYTES > 5000
 
 

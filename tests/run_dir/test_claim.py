@@ -133,6 +133,16 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, left):
     assert (tmp_path / "old" / left).read_text() == "mine"
 
 
+def test_a_run_without_its_config_is_resumed_from_its_checkpoints(tmp_path):
+    """They say themselves of which run they are."""
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, ["seed=0"])
+    (tmp_path / "mine" / "config.yaml").unlink()
+    (tmp_path / "mine" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    prepared(config, ["seed=0"])
+    assert (tmp_path / "mine" / "config.yaml").exists()
+
+
 def two_epochs(directory: Path) -> Config:
     config = sample_config(str(directory))
     return replace(config, train=replace(config.train, epochs=2))

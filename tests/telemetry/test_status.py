@@ -124,3 +124,16 @@ def test_a_verdict_needs_no_file_of_the_leader(tmp_path, torn):
         path.write_text(torn)
     mark_failed(path, 1)
     assert (read_json(path)["state"], read_json(path)["exit"], read_json(path)["step"]) == ("failed", 1, 0)
+
+
+def test_a_change_of_state_that_could_not_be_written_is_written_at_the_next_event(tmp_path, clock):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    path, telemetry = opened(run_dir, clock)
+    aside = run_dir.rename(tmp_path / "aside")  # as a file system that is away for a moment
+    telemetry.emit("start", 0, total_steps=40)
+    telemetry.emit("step", 1, epoch=0)
+    aside.rename(run_dir)
+    assert read_json(path)["state"] == "starting"
+    telemetry.emit("step", 2, epoch=0)
+    assert (read_json(path)["state"], read_json(path)["step"]) == ("running", 2)

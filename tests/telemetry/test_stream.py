@@ -46,7 +46,8 @@ class Broken(Kept):
         raise self._error
 
 
-ERRORS = [OSError(28, "No space left on device"), SinkError("gone")]
+FULL = OSError(28, "No space left on device")
+ERRORS = [BrokenPipeError(32, "Broken pipe"), SinkError("gone")]  # nobody will ever read what is written
 
 
 def test_an_event_reaches_every_sink_with_time_and_step():
@@ -58,12 +59,40 @@ def test_an_event_reaches_every_sink_with_time_and_step():
 
 def test_events_that_waited_stay_in_order_where_a_sink_fails():
     kept = Kept()
-    telemetry = Telemetry([Broken(ERRORS[0], "write"), kept], every_s=3600)
+    telemetry = Telemetry([Broken(FULL, "write"), kept], every_s=3600)
     for step in (1, 2, 3):
         telemetry.emit("step", step)
     telemetry.close()
     assert [record["step"] for record in kept.records if record["event"] == "step"] == [1, 2, 3]
     assert len(kept.texts()) == 1
+
+
+def test_a_sink_that_failed_is_tried_again_at_every_event_and_reported_once_per_failure():
+    """A disk may be full for a second only."""
+    kept, pausing = Kept(), Kept("pausing")
+
+    def write(record):
+        if record["step"] in (2, 3, 6):
+            raise FULL
+        pausing.records.append(record)
+
+    pausing.write = write
+    telemetry = Telemetry([pausing, kept])
+    for step in range(1, 8):
+        telemetry.emit("step", step)
+    assert [r["step"] for r in pausing.records if r["event"] == "step"] == [1, 4, 5, 7]
+    assert [text.split(":")[0] for text in kept.texts()] == ["pausing cannot be written"] * 2
+    again = [r["text"] for r in kept.records if r["event"] == "decision"]
+    assert again == ["pausing is written again"] * 2
+
+
+def test_what_a_sink_lacks_is_said_before_the_others_are_closed():
+    kept, lacking = Kept(), Broken(FULL, "write")
+    lacking.lacks = lambda: "3 events of steps 1 to 3"
+    with Telemetry([lacking, kept]) as telemetry:
+        for step in (1, 2, 3):
+            telemetry.emit("step", step)
+    assert kept.texts()[-1] == "broken lacks 3 events of steps 1 to 3."
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -84,7 +113,7 @@ def test_a_broken_sink_is_dropped_after_one_warning_to_the_others(error, positio
 
 @pytest.mark.parametrize("method", ["advance", "close"])
 def test_any_method_of_a_sink_may_fail(method):
-    good, broken = Kept(), Broken(OSError("gone"), method)
+    good, broken = Kept(), Broken(SinkError("gone"), method)
     telemetry = Telemetry([good, broken])
     telemetry.emit("step", 1)
     telemetry.advance(0, 2)
@@ -96,7 +125,7 @@ def test_any_method_of_a_sink_may_fail(method):
 
 
 def test_sinks_that_all_break_end_in_one_log_line_each_and_no_exception(caplog):
-    telemetry = Telemetry([Broken(OSError("a"), "write"), Broken(OSError("b"), "write")])
+    telemetry = Telemetry([Broken(SinkError("a"), "write"), Broken(SinkError("b"), "write")])
     with caplog.at_level(logging.WARNING, logger="launcher"):
         for step in range(3):
             telemetry.emit("step", step)

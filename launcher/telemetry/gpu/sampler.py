@@ -7,7 +7,6 @@ appends a step number. Quiet where there is no driver; never raises into the run
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launcher.run_dir.atomic import read_regular
 from launcher.run_dir.records import LOGS
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.events import EventLog, recorded
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, Reader
@@ -221,14 +219,8 @@ def energy_before_j(metrics: Path) -> float:
 
     Raises OSError.
     """
-    if not metrics.exists():
-        return 0.0
-    lines = [line for line in read_regular(metrics).split(b"\n") if b'"run_energy_j"' in line]
-    values = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            values.append(json.loads(line).get("run_energy_j"))
-    return max((value for value in values if isinstance(value, int | float)), default=0.0)
+    found = (event.get("run_energy_j") for event in recorded(metrics, lambda event: event["event"] == "gpu"))
+    return max((float(value) for value in found if isinstance(value, int | float)), default=0.0)
 
 
 class NodeLog(EventLog):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.telemetry.events import recording_of
+from launcher.telemetry.events import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
 
 
@@ -24,7 +24,7 @@ class CheckpointArtifact:
 
 def checkpoint_artifact(run_dir: Path, wanted: str) -> CheckpointArtifact | None:
     """The `last` or `best` checkpoint that is on the disk; None without one. Raises OSError."""
-    saved = [event for event in recording_of(run_dir).events if event["event"] == "checkpoint"]
+    saved = list(recorded(run_dir / FILE_NAME, lambda event: event["event"] == "checkpoint"))
     latest, best = _newest(saved), _newest([event for event in saved if event.get("best")])
     chosen = best if wanted == "best" else latest
     if chosen is None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
 
 from launcher.run_dir.atomic import make_folder, read_json, write_json
 from launcher.run_dir.records import TRACKERS
-from launcher.telemetry.events import happened
+from launcher.telemetry.events import happened, time_of
 from launcher.telemetry.stream import Record
 
 WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s
@@ -44,16 +44,22 @@ def path_of(run_dir: Path, name: str) -> Path:
 
 
 class Delivery:
-    """The events that the tracker of one run has. `before`: those that metrics.jsonl has of earlier attempts.
+    """The events that the tracker of one run has.
 
-    Without a file the tracker has none of them. So too if the file is of another `run_id`.
+    `before` gives the events of earlier attempts that fulfil a condition. Without a file the tracker has
+    none of them. So too if the file is of another `run_id`.
     """
 
-    def __init__(self, path: Path, run_id: str, before: Iterable[Record] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        before: Callable[[Callable[[Record], bool]], Iterable[Record]] = lambda wanted: (),
+    ) -> None:
         self._path = path
         self._run_id = run_id
         self._until = self._read()  # `time` of an event
-        self._missing = [event for event in before if _time_of(event) > self._until]
+        self._missing = list(before(lambda event: time_of(event) > self._until))
         self._latest = self._mark = self._until
         self._marked_s = time.monotonic()
 
@@ -68,7 +74,7 @@ class Delivery:
 
     def record(self, event: Record) -> None:
         """Call it after the tracker has been given the event."""
-        self._latest = max(self._latest, _time_of(event))
+        self._latest = max(self._latest, time_of(event))
         now_s = time.monotonic()
         if now_s - self._marked_s >= WRITTEN_S:
             self._write(self._mark)
@@ -97,9 +103,3 @@ def _recorded(path: Path) -> tuple[str, float]:
         return str(found["run_id"]), float(found["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return "", 0.0
-
-
-def _time_of(event: Record) -> float:
-    """Of an event that may be from a file: 0 if it has no valid time."""
-    time_s = event.get("time")
-    return float(time_s) if isinstance(time_s, int | float) else 0.0

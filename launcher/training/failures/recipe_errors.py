@@ -25,6 +25,7 @@ from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, is_the_users, place_of
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.loader import is_of_loader_process
+from launcher.distributed.alone import Alone
 from launcher.distributed.process_group import is_of_another
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import (
@@ -65,6 +66,7 @@ MODE_CHANGED = {
 def guarded(recipe: Recipe, logs: str) -> Recipe:
     """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
 
+    All but the loss, which all ranks call equally often in training, run as if the process were alone.
     Warns once of a loss that changes the mode of the network.
 
     `logs` is the end of a sentence: the file that the full traceback will be in.
@@ -72,7 +74,7 @@ def guarded(recipe: Recipe, logs: str) -> Recipe:
     return replace(
         recipe,
         build_model=_guarded("build_model", recipe.build_model, logs),
-        loss=_keeping_mode(_guarded("loss", recipe.loss, logs)),
+        loss=_keeping_mode(_guarded("loss", recipe.loss, logs, symmetric=True)),
         train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, logs),
         eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, logs),
         schedule=recipe.schedule and _guarded("schedule", recipe.schedule, logs),
@@ -140,13 +142,18 @@ def _at(error: BaseException) -> str:
     return f" at {place}" if place else ""
 
 
-def _guarded(name: str, function: Callable[..., Result], logs: str) -> Callable[..., Result]:
+def _guarded(
+    name: str, function: Callable[..., Result], logs: str, symmetric: bool = False
+) -> Callable[..., Result]:
     what = f"the recipe's {name}{_defined(function)}"
 
     @functools.wraps(function, updated=())
     def call(*arguments: Any) -> Result:
         try:  # not `guarding`, whose context takes as long as a small operation
-            return function(*arguments)
+            if symmetric:
+                return function(*arguments)
+            with Alone(what):
+                return function(*arguments)
         except (Exception, SystemExit) as error:
             batch = next((each for each in arguments if isinstance(each, dict)), None)
             failure = recipe_failure(error, what, logs, batch)

@@ -60,7 +60,6 @@ def test_a_node_without_rank_0_writes_its_measurements_and_warnings_and_nothing_
 def test_the_energy_of_earlier_processes_is_the_largest_that_was_recorded(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert energy_before_j(file) == 0
-    file.write_text(
-        '{"run_energy_j": 5.0}\n{"run_energy_j": 7.5}\n{"loss": 9}\n{"run_energy_j": "nan"}\n{"run_energy_j"'
-    )
+    gpu = '{"event": "gpu", "time": 1.5, "step": 1, "run_energy_j": '
+    file.write_text(f'{gpu}5.0}}\n{gpu}7.5}}\n{{"loss": 9}}\n{gpu}"nan"}}\n{gpu}')
     assert energy_before_j(file) == 7.5

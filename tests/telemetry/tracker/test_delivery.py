@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import EventLog, recording_of
+from launcher.telemetry.events import EventLog, recorded
 from launcher.telemetry.tracker import TrackedRun
 from launcher.telemetry.tracker import delivery as module
 from launcher.telemetry.tracker.delivery import Delivery
@@ -35,7 +36,7 @@ def attempt(
         tracker.rows.append((step, {}))
 
     tracker.log = log  # type: ignore[method-assign]
-    before = recording_of(run_dir).events
+    before = partial(recorded, run_dir / EventLog.name)
     telemetry = Telemetry([EventLog(run_dir / EventLog.name)])
     reports: list[str] = []
     delivery = Delivery(run_dir / "trackers" / "t.json", run_id, before)

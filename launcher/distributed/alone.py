@@ -1,0 +1,43 @@
+"""Runs code of the user as if its process were alone, so that it cannot wait for ranks that never come.
+
+Owns how the process group is hidden, and the error for code that needs it. The group itself is untouched:
+the launcher passes it on as an object and does not look it up.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch.distributed as dist
+
+from launcher.config.user_code import place_of
+from launcher.errors import ConfigError
+
+NO_GROUP = "Default process group has not been initialized"  # of torch, in a ValueError
+
+
+class Alone:
+    """Within the context `torch.distributed.is_initialized()` is false: libraries that gather, as torchmetrics
+    does, then take what this process has. A collective is a ConfigError that begins with `what`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        if dist.is_available():
+            self._group = dist.GroupMember.WORLD
+            dist.GroupMember.WORLD = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if dist.is_available():
+            dist.GroupMember.WORLD = self._group
+        if isinstance(error, ValueError) and NO_GROUP in str(error):
+            place = place_of(error)
+            raise ConfigError(
+                f"{self._what} uses torch.distributed{f' at {place}' if place else ''}, but the ranks do not "
+                "run this code equally often: the others would wait for ever. Remove it. The launcher brings "
+                "the samples of all ranks to a metric, and keeps the model the same on all."
+            ) from None
