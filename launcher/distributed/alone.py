@@ -17,8 +17,10 @@ NO_GROUP = "Default process group has not been initialized"  # of torch, in a Va
 
 
 class Alone:
-    """Within the context `torch.distributed.is_initialized()` is false: libraries that gather, as torchmetrics
-    does, then take what this process has. A collective is a ConfigError that begins with `what`.
+    """Within the context `torch.distributed.is_initialized()` is false.
+
+    Libraries that would gather, as torchmetrics does, take what this process has. A collective is a
+    ConfigError that begins with `what`.
     """
 
     def __init__(self, what: str) -> None:
