@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from launcher.engine.flat.aliases import extent
+
 ALIGNMENT_BYTES = 64
 
 
@@ -122,10 +124,5 @@ def _stretch(views: dict[str, Tensor]) -> _Stretch:
     if not first.numel():
         return _Stretch(first.reshape(-1)[:0].cpu(), views)
     start = min(view.storage_offset() for view in views.values())
-    end = max(view.storage_offset() + _extent(view) for view in views.values())
+    end = max(view.storage_offset() + extent(view) for view in views.values())
     return _Stretch(first.as_strided((end - start,), (1,), start), views)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

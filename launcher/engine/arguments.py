@@ -17,7 +17,9 @@ from torch.nn.parameter import is_lazy
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError, listed
+from launcher.engine.flat.aliases import refuse_aliases
 from launcher.engine.flat.groups import ParameterGroup
+from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.wire.choice import Wire
@@ -43,6 +45,7 @@ def refuse_kinds(
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
     _refuse_lazy(model)
     _refuse_sparse(model)
+    refuse_aliases(named_parameters(model), named_buffers(model))
     for name, value, kind, example in (
         ("policy", policy, Policy, "Policy.fp16()"),
         ("scaling", scaling, Scaling, "Scaling(init=1024)"),
@@ -120,7 +123,13 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _refuse_sparse(model: nn.Module) -> None:
-    """Raise UnusableError for embeddings whose gradients are sparse tensors."""
+    """Raise UnusableError for tensors that are not dense, and for embeddings whose gradients are not."""
+    for name, value in [*named_parameters(model).items(), *named_buffers(model).items()]:
+        if value.layout != torch.strided or value.is_nested or value.is_quantized:
+            raise UnusableError(
+                f"{name} of {type(model).__name__} is {value.dtype}, {value.layout}. Parameters and buffers "
+                "must be dense: convert it with to_dense(), or keep it as a plain attribute of its module."
+            )
     odd = [
         name or type(module).__name__
         for name, module in model.named_modules()

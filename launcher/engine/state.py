@@ -70,6 +70,8 @@ class EngineState:
         found = {
             f"{part}/{n}": t.detach().contiguous() for part, named in parts.items() for n, t in named.items()
         }
+        for key in found.keys() & {f"buffers/{name}" for name in self.buffers}:
+            found[key] = found[key].clone()  # safetensors refuses tensors that share memory, as buffers may
         found |= {f"counters/{name}": torch.tensor(value) for name, value in self.counters.items()}
         if self.reference_count is not None:
             found["reference_count"] = torch.tensor(self.reference_count)

@@ -61,6 +61,7 @@ def take_values_of_rank_0(
     for p in model.parameters():
         if not p.requires_grad:
             values = p.detach().contiguous()
-            works.run(dist.broadcast(values, group=group, group_src=0, async_op=True), values)
+            whole = values.reshape(-1).view(torch.uint8)  # of any dtype; Gloo has none of 16 bits, for one
+            works.run(dist.broadcast(whole, group=group, group_src=0, async_op=True), whole)
             p.detach().copy_(values)
     buffers.broadcast()

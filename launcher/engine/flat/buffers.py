@@ -5,13 +5,17 @@ Owns their snapshot, their roll-back after a skipped step, and their mean over t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.names import named_modules
+from launcher.engine.flat.aliases import extent, neighbourhoods
+from launcher.engine.flat.names import named_buffers, named_modules
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -19,19 +23,16 @@ HALF = (torch.float16, torch.bfloat16)
 class Buffers:
     """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy.
 
-    Half-precision buffers become fp32 under every policy: statistics over many steps need it.
+    Half-precision buffers become fp32 under every policy: statistics over many steps need it. Buffers that
+    share memory still do so there.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        for buffer in model.buffers():
-            if buffer.dtype in HALF:
-                buffer.data = buffer.data.float()
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
-            if buffer.numel():
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        self._flat = [_flatten(group) for group in by_dtype.values()]
+        by_dtype: dict[torch.dtype, list[_Block]] = {}
+        for block in _blocks(named_buffers(model)):
+            by_dtype.setdefault(block.values.dtype, []).append(block)
+        self._flat = [_flatten(blocks) for blocks in by_dtype.values()]
         self._before = [torch.empty_like(flat) for flat in self._flat]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach())
@@ -124,11 +125,53 @@ def bits_of(buffer: Tensor) -> Tensor:
     return buffer.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _flatten(buffers: list[Tensor]) -> Tensor:
-    """One flat tensor with the values of `buffers`, which become views of it."""
-    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+@dataclass(frozen=True)
+class _Block:
+    """Adjacent elements [n] of one dtype, and the buffers that are views of them."""
+
+    values: Tensor
+    members: list[tuple[Tensor, tuple[int, ...], int]]  # buffer, strides, first element
+
+
+def _blocks(buffers: Mapping[str, Tensor]) -> Iterator[_Block]:
+    """One for each buffer in the order of registration, and one for those that share memory."""
+    aliases = {name: names for names in neighbourhoods(buffers) for name in names}
+    done: set[str] = set()
+    for name, buffer in buffers.items():
+        if not buffer.numel():
+            _widen(buffer)
+        elif name not in aliases:
+            _widen(buffer)
+            contiguous = torch.empty_like(buffer, device="meta", memory_format=torch.contiguous_format)
+            yield _Block(buffer.detach().reshape(-1), [(buffer, contiguous.stride(), 0)])
+        elif name not in done:
+            done.update(aliases[name])
+            yield _shared_block({each: buffers[each] for each in aliases[name]})
+
+
+def _shared_block(buffers: Mapping[str, Tensor]) -> _Block:
+    """What buffers in overlapping memory view, in order of address, if `refuse_aliases` accepts them."""
+    tensors = list(buffers.values())
+    start = tensors[0].storage_offset()
+    end = max(t.storage_offset() + extent(t) for t in tensors)
+    values = tensors[0].detach().as_strided((end - start,), (1,), start)
+    members = [(t, t.stride(), int(t.storage_offset()) - int(start)) for t in tensors]
+    for tensor in tensors:
+        _widen(tensor)
+    return _Block(values.float() if values.dtype in HALF else values, members)
+
+
+def _widen(buffer: Tensor) -> None:
+    if buffer.dtype in HALF:
+        buffer.data = buffer.data.float()
+
+
+def _flatten(blocks: Sequence[_Block]) -> Tensor:
+    """One flat tensor with the values of `blocks`, of which their buffers become views."""
+    flat = torch.cat([block.values for block in blocks])
     offset = 0
-    for buffer in buffers:
-        buffer.data = flat[offset : offset + buffer.numel()].view(buffer.shape)
-        offset += buffer.numel()
+    for block in blocks:
+        for buffer, strides, first in block.members:
+            buffer.data = flat.as_strided(buffer.shape, strides, offset + first)
+        offset += len(block.values)
     return flat

@@ -341,9 +341,9 @@ def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Paramete
     if len(devices) > 1:
         raise UnusableError(f"parameters lie on {len(devices)} devices ({devices}). Move the model to one.")
     for name, p in trainable:
-        if p.dtype not in _FLOATS or p.layout != torch.strided:
+        if p.dtype not in _FLOATS:
             raise UnusableError(
-                f"parameter {name} is {p.dtype}, {p.layout}. Trainable parameters are dense and "
+                f"parameter {name} is {p.dtype}. Trainable parameters are "
                 "float32, float16 or bfloat16: convert it, or freeze it with requires_grad_(False)."
             )
 
