@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.limits as limits
+from launcher.engine.agreement import refuse_differences
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, Parts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
@@ -32,7 +33,6 @@ from launcher.engine.errors import (
     refuse_no_values,
     refuse_within_step,
 )
-from launcher.engine.flat.broadcast import refuse_different_models
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.notices import warn_if_alone, warn_of_idle
 from launcher.engine.optim.fused import Optimizer, Scalars
@@ -70,7 +70,8 @@ class Stepper:
 
     Building a Stepper moves the model's parameters and buffers into flat memory and broadcasts rank 0's
     values: load weights before that, or afterwards with `load`. Raises UnusableError for a model that cannot
-    be trained, and if ranks hold different parameters.
+    be trained, and, with the differences, if ranks hold different parameters or were given different
+    arguments. Only `micro_batches`, `emulate` and `compiled` may differ.
 
     Cast, move, freeze, unfreeze and replace parameters before building it: backward(), step(), state() and
     load() raise UnusableError if parameters have changed. Between those calls requires_grad may be False, as
@@ -116,12 +117,13 @@ class Stepper:
         if self.group is None:
             warn_if_alone(stacklevel=2)
         self.policy = policy = policy or Policy.fp16()
+        scaling, wire = scaling or Scaling.of(policy), wire or Wire()
         # First: what comes next then raises on all ranks or on none.
-        refuse_different_models(model, reference_count, groups, self.group)
-        scaling = scaling or Scaling.of(policy)
-        choices = Choices(
-            policy, scaling, wire or Wire(), micro_batches, emulate, compiled, capturable, groups
-        )
+        settings = {"policy": policy, "wire": wire, "scaling": scaling, "clip_norm": clip_norm}
+        settings |= {"optimizer": optimizer, "learning_rates": rates, "groups": groups}
+        settings |= {"reference_count": reference_count, "capturable": capturable}
+        refuse_differences(model, settings, self.group)
+        choices = Choices(policy, scaling, wire, micro_batches, emulate, compiled, capturable, groups)
         self._parts = parts = Parts(model, optimizer, choices, self.group)
         warn_of_idle(idle_groups(model, groups), stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
@@ -463,11 +465,13 @@ class Stepper:
     def replicas(self) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by readable name.
 
-        Excludes the masters and states of a sharded optimizer, each of which has one owner.
+        Excludes the masters and states of a sharded optimizer, each of which has one owner. Includes the
+        learning rate of the next step, which may be set in training. Waits for the device.
         """
         self._parts.attachment.refuse_other_weights()
         self._parts.in_place.take()
-        return self._parts.replica.comparable(self._reference.count)
+        rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
+        return {"learning rate": rate} | self._parts.replica.comparable(self._reference.count)
 
     @property
     def device(self) -> torch.device:

@@ -96,5 +96,6 @@ def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
         f"the ranks no longer hold the same bits: rank(s) {', '.join(map(str, ranks))} differ from the "
         f"others in {len(tensors)} of {len(names)} tensors ({listed(tensors, SHOWN)}). With two ranks "
         "either may be the wrong one. Nothing computed since the last check can be trusted: look "
-        "for a faulty device or for code that changes weights on one rank only, and start again."
+        "for a faulty device or for code that changes weights or the learning rate on one rank only, and "
+        "start again."
     )

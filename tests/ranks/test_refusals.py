@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 
+import launcher.engine.works as works
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, Policy, Stepper, TorchOptimizer, UnusableError, Wire
-from tests.models import mlp
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
+from launcher.engine.agreement import refuse_differences
+from tests.engine.observe import state_digest
+from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks
 
 
@@ -27,6 +33,82 @@ def test_a_sharded_optimizer_of_torch_is_refused_before_the_model_is_moved() -> 
     for text, untouched in run_ranks(2, refused):
         assert text.startswith("Adam cannot be sharded")
         assert untouched
+
+
+DEFAULTS: dict[str, Any] = {
+    "optimizer": SGD(0.1, momentum=0.9),
+    "policy": Policy.fp16(),
+    "reference_count": 8,
+}
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "policy": ({"policy": Policy.bf16()}, "policy.name is bf16, not fp16; policy.weights is torch.bfloat16"),
+    "clip": ({"clip_norm": 1.0}, "clip_norm is 1.0, not None."),
+    "momentum": ({"optimizer": SGD(0.1, momentum=0.5)}, "optimizer.momentum is 0.5, not 0.9."),
+    "optimizer": ({"optimizer": AdamW(0.1)}, "optimizer is AdamW, not SGD;"),
+    "class": (
+        {"optimizer": TorchOptimizer(torch.optim.Adam, 0.1, eps=1e-4)},
+        "optimizer is TorchOptimizer, not SGD;",
+    ),
+    "rate": ({"learning_rates": [0.1, 0.2]}, "learning_rates is (0.1, 0.2), not (0.1)."),
+    "rates": ({"learning_rates": [0.1] * 9 + [0.2]}, "learning_rates is 10 from 0.1 to 0.2 ("),
+    "scaling": ({"scaling": Scaling(growth_interval=9)}, "scaling.growth_interval is 9, not 2000."),
+    "sum": ({"wire": Wire(sum="fp32")}, "wire.sum is fp32, not native."),
+    "overlap": ({"wire": Wire(overlap=False)}, "wire.overlap is False, not True."),
+    "bucket": ({"wire": Wire(bucket_bytes=99)}, "wire.bucket_bytes is 99, not None."),
+    "host": ({"capturable": True}, "capturable is True, not False."),
+}
+
+
+def texts_of_other_settings(env: WorkerEnv) -> list[str]:
+    """The errors of Steppers for which the middle rank of three was given something else."""
+    found = []
+    for other, _ in ODD.values():
+        with pytest.raises(UnusableError) as raised:
+            Stepper(mlp(), group=env.group, **DEFAULTS | (other if env.rank == 1 else {}))
+        found.append(str(raised.value))
+    with pytest.raises(UnusableError) as raised:
+        Stepper(mlp(), SGD(0.1), group=env.group, clip_norm=1.0 if env.rank else None)
+    found.append(str(raised.value))
+    return found
+
+
+def test_ranks_with_other_settings_are_refused_with_the_difference() -> None:
+    results = run_ranks(3, texts_of_other_settings)
+    assert results[0] == results[1] == results[2]
+    *texts, last = results[0]
+    for (_, expected), text in zip(ODD.values(), texts, strict=True):
+        assert f"Unlike on rank 0, on rank(s) 1 {expected}" in text
+    assert "Unlike on rank 0, on rank(s) 1, 2 clip_norm is 1.0, not None." in last
+
+
+def trained_apart(env: WorkerEnv) -> tuple[str, list[float]]:
+    """With another number of micro-batches, emulation and wish to compile on each rank."""
+    stepper = Stepper(mlp(), group=env.group, micro_batches=1 + env.rank, emulate=env.rank == 0, **DEFAULTS)
+    losses = []
+    for _ in range(3):
+        for part in range(1 + env.rank):
+            x, classes = features(4, part)
+            with stepper.forward():
+                loss = loss_sum(stepper.model(x), classes)
+            stepper.backward(loss, 4)
+        losses.append(stepper.step().read().loss)
+    return state_digest(stepper, counters=True), losses
+
+
+def test_micro_batches_and_emulation_may_differ_between_ranks() -> None:
+    first, second = run_ranks(2, trained_apart)
+    assert first == second
+
+
+def collectives_of_building(env: WorkerEnv) -> int:
+    started: list[dist.Work] = []
+    works.started, start = lambda work: (started.append(work), start(work))[1], works.started  # type: ignore
+    refuse_differences(mlp(), DEFAULTS, env.group)
+    return len(started)
+
+
+def test_equal_settings_take_one_exchange() -> None:
+    assert run_ranks(2, collectives_of_building) == [1, 1]
 
 
 def built_with_a_group_of_rank_1(env: WorkerEnv) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -19,10 +21,14 @@ FAULTS = {
     "state": "0.weight (optimizer state 1)",
     "vector": "0.bias (weight)",
     "scale": "loss scale (bad_losses)",
+    "rate": "learning rate",
 }
 
 
 def flip_one_bit(stepper: Stepper, fault: str) -> None:
+    if fault == "rate":
+        stepper.lr = math.nextafter(stepper.lr, 1.0)
+        return
     if fault == "scale":
         *others, bad_losses = stepper.scale.state.tolist()
         stepper.scale.become([*others, bad_losses ^ 1])
@@ -62,7 +68,7 @@ def test_equal_replicas_pass() -> None:
 def test_one_bit_on_one_rank_is_caught_and_named(fault) -> None:
     texts = run_ranks(3, drift, fault)
     assert len(set(texts)) == 1
-    assert f"rank(s) 1 differ from the others in 1 of 22 tensors ({FAULTS[fault]})" in texts[0]
+    assert f"rank(s) 1 differ from the others in 1 of 23 tensors ({FAULTS[fault]})" in texts[0]
 
 
 def drift_sharded(env: WorkerEnv) -> str:

@@ -1,0 +1,122 @@
+"""Refuses to build a Stepper where ranks have different models or different settings.
+
+Owns what must be equal on all ranks, as texts. Ranks with another policy, clip norm or optimizer would train
+without an error and drift apart. `micro_batches`, `emulate` and `compiled` may differ: no bit that ranks
+share depends on the first two, and the ranks agree on the third by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import launcher.engine.works as works
+from launcher.engine.errors import UnusableError, listed
+from launcher.engine.flat.names import named_buffers, named_parameters
+
+SHOWN = 4  # differences of one rank that an error names
+TEXT_BYTES = 1024  # of one rank's part of that error
+PLAIN = (str, int, float, torch.dtype, type(None))
+
+
+def refuse_differences(
+    model: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None
+) -> None:
+    """Require the same tensors in the same order and the same settings on all ranks.
+
+    Raises UnusableError on all ranks or on none. A collective of 24 bytes, unless there is a difference.
+    """
+    if group is None:
+        return
+    own = dict(_texts(model, settings))
+    data = json.dumps(own).encode()
+    digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    agreed = torch.tensor([digest, -digest, len(data)], dtype=torch.int64, device=device)
+    works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
+    largest, negative, length = agreed.tolist()
+    if largest == -negative:
+        return
+    whole = _bytes_tensor(data, length, device)
+    works.run(dist.broadcast(whole, group=group, group_src=0, async_op=True), whole)
+    found = _bytes_tensor(_differences(own, json.loads(_bytes(whole))).encode(), TEXT_BYTES, device)
+    rows = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
+    works.run(dist.all_gather(rows, found, group=group, async_op=True), found)
+    raise UnusableError(
+        "the ranks were given different models or settings, and would not train the same weights. "
+        f"{_by_ranks([_bytes(row).decode(errors='ignore') for row in rows])}. Build the same model in the "
+        "same order on all ranks, and decide on settings from what all ranks share, not from a rank's own "
+        "device or data."
+    )
+
+
+def _texts(model: nn.Module, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """What is compared, by a name that an error can show; settings first."""
+    for name, value in settings.items():
+        yield from _of(name, value)
+    tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
+    yield "number of parameters and buffers", str(len(tensors))
+    for number, (name, t) in enumerate(tensors, 1):
+        trained = "trainable" if t.requires_grad else "not trainable"
+        text = f"{name} {tuple(t.shape)}, strides {t.stride()}, {t.dtype}, {trained}"
+        yield f"parameter or buffer {number}", text
+
+
+def _of(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """A setting and the fields of it; of an object that is no plain value the type, not its address."""
+    if isinstance(value, PLAIN):
+        yield name, str(value)
+    elif isinstance(value, type):
+        yield name, value.__qualname__
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _of(f"{name}.{key}", part)
+    elif isinstance(value, Sequence) and all(isinstance(part, PLAIN) for part in value):
+        yield name, _row(value)
+    elif isinstance(value, Sequence):
+        for number, part in enumerate(value):
+            yield from _of(f"{name}[{number}]", part)
+    else:
+        yield name, type(value).__name__
+        if dataclasses.is_dataclass(value):
+            yield from _of(name, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
+
+
+def _row(values: Sequence[object]) -> str:
+    """Numbers in a line; of a long one the ends, and a digest of all."""
+    text = ", ".join(map(str, values))
+    if len(values) <= SHOWN:
+        return f"({text})"
+    return f"{len(values)} from {values[0]} to {values[-1]} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _differences(own: dict[str, str], first: dict[str, str]) -> str:
+    """In what this rank differs from rank 0; empty if in nothing."""
+    names = [name for name in own | first if own.get(name) != first.get(name)]
+    found = [f"{name} is {own.get(name, 'absent')}, not {first.get(name, 'absent')}" for name in names]
+    return listed(found, SHOWN, "; ")
+
+
+def _by_ranks(texts: Sequence[str]) -> str:
+    """Each text once, with the ranks that have it. Rank 0, which the others are compared with, has none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    shown = [f"on rank(s) {listed(each, 8)} {text}" for text, each in ranks.items()]
+    return f"Unlike on rank 0, {listed(shown, SHOWN, '. Unlike on rank 0, ')}"
+
+
+def _bytes_tensor(data: bytes, length: int, device: torch.device | None) -> Tensor:
+    """uint8 [length], filled up with zeros."""
+    return torch.frombuffer(bytearray(data[:length].ljust(length, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _bytes(row: Tensor) -> bytes:
+    return bytes(row.tolist()).rstrip(b"\0")
