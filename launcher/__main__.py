@@ -59,8 +59,8 @@ def _problem_of_environment(argv: Sequence[str]) -> str:
 def _take_early_signals() -> None:
     """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save, while there is nothing to save
-    if "RANK" in os.environ:
-        return  # the parent reports it, and a handler would have to wait for store calls
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return  # torchrun reports it, and a handler would have to wait for store calls
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _stop)

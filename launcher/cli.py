@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments, parse
@@ -22,7 +23,7 @@ from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
 from launcher.commands.watch import watch
 from launcher.config.groups import conf_dir
-from launcher.distributed.handoff import Leader, follow
+from launcher.distributed.handoff import Leader, Patience, follow
 from launcher.distributed.process_group import LaunchEnv
 from launcher.errors import DIVERGED, INTERRUPTED, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
@@ -32,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; errors are on stderr by then."""
     try:
         launch = LaunchEnv.from_environ(os.environ)
-        if launch.rank > 0:
-            return follow_leader(launch)
-        return lead(launch, sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then dismiss the other ranks with the same code."""
-    leader = Leader(launch, run_worker)
+    leader = Leader(launch, run_worker, arguments=argv)
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(argv), leader), ""
@@ -60,16 +60,28 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     return exit_code
 
 
-def follow_leader(launch: LaunchEnv) -> int:
-    exit_code, reason = follow(launch, run_worker, on_end=ignore_sigterm)
+def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
+    patience = Patience(first_job_s=init_timeout_s(argv))
+    exit_code, reason = follow(launch, run_worker, patience, on_end=ignore_sigterm, arguments=argv)
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         print(wrapped(f"error on rank 0: {reason}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
     return exit_code
 
 
+def init_timeout_s(argv: Sequence[str]) -> float:
+    """launch.init_timeout_s as given here: rank 0, which has composed the config, may never come."""
+    for word in reversed(argv):
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "launch.init_timeout_s":
+            with suppress(ValueError):
+                return float(value)
+    return Patience.first_job_s
+
+
 def ignore_sigterm() -> None:
     """Keep our exit code: torchrun sends SIGTERM to all ranks as soon as the first has exited."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def run_command(arguments: Arguments, leader: Leader) -> int:

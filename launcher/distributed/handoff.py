@@ -14,13 +14,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.config.messages import first_line
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.config.short_traceback import short_traceback
 from launcher.distributed.flight_recorder import is_loss, last_call, latest_calls
+from launcher.distributed.launches import join_launch, meeting_place, origin
 from launcher.distributed.process_group import (
     ASSEMBLE_S,
     LaunchEnv,
@@ -30,7 +29,14 @@ from launcher.distributed.process_group import (
     memory,
     open_store,
 )
-from launcher.errors import CollectiveError, LauncherError, PreemptedError, StalledError, described
+from launcher.distributed.store_waits import arrived, awaited, unset
+from launcher.errors import (
+    CollectiveError,
+    LauncherError,
+    PreemptedError,
+    StalledError,
+    described,
+)
 from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
@@ -49,6 +55,7 @@ class Patience:
     leave_s: float = 60.0  # all ranks, once one has left a job
     abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once if it is alive
     goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end
+    unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be starting
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,18 @@ class Leader:
     The store is opened with the first message, so that a config is composed before torch is imported.
     """
 
-    def __init__(self, launch: LaunchEnv, run_job: RunJob, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        launch: LaunchEnv,
+        run_job: RunJob,
+        patience: Patience | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
         self.launch = launch
         self._run_job = run_job
+        self._arguments = arguments
         self._patience = patience or Patience()
-        self._goodbye_s = self._patience.goodbye_s
+        self._goodbye_s = self._patience.unmet_s
         self._store: dist.Store | None = None
         self._messages = itertools.count()
         self._jobs = 0
@@ -116,6 +130,7 @@ class Leader:
         """
         job, self._jobs = str(self._jobs), self._jobs + 1
         store = self._send({"job": job, "config": to_dict(config)})
+        self._gather(store, config.launch.init_timeout_s)
         limit_silence(config.launch.stall_s)
         try:
             self._run_job(config, self.launch, store, job)
@@ -161,7 +176,8 @@ class Leader:
         """Send the other ranks the exit code to leave with, and wait for their confirmation."""
         from torch.distributed import DistError
 
-        with contextlib.suppress(DistError):  # if the store is gone, no rank can be reached
+        # If the store is gone, or could not be opened before either, no rank can be reached.
+        with contextlib.suppress(DistError, LauncherError):
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:
                 confirmed = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
@@ -174,8 +190,26 @@ class Leader:
         return store
 
     def _opened(self) -> dist.Store | None:
-        self._store = self._store or open_store(self.launch, self._patience.first_job_s)
+        if self._store is None and (store := open_store(self.launch, self._patience.first_job_s)):
+            store.set("leader", json.dumps(origin(self._arguments)))
+            self._store = store
         return self._store
+
+    def _gather(self, store: dist.Store | None, wait_s: float) -> None:
+        """Wait until all ranks are here; raises JobFailed naming those that do not come."""
+        if store is None:
+            return
+        keys = [f"here/{rank}" for rank in range(1, self.launch.world_size)]
+        if not arrived(store, keys, wait_s):
+            missing = unset(store, keys)
+            self._goodbye_s = ASSEMBLE_S
+            text = (
+                f"rank {missing} did not come to {meeting_place()} within {wait_s:g} s: it was not started, "
+                "has died, or was started with other values of these. launch.init_timeout_s says how long "
+                "rank 0 waits."
+            )
+            raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
+        self._goodbye_s = self._patience.goodbye_s
 
     def _directory_key(self) -> str:
         return f"directory/{self._jobs}"
@@ -186,9 +220,8 @@ class Leader:
             return [own]
         others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
         if not arrived(store, others, self._patience.leave_s):
-            missing = [rank for rank, key in enumerate(others, start=1) if not arrived(store, [key], 0.01)]
             raise StalledError(
-                f"rank {', '.join(map(str, missing))} did not leave job {job} within "
+                f"rank {unset(store, others)} did not leave job {job} within "
                 f"{self._patience.leave_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
             )
         return [own, *(Departure(**json.loads(store.get(key))) for key in others)]
@@ -208,14 +241,18 @@ def follow(
     run_job: RunJob,
     patience: Patience | None = None,
     on_end: Callable[[], None] = lambda: None,
+    arguments: Sequence[str] = (),
 ) -> tuple[int, str]:
     """Run the jobs that rank 0 hands out, until it ends; returns its exit code and reason.
 
     `on_end` is called before the end is confirmed to rank 0: torchrun ends the remaining ranks once one has
-    failed. Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 is silent.
+    failed. Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 is silent,
+    PreflightError if it belongs to another launch.
     """
     patience = patience or Patience()
-    store = reach_leader(launch, patience.first_job_s)
+    store = open_store(launch, patience.first_job_s)
+    assert store is not None, "a single process has no leader"
+    join_launch(store, launch.rank, arguments, patience.first_job_s)
     failure: Exception | None = None
     wait_s = patience.first_job_s
     for number in itertools.count():
@@ -229,20 +266,6 @@ def follow(
         if isinstance(failure, CollectiveError):
             wait_s = min(wait_s, patience.abandoned_s)  # rank 0 has the same error, or was aborted
     return message["exit_code"], message["reason"]
-
-
-def reach_leader(launch: LaunchEnv, wait_s: float) -> dist.Store:
-    from torch.distributed import DistError
-
-    try:
-        store = open_store(launch, wait_s)
-    except DistError as error:
-        raise StalledError(
-            f"rank {launch.rank} could not reach rank 0 within {wait_s:g} s: {first_line(error)} "
-            "Rank 0 was not started, has died, or MASTER_ADDR and MASTER_PORT do not point to it."
-        ) from error
-    assert store is not None, "a single process has no leader"
-    return store
 
 
 def run_as_follower(
@@ -268,26 +291,10 @@ def run_as_follower(
 def receive(
     store: dist.Store, number: int, wait_s: float, rank: int, failure: Exception | None
 ) -> dict[str, Any]:
-    key = f"message/{number}"
-    if not arrived(store, [key], wait_s):
-        raise failure or StalledError(
-            f"rank {rank} waited {wait_s:g} s for rank 0 to hand over {'the' if number == 0 else 'the next'} "
-            "job. Rank 0 is still starting, hangs, or has died: its output says which."
-        )
-    message = json.loads(store.get(key))
+    what = "the job" if number == 0 else "the next job"
+    message = json.loads(awaited(store, f"message/{number}", wait_s, rank, what, failure))
     assert isinstance(message, dict)
     return message
-
-
-def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
-    """Whether all keys are set within the time. False if the store is gone."""
-    from torch.distributed import DistError
-
-    try:
-        store.wait(keys, timedelta(seconds=wait_s))
-    except DistError:
-        return False
-    return True
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:

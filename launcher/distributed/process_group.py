@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from launcher.config.messages import first_line
 from launcher.distributed.last_words import LastWords
 from launcher.distributed.torch_build import refuse_missing_kernels, refuse_unusable_driver
 from launcher.errors import (
@@ -124,20 +125,80 @@ def is_of_another(error: BaseException) -> bool:
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     """The key-value store that the ranks of this launch share; None for one process.
 
-    Under torchrun it is the agent's; under a plain scheduler rank 0 hosts it on MASTER_ADDR:MASTER_PORT.
-    Keys are private to this attempt of this launch, so a restart never reads keys of an earlier attempt.
+    Under torchrun it is the agent's; under a plain scheduler rank 0 hosts it on MASTER_ADDR:MASTER_PORT and
+    waits for no other rank. Keys are private to this attempt of this launch, so a restart never reads keys of
+    an earlier attempt. Raises PreflightError, or StalledError where no store answers within the time.
     """
     if launch.world_size == 1:
         return None
     import torch.distributed as dist
 
+    address, port = _meeting_place(launch)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if _has_agent_store():
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        elif launch.rank == 0:
+            listening = _listening(port)
+            store = dist.TCPStore(
+                address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening
+            )
+        else:
+            _wait_for_listener(address, port, timeout_s)
+            store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    except (dist.DistError, OSError) as error:
+        raise StalledError(
+            f"rank {launch.rank} could not reach rank 0 within {timeout_s:g} s: {first_line(error)} Rank 0 "
+            f"was not started, has died, or MASTER_ADDR={address} and MASTER_PORT={port} do not point to it."
+        ) from error
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
+
+
+def _meeting_place(launch: LaunchEnv) -> tuple[str, int]:
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(key):
             raise PreflightError(f"{key} is not set, so rank {launch.rank} cannot find the others.")
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise PreflightError(f"MASTER_PORT={port!r} in the environment must be a port: 1 to 65535.")
+    return os.environ["MASTER_ADDR"], int(port)
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _listening(port: int) -> int:
+    """Descriptor of a socket for the store, bound here because torch's error is a page of C++ frames."""
+    both = _has_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
+    except OSError as error:
+        raise PreflightError(
+            f"MASTER_PORT={port} cannot be used on this machine: {os.strerror(error.errno or 0)}. If another "
+            "launch uses it, give this one another port, the same on all its ranks."
+        ) from error
+
+
+def _has_ipv6() -> bool:
+    """Whether an interface has an address of IPv6: the kernel may support it and be told not to use it."""
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as addresses:
+        return socket.has_dualstack_ipv6() and bool(addresses.read())
+    return False
+
+
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """In Python, so that a signal ends it. Raises OSError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((address, port), 1.0).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
 
 
 def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
@@ -147,7 +208,7 @@ def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
     """
     import torch.distributed as dist
 
-    if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if store is None and _has_agent_store():
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -42,7 +42,7 @@ from launcher.errors import LauncherError, PreemptedError, StalledError
 from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_result
-from launcher.run_dir.status import FILE_NAME, mark_failed
+from launcher.run_dir.status import FILE_NAME, has_succeeded, mark_failed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -80,6 +80,7 @@ class Watchdog:
         self._launch, self._store, self._job = launch, store, job
         self._heartbeat = heartbeat
         self._under_way = False
+        self._began = time.time()
         self._failed: tuple[float, BaseException] | None = None
         self._thread: threading.Thread | None = None
         self._asked: tuple[float, signal.Signals] | None = None
@@ -265,7 +266,8 @@ class Watchdog:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             with open(open_plain(stacks_path(self._run_dir, rank), flags), "ab") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        if rank == verdict.writer:
+        # A rank that has missed the end of the run must not write over it.
+        if rank == verdict.writer and not has_succeeded(self._run_dir / FILE_NAME, self._began):
             with contextlib.suppress(OSError):
                 ended = {"state": "failed", "exit": verdict.exit_code, "error": verdict.text}
                 write_result(self._run_dir, ended)

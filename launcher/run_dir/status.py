@@ -27,6 +27,15 @@ class Status:
     updated: float = 0.0  # unix seconds
 
 
+def has_succeeded(path: Path, since: float) -> bool:
+    """Whether the run has ended as it should after `since` (unix seconds): done, or saved and stopped."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return found.get("state") in ("done", "preempted") and float(found.get("updated") or 0) >= since
+
+
 def mark_failed(path: Path, exit_code: int, steps_done: int = 0) -> None:
     """Mark the run as failed, for a leader that can no longer do so. See `mark_ended`."""
     mark_ended(path, "failed", exit_code, steps_done)

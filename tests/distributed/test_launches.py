@@ -1,0 +1,152 @@
+"""Two launches at one MASTER_PORT, and ranks that never come: refused in words and in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.distributed.test_handoff import FRONT, ends, start
+from tests.limits import at_most
+
+__all__ = ["start"]  # the fixture
+
+WORDS = ["recipe=resnet18", "seed=5"]
+# The process itself, with its signals, and a job that a test ends.
+PROCESS = """
+import sys, time, pathlib
+from launcher import cli
+from launcher.__main__ import main
+
+def work(config, launch, store, job):
+    pathlib.Path(f"works-{launch.rank}").touch()
+    while not pathlib.Path("end").exists():
+        time.sleep(0.01)
+
+cli.run_worker = work
+sys.exit(main())
+"""
+
+
+def test_a_rank_of_another_launch_is_refused_and_the_launch_that_it_met_is_not_disturbed(start) -> None:
+    (leader,) = start(FRONT, WORDS, 2, [0])
+    (stray,) = start(FRONT, ["recipe=resnet18", "seed=6"], 2, [1])
+    assert stray.wait(30) == 3
+    assert (
+        "are not of one launch: only this rank was given seed=6; only rank 0 was given seed=5."
+        in stray.stderr
+    )
+    assert stray.stderr.count("\n") == 1, "one sentence"
+    (own,) = start(FRONT, WORDS, 2, [1])
+    results = ends([leader, own])
+    assert [code for code, _, _ in results] == [0, 0], results
+
+
+def test_a_rank_of_another_job_of_the_scheduler_is_refused(start) -> None:
+    start(FRONT, WORDS, 2, [0], SLURM_JOB_ID="11")
+    (stray,) = start(FRONT, WORDS, 2, [1], SLURM_JOB_ID="12")
+    assert stray.wait(30) == 3
+    assert "not of one launch: SLURM_JOB_ID is 12 here and 11 on rank 0." in stray.stderr
+
+
+def test_a_second_process_with_the_same_rank_is_refused(start, tmp_path) -> None:
+    leader, own = start(PROCESS, WORDS, 2)
+    wait_for(tmp_path / "works-1")
+    (stray,) = start(PROCESS, WORDS, 2, [1])
+    assert stray.wait(30) == 3
+    assert (
+        "error: another process is rank 1 already at MASTER_ADDR=127.0.0.1 and MASTER_PORT=" in stray.stderr
+    )
+    (tmp_path / "end").touch()
+    assert [code for code, _, _ in ends([leader, own])] == [0, 0]
+
+
+def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
+    leader, own = start(PROCESS, WORDS, 2)
+    wait_for(tmp_path / "works-0")
+    began = time.monotonic()
+    (second,) = start(PROCESS, ["recipe=resnet18", "seed=6"], 2, [0])
+    assert second.wait(30) == 3
+    assert time.monotonic() - began < at_most(10)
+    (line,) = second.stderr.splitlines()
+    assert line.startswith("error: MASTER_PORT=")
+    assert "Address already in use. If another launch uses it, give this one another port" in line
+    (tmp_path / "end").touch()
+    assert [code for code, _, _ in ends([leader, own])] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"), [(0, "rank 1 did not come to MASTER_ADDR="), (1, "rank 1 could not reach")]
+)
+def test_a_rank_that_never_comes_is_awaited_for_init_timeout_s(start, rank, text) -> None:
+    began = time.monotonic()
+    (alone,) = start(FRONT, [*WORDS, "launch.init_timeout_s=2"], 2, [rank])
+    assert alone.wait(30) == 6
+    assert time.monotonic() - began < at_most(10)
+    (line,) = alone.stderr.splitlines()
+    assert line.startswith(f"error: {text}")
+    assert "within 2 s" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_ends_a_rank_that_waits_for_the_others(start, rank) -> None:
+    (alone,) = start(PROCESS, WORDS, 2, [rank])
+    time.sleep(at_most(3))
+    os.kill(alone._process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    assert alone.wait(30) == 143
+    assert time.monotonic() - began < at_most(2)
+    assert alone.stderr.startswith("error: stopped by SIGTERM while nothing was trained;")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [("MASTER_ADDR", "", "MASTER_ADDR is not set"), ("MASTER_PORT", "http", "MASTER_PORT='http'")],
+)
+def test_a_meeting_place_that_is_none_is_one_sentence(start, key, value, text) -> None:
+    (leader,) = start(FRONT, WORDS, 2, [0], **{key: value})
+    assert leader.wait(30) == 3
+    (line,) = leader.stderr.splitlines()
+    assert line.startswith(f"error: {text}")
+
+
+# The watchdog of a rank whose store is gone, after rank 0 has written how the run ended.
+STRAY = """
+import os, sys, time
+from pathlib import Path
+from launcher.config.schema import Config
+from launcher.distributed import watchdog
+from launcher.distributed.heartbeat import Heartbeat
+from launcher.distributed.process_group import LaunchEnv
+from launcher.run_dir.records import write_result
+from launcher.run_dir.status import FILE_NAME, mark_ended
+from tests.configs import composed
+from dataclasses import replace
+
+config = composed()
+config = replace(config, run=replace(config.run, dir=os.getcwd()))
+dog = watchdog.Watchdog(config, LaunchEnv(1, 2), None, "0", Heartbeat())
+write_result(Path.cwd(), {"state": sys.argv[1]})
+mark_ended(Path(FILE_NAME), sys.argv[1], 0)
+dog._leave(watchdog.Verdict("the store is gone", 6, writer=1), None)
+"""
+
+
+@pytest.mark.parametrize(("state", "kept"), [("done", True), ("preempted", True), ("running", False)])
+def test_a_rank_that_is_left_over_does_not_write_over_a_run_that_has_ended(
+    start, tmp_path, state, kept
+) -> None:
+    (stray,) = start(STRAY, [state], 2, [1])
+    assert stray.wait(30) == 6
+    for name in ("status.json", "result.json"):
+        assert json.loads((tmp_path / name).read_text())["state"] == (state if kept else "failed")
+
+
+def wait_for(path) -> None:
+    deadline = time.monotonic() + at_most(30)
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
