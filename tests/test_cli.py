@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.commands.arguments import Arguments, parse
+from launcher.commands.arguments import COMMANDS, OF_ONE_COMMAND, Arguments, parse
 from launcher.commands.help import help_text, recipes_text
 from launcher.config.groups import conf_dir
 from launcher.errors import ConfigError
@@ -57,6 +58,8 @@ def ask(words: Sequence[str], directory: Path, code: str | None = None) -> subpr
         ("--config-dir recipes a=1", Arguments("train", ("a=1",), {"--config-dir": "recipes"})),
         ("-cd x recipes", Arguments("recipes", (), {"--config-dir": "x"})),
         ("report a b", Arguments("report", ("a", "b"), {})),
+        ("a=1 ++b=2", Arguments("train", ("a=1", "b=2"), {})),
+        ("optim.lr", Arguments("train", ("optim.lr",), {})),
         ("+a=1 b", Arguments("train", ("+a=1", "b"), {})),
         ("~a", Arguments("train", ("~a",), {})),
         ("", Arguments("train", (), {})),
@@ -79,6 +82,12 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
         ("export RUN FILE --dtype fp8", "--dtype fp8: must be one of fp32, fp16."),
         ("recipies", "recipies: there is no such command. Nearest: recipes."),
         (
+            "resnet18",
+            "resnet18: there is no such command. Commands: recipes, report, watch, export, new, compare. "
+            "To train: recipe=resnet18.",
+        ),
+        ("--info nothing", "--info nothing: must be one of all, config,"),
+        (
             "plna recipe=resnet18",
             "plna: there is no such command. Commands: recipes, report, watch, export, new, compare. "
             "To train: recipe=<name>",
@@ -96,6 +105,35 @@ def test_help_names_every_group_and_every_choice() -> None:
     for file in conf_dir().glob("*/*.yaml"):
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {file.parent.name} ")]
         assert file.stem in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_a_page(command: str) -> None:
+    """With its flags, and an example that is accepted."""
+    page = help_text([conf_dir()], command)
+    assert page.startswith(f"python -m launcher {command}")
+    assert all(flag in page for flag, owner in OF_ONE_COMMAND.items() if owner == command)
+    (example,) = re.findall("Example: python -m launcher (.*)", page)
+    assert parse(example.split()).command == command
+    assert help_text([conf_dir()], command) != help_text([conf_dir()])
+
+
+def test_a_recipe_has_a_page_with_all_that_it_sets(tmp_path) -> None:
+    done = ask(["recipes", "cnn_large_batch"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("recipe=cnn_large_batch: recipe=cnn with a large batch")
+    assert {"  data.batch_size=1024", "  schedule.base_batch=256", "  model.name=cnn"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["recipes", "resent18"], ["recipes", "a", "b"], ["recipe=resnet18", "-c", "job", "-p", "optimm"]],
+)
+def test_a_page_that_is_not_there_is_refused(tmp_path, words: list[str]) -> None:
+    done = ask(words, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Nearest: " in done.stderr or "give one name" in done.stderr
 
 
 def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None:

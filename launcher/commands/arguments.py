@@ -1,7 +1,7 @@
 """The command line, sorted into a command, flags and overrides.
 
 Owns which flags exist and how many values each takes, so that flags may be mixed with overrides (Hydra itself
-does not allow that). Pure: reads nothing but its arguments.
+does not allow that). Reads nothing but its arguments, and the names of recipes for an error.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
@@ -91,7 +92,9 @@ def parse(argv: Sequence[str]) -> Arguments:
             flag, value = read_flag(word, rest)
             flags[flag] = value
         else:
-            words.append(word)
+            words.append(
+                word.removeprefix("++")
+            )  # of a key that exists it means the same; others are refused
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
     for flag, owner in OF_ONE_COMMAND.items():
@@ -110,7 +113,8 @@ def read_flag(word: str, rest: list[str]) -> tuple[str, str | None]:
         return flag, None
     if flag == "--info":
         if not has_value:
-            value = rest.pop(0) if rest and rest[0] in INFO_TOPICS else "all"
+            is_topic = rest and is_command(rest[0]) and not rest[0].startswith("-")
+            value = rest.pop(0) if is_topic else "all"
         return flag, allowed(flag, value, INFO_TOPICS)
     if flag in WITH_VALUE:
         if not has_value and not rest:
@@ -129,13 +133,16 @@ def allowed(flag: str, value: str, choices: Sequence[str]) -> str:
 
 
 def is_command(word: str) -> bool:
-    return "=" not in word and not word.startswith(("+", "~"))
+    """Whether a word names a command; one with a dot, such as optim.lr, is a key without its value."""
+    return "=" not in word and "." not in word and not word.startswith(("+", "~"))
 
 
 def known_command(word: str) -> str:
     if word in COMMANDS:
         return word
+    is_recipe = word in group_choices(conf_dir()).get("recipe", ())
+    train = f"recipe={word}." if is_recipe else "recipe=<name>; the command recipes lists them."
+    near = "" if is_recipe else suggestion(nearest(word, COMMANDS))
     raise ConfigError(
-        f"{word}: there is no such command.{suggestion(nearest(word, COMMANDS))} "
-        f"Commands: {', '.join(COMMANDS)}. To train: recipe=<name>; the command recipes lists them."
+        f"{word}: there is no such command.{near} Commands: {', '.join(COMMANDS)}. To train: {train}"
     )

@@ -1,6 +1,7 @@
 """The text of `--help` and `recipes`.
 
-Reads only the names and the YAML of conf/, so that it is fast; imports neither torch nor Hydra.
+Reads only the names and the YAML of conf/, so that it is fast. Imports no torch, and Hydra only to compose
+the values of one recipe.
 """
 
 from __future__ import annotations
@@ -10,20 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import choice_file, choice_values, description, group_choices
-from launcher.config.messages import show
+from launcher.config.messages import nearest, program, show, suggestion
+from launcher.errors import ConfigError
 
+SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys
 HELP = """\
 Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU workers.
 
-  scripts/run recipe=resnet18 [key=value ...]                      all GPUs, or 2 CPU workers
-  torchrun --standalone --nproc-per-node=2 -m launcher recipe=resnet18 [key=value ...]
-  python -m launcher recipe=resnet18 [key=value ...]               one process
-  python -m launcher recipes                                       what can be trained
-  python -m launcher compare recipe=resnet18 precision=fp32,fp16   side by side: time, memory, loss, and why
-  python -m launcher report RUN_DIR ... [--out FILE]               report.html: one run, or several compared
-  python -m launcher watch RUN_DIR [--every SECONDS]               follows a run or sweep until it ends
-  python -m launcher export RUN_DIR FILE [--dtype fp16] [--best] [--no-ema]   weights as safetensors
-  python -m launcher new NAME                                      the skeleton of a recipe of your own
+{usage}
+COMMAND --help says more about one of them. On several machines: torchrun ... -m launcher recipe=resnet18
 
 Choices (group=name):
 {choices}
@@ -37,16 +33,111 @@ Flags, anywhere among them:
   -cd, --config-dir DIR      a config tree of your own, with the same groups
   -cn, --config-name NAME    another primary config than config.yaml
   -i, --info [TOPIC]         how Hydra found the config
-  -sc, --shell-completion    eval "$(python -m launcher -sc install=bash)"; uninstall=bash
+  -sc, --shell-completion    eval "$({program} -sc install=bash)"; uninstall=bash
   --hydra-help, --version, -h, --help
 """
+USAGE = {  # the words after the name of the program, and what they do
+    "train": ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers"),
+    "recipes": ("recipes [NAME]", "what can be trained; one recipe with all that it sets"),
+    "compare": ("compare recipe=resnet18 precision=fp32,fp16", "side by side: time, memory, loss, and why"),
+    "report": ("report RUN ... [--out FILE]", "a page of one run or sweep, or of several compared"),
+    "watch": ("watch RUN [--every SECONDS]", "follows a run or a sweep until it ends"),
+    "export": ("export RUN FILE [--dtype fp16] [--best]", "weights as a safetensors file"),
+    "new": ("new NAME", "the skeleton of a recipe of your own"),
+}
+PAGES = {
+    "recipes": """\
+Without NAME: all recipes, models and data sets, each with what it is and its options.
+With NAME: that recipe and every value that it sets, written as it can be overridden.
+
+  --config-dir DIR   also the recipes of a config tree of your own
+
+Example: {program} recipes resnet18
+""",
+    "compare": """\
+Trains the same recipe in several precisions, seed by seed in turn, and writes side_by_side.md: time of a
+step with its parts, memory, bytes sent, skipped steps, loss and metric, and in words what the difference is.
+The others are compared with the first precision. All other words are overrides, as in training; they take
+one value each. A run that diverges is a finding, and the exit code stays 0.
+
+  precision=A,B      two precisions or more
+  seed=0,1,2         several seeds say how much of a difference is chance
+
+Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
+""",
+    "report": """\
+Writes report.html from the files of a run: into the run, into a sweep, or for several runs into this folder.
+RUN is a directory, such as outputs/resnet18/20260101-120000-ab12; that of a sweep stands for all its jobs.
+
+  --out FILE         write the page there
+
+Example: {program} report outputs/resnet18/* --out runs.html
+""",
+    "watch": """\
+Shows how a run or a sweep stands: on a terminal the whole screen, elsewhere a line every 10 seconds. It only
+reads files, so that a run of any machine on the same disk can be watched; Ctrl-C ends the watching, and the
+run continues. Its exit code is that of the run.
+
+  --every SECONDS    the time between two looks, from 0.05 to 86400
+
+Example: {program} watch outputs/resnet18/20260101-120000-ab12
+""",
+    "export": """\
+Writes the weights of the newest checkpoint of RUN into FILE, in the safetensors format, under the names of
+the model's state_dict. A run that averages its weights exports the average.
+
+  --dtype fp32|fp16  the type of floating-point tensors; fp32 without it
+  --best             the checkpoint of the best evaluation instead of the newest
+  --no-ema           the weights themselves instead of their average
+
+Example: {program} export outputs/resnet18/20260101-120000-ab12 weights.safetensors --dtype fp16 --best
+""",
+    "new": """\
+Writes NAME.py, a recipe that trains as it is, and NAME/recipe/NAME.yaml, its settings, into this folder, and
+prints the command that trains it. NAME consists of letters, digits and '_'. No file is overwritten.
+
+Example: {program} new mine
+""",
+}
 
 
-def help_text(directories: Sequence[Path]) -> str:
+def help_text(directories: Sequence[Path], command: str = "train") -> str:
+    """The page of a command; that of training lists all commands and choices."""
+    name = program()
+    if command in PAGES:
+        words, summary = USAGE[command]
+        return f"{name} {words}\n{summary[0].upper()}{summary[1:]}.\n\n{PAGES[command].format(program=name)}"
     choices = group_choices(*directories)
     width = max(map(len, choices), default=0)
     listed = [f"  {group:<{width}}  {', '.join(names)}" for group, names in choices.items()]
-    return HELP.format(choices="\n".join(listed))
+    usage = columns((f"{name} {words}", summary) for words, summary in USAGE.values())
+    return HELP.format(usage="\n".join(usage), choices="\n".join(listed), program=name)
+
+
+def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None) -> str:
+    """One recipe: what it is, its model, data and optimizer, and what else it sets. Raises ConfigError."""
+    names = group_choices(*directories).get("recipe", [])
+    if name not in names:
+        raise ConfigError(
+            f"recipes {name}: there is no such recipe.{suggestion(nearest(name, names))} "
+            f"All: {', '.join(names)}."
+        )
+    from launcher.config.composition import Composer, Request, hydra_initialised
+    from launcher.config.environment_values import leaves
+
+    request = Request((), config_dir)
+    with hydra_initialised(request):
+        composer = Composer(request)
+        default, own = (dict(leaves(composer.tree(words))) for words in ((), (f"recipe={name}",)))
+    shown = {
+        key: value
+        for key, value in own.items()
+        if key.partition(".")[0] in SECTIONS or key not in default or default[key] != value
+    }
+    sets = [f"  {key}={show(value)}" for key, value in shown.items() if not key.startswith("recipe.")]
+    head = f"recipe={name}: {description(choice_file(directories, 'recipe', name))}"
+    after = f"Its settings; the command line overrides each. All keys: {program()} recipe={name} --cfg job"
+    return "\n".join([head, "", f"  {program()} recipe={name}", "", after, "", *sets]) + "\n"
 
 
 def recipes_text(directories: Sequence[Path]) -> str:

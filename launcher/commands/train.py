@@ -19,6 +19,7 @@ from launcher.supervisor.worker_count import refuse_small_batch
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request
+    from launcher.config.schema import Config
 
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
@@ -43,6 +44,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         return answer(request, ask_hydra)
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
+        refuse_unknown_part(arguments, configs[0])
         overrides = with_plain_constant(request.overrides)
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:
@@ -53,6 +55,21 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     (config,) = configs
     run_one(with_environment(config, request.overrides, os.environ), request.overrides, leader)
     return 0
+
+
+def refuse_unknown_part(arguments: Arguments, config: Config) -> None:
+    """Raise ConfigError for `--package` of a part that the config has not: Hydra would exit with 0."""
+    from launcher.config.composition import paths_of
+    from launcher.config.messages import nearest, suggestion
+    from launcher.run_dir.records import user_shape
+
+    part = arguments.flags.get("--package")
+    if (
+        part is not None
+        and arguments.flags.get("--cfg") == "job"
+        and part not in (known := {*paths_of(user_shape(config))})
+    ):
+        raise ConfigError(f"--package {part}: the config has no such part.{suggestion(nearest(part, known))}")
 
 
 def request_of(arguments: Arguments) -> Request:

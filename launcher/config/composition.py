@@ -28,7 +28,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from launcher.config import search_path
@@ -44,7 +44,7 @@ from launcher.config.environment_values import (
 )
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.messages import first_line
+from launcher.config.messages import first_line, nearest, show, suggestion
 from launcher.config.overrides import code_problem
 from launcher.errors import ConfigError
 
@@ -58,6 +58,7 @@ PATH_KEYS = (
 # The first is made where it does not exist, and a run that resumes does not need the second.
 UNCHECKED_PATH_KEYS = (("data", "cache"), ("model", "weights"))
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
+MISSING_KEY = re.compile(r"Interpolation key '([^']+)'")  # of OmegaConf's error
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SWEEP = "sweep"  # section of an experiment's file, already expanded when a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
@@ -300,7 +301,21 @@ def as_plain(value: Any, resolve: bool) -> Any:
     try:
         return OmegaConf.to_container(value, resolve=resolve) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
-        raise ConfigError(f"the config cannot be resolved: {first_line(error)}") from error
+        raise ConfigError(interpolation_text(error, value)) from error
+
+
+def interpolation_text(error: OmegaConfBaseException, composed: Any) -> str:
+    """Which key refers to what it cannot, with the nearest keys that there are."""
+    tree: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
+    key = str(error.full_key or "")
+    written = dict(leaves(tree)).get(key.partition("[")[0])
+    where = f"{key}={show(written)}" if key else "the config cannot be resolved"
+    if isinstance(error, InterpolationKeyError) and (found := MISSING_KEY.search(str(error))):
+        near = suggestion(nearest(found[1], paths_of(tree)))
+        return f"{where}: refers to {found[1]}, and there is no such key.{near}"
+    if "Recursive interpolation" in str(error):
+        return f"{where}: refers to itself, directly or through other keys. Write the value in one of them."
+    return f"{where}: {first_line(error)}"
 
 
 def paths_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -1,38 +1,62 @@
-"""Experiments: named sweeps. A YAML file in conf/experiment lists the values of each swept key.
+"""Experiments: named overrides. A YAML file in conf/experiment sets values, and may list those of a sweep.
 
-Owns the translation of `experiment=<name>` into the overrides that a user would have typed. All else that the
-file sets is ordinary config. The command line overrides both.
+Owns the translation of the section `sweep` of `experiment=<name>` into the overrides that a user would have
+typed, and of the names that a glob stands for. All else that the file sets is ordinary config, composed last.
+The command line overrides both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from launcher.config.composition import SWEEP, Request, quoted
 from launcher.config.groups import choice_file, choice_values, group_choices
 from launcher.config.messages import as_typed, show
+from launcher.config.overrides import with_names
 from launcher.errors import ConfigError
 
 GROUP = "experiment"
 
 
 def with_experiment(request: Request) -> Request:
-    """The request expanded to the sweep of its experiment; unchanged without an experiment.
+    """The request expanded to the sweep of its experiment, if that has one; globs become names.
 
     A key given by the user keeps the user's values.
     """
+    request = without_globs(request)
     name = chosen(request.overrides)
     if name is None or name not in group_choices(*request.directories).get(GROUP, ()):
         return request  # an unknown name is reported together with all other problems
-    sweep = choice_values(request.directories, GROUP, name).get(SWEEP)
+    values = choice_values(request.directories, GROUP, name)
+    if SWEEP not in values:
+        return request
+    sweep = values[SWEEP]
     if not isinstance(sweep, Mapping) or not sweep:
         file = choice_file(request.directories, GROUP, name)
-        raise ConfigError(f"{file}: has no `{SWEEP}:` section with a list of values for each key.")
+        raise ConfigError(f"{file}: has a `{SWEEP}:` section that is no list of values for each key.")
     given = {line.partition("=")[0] for line in request.overrides}
     added = [line for key, line in lines_of(name, sweep) if key not in given]
     return dataclasses.replace(request, overrides=(*request.overrides, *added), multirun=True)
+
+
+def without_globs(request: Request) -> Request:
+    """The request with the names that match in place of a glob; unchanged without one."""
+    if not any("glob(" in line for line in request.overrides):
+        return request
+    groups, parser, lines = group_choices(*request.directories), OverridesParser.create(), []
+    for line in request.overrides:
+        lines.append(line)
+        with contextlib.suppress(
+            HydraException, ValueError, RecursionError
+        ):  # reported with all other problems
+            lines[-1] = with_names(parser.parse_override(line), groups)
+    return dataclasses.replace(request, overrides=tuple(lines))
 
 
 def chosen(overrides: Sequence[str]) -> str | None:

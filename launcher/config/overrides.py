@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override, ValueType
 from hydra.errors import HydraException
 
 from launcher.config.environment_values import CALL, resolver_problem
@@ -35,6 +35,31 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
     "hydra/launcher": "The jobs of a sweep run one after another. Many machines: scripts/README.md.",
     "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1.",
+}
+KEYS_ELSEWHERE = {  # of other programs: the key here, and the value if it is not the same
+    "gpus": ("launch.nproc", None),
+    "num_gpus": ("launch.nproc", None),
+    "devices": ("launch.nproc", None),
+    "nproc": ("launch.nproc", None),
+    "nproc_per_node": ("launch.nproc", None),
+    "use_fp16": ("precision", "fp16"),
+    "fp16": ("precision", "fp16"),
+    "mixed_precision": ("precision", "fp16"),
+    "use_amp": ("precision", "amp_fp16"),
+    "amp": ("precision", "amp_fp16"),
+    "use_bf16": ("precision", "bf16"),
+    "bf16": ("precision", "bf16"),
+    "learning_rate": ("optim.lr", None),
+    "num_epochs": ("train.epochs", None),
+    "max_epochs": ("train.epochs", None),
+    "num_train_epochs": ("train.epochs", None),
+    "num_workers": ("data.workers", None),
+    "optimizer": ("optim", None),
+    "scheduler": ("schedule", None),
+    "output_dir": ("run.dir", None),
+    "resume": ("checkpoint.resume", None),
+    "gradient_clip_val": ("optim.clip_norm", None),
+    "max_grad_norm": ("optim.clip_norm", None),
 }
 WARMUP = "schedule.warmup_fraction"
 SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
@@ -136,9 +161,30 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
         return f"{override.input_line}: a swept value cannot be ${{oc.env:...}}, because it names the job."
     if not multirun:
         return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        return f"{override.input_line}: glob() stands for the names of a group that match it; none does."
+    if override.is_discrete_sweep() and (twice := repeated(value_of(override))):
+        return (
+            f"{override.input_line}: {show(twice[0])} is given twice, and the second job would repeat the "
+            "first. Give each value once; seed=0,1 repeats all jobs with other random numbers."
+        )
     if not override.is_discrete_sweep():
         return f"{override.input_line}: an interval cannot be swept. List its values: key=a,b,c."
     return None
+
+
+def repeated(values: Sequence[Any]) -> list[Any]:
+    """The values that equal an earlier one; 0.1 and 0.10 are equal, 1 and true are not."""
+    written = [repr(value) for value in values]
+    return [value for number, value in enumerate(values) if written[number] in written[:number]]
+
+
+def with_names(override: Override, choices: Mapping[str, Sequence[str]]) -> str:
+    """The line of an override; optim=glob(a*) becomes the list of the names of that group."""
+    names = choices.get(override.key_or_group, ())
+    value = override.value()
+    chosen: list[str] = value.filter(list(names)) if isinstance(value, Glob) else []
+    return f"{override.key_or_group}={','.join(chosen)}" if chosen else override.input_line or ""
 
 
 def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:
@@ -180,7 +226,9 @@ def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple
 
 
 def value_of(override: Override) -> Any:
-    """The plain value; for a sweep, the list of its values."""
+    """The plain value; for a sweep, the list of its values, empty for a glob that matches no name."""
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        return []
     if override.is_sweep_override() and override.is_discrete_sweep():
         return list(override.sweep_iterator())
     return None if override.is_sweep_override() else override.value()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from launcher.config.composition import (
 )
 from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.overrides import (
+    KEYS_ELSEWHERE,
     choice_problem,
     form_problem,
     size_problem,
@@ -88,7 +90,9 @@ def swept_keys(request: Request) -> set[str]:
 
 def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> str:
     """The problem of an override that Hydra cannot parse, with its quoted form where that helps."""
-    key, _, value = line.partition("=")
+    key, has_value, value = line.partition("=")
+    if not has_value and re.fullmatch(r"[\w./]+", line):
+        return f"{line}: has no value. An override is key=value, for instance {key}=1."
     escaped = value.replace('"', r"\"")
     quoted = f'{key}="{escaped}"'
     unreadable = f"{line}: cannot be read as key=value ({texts.first_line(error)})."
@@ -180,6 +184,11 @@ def unknown_problem(key: str, value: Any, choices: tuple[str, ...], composer: Co
         for choice in composer.groups.get(group, ())
         if inner in paths_of(choice_values(directories, group, choice))
     ]
+    if key in KEYS_ELSEWHERE:
+        here, other = KEYS_ELSEWHERE[key]
+        return (
+            f"{written}: there is no such key. It is called {here} here: {here}={other or texts.show(value)}."
+        )
     if having:
         return f"{written}: this key belongs to {' and '.join(having)} only."
     return texts.unknown_key(written, key, composer.known(choices))

@@ -148,7 +148,7 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("tracker.tags=['a${ now:%Y}']", "tracker.tags=['a${ now:%Y}']: configs cannot call resolvers"),
         (
             "tracker.project=${nowhere.at.all}",
-            "the config cannot be resolved: Interpolation key 'nowhere.at.all'",
+            "tracker.project=${nowhere.at.all}: refers to nowhere.at.all, and there is no such key.",
         ),
         ("hydra.job_logging.root=x", "hydra.job_logging.root=x: Hydra's own settings are fixed"),
         ("hydra/job_logging=default", "hydra/job_logging=default: Hydra's own settings are fixed"),
@@ -523,3 +523,38 @@ def test_of_swept_schedules_the_constant_one_has_no_warmup() -> None:
         ("constant", 0),
         ("cosine", 0.2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["optim.lr"], "optim.lr: has no value. An override is key=value, for instance optim.lr=1."),
+        (["gpus=2"], "gpus=2: there is no such key. It is called launch.nproc here: launch.nproc=2."),
+        (
+            ["use_fp16=true"],
+            "use_fp16=true: there is no such key. It is called precision here: precision=fp16.",
+        ),
+        (
+            ["max_epochs=3"],
+            "max_epochs=3: there is no such key. It is called train.epochs here: train.epochs=3.",
+        ),
+        (
+            ["optim.lr=${optm.lr}"],
+            "optim.lr=${optm.lr}: refers to optm.lr, and there is no such key. Nearest: optim.lr.",
+        ),
+        (
+            ["optim.lr=${optim.weight_decay}", "optim.weight_decay=${optim.lr}"],
+            "optim.lr=${optim.weight_decay}: refers to itself, directly or through other keys. ",
+        ),
+        (
+            ["optim.lr=glob(*)", "seed=1,2"],
+            "optim.lr=glob(*): glob() stands for the names of a group that match it",
+        ),
+        (["optim.lr=0.1,0.10"], "optim.lr=0.1,0.10: 0.1 is given twice, and the second job would repeat"),
+        (["optim=adamw,adamw"], "optim=adamw,adamw: adamw is given twice"),
+    ],
+)
+def test_what_newcomers_type_is_answered_with_what_to_type(words: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_jobs(Request(("recipe=resnet18", *words), multirun=any("," in word for word in words)))
+    assert str(caught.value).startswith(line)

@@ -65,8 +65,7 @@ def test_the_command_line_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("seed: 1\n", "has no `sweep:` section"),
-        ("sweep: {}\n", "has no `sweep:` section"),
+        ("sweep: {}\n", "has a `sweep:` section that is no list of values"),
         ("sweep: {seed: 1}\n", "`sweep.seed` is 1; it must be a list of values"),
         ("sweep: {seed: []}\n", "it must be a list of values"),
         ("sweep: {sede: [1, 2]}\n", "sede=.*there is no such key. Nearest: seed"),
@@ -128,3 +127,27 @@ def test_an_experiment_runs_and_is_compared_without_a_further_flag(tmp_path) -> 
     again = launch(tmp_path, ["report", str(sweep)], ranks=0)
     assert again.returncode == 0, again.stderr
     assert (sweep / "summary.md").read_text() == text
+
+
+def test_an_experiment_may_be_a_file_of_overrides(tmp_path) -> None:
+    """As Hydra's users know it: one run, with these values, over which the command line wins."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /optim: adamw\nseed: 7\noptim:\n  lr: 0.5\n"
+    )
+    request = Request(("recipe=resnet18", "experiment=mine", "optim.lr=0.25"), config_dir=tmp_path)
+    assert not with_experiment(request).multirun
+    (config,) = compose_jobs(with_experiment(request))
+    assert (config.optim.name, config.optim.lr, config.seed) == ("adamw", 0.25, 7)
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("optim=glob(ada*)", ["adagrad", "adam", "adamw"]),
+        ("optim=glob([a*,n*],exclude=adam*)", ["adagrad", "nadam"]),
+    ],
+)
+def test_a_glob_stands_for_the_names_that_match(word: str, names: list[str]) -> None:
+    jobs = compose_jobs(with_experiment(Request(("recipe=resnet18", word), multirun=True)))
+    assert [job.optim.name for job in jobs] == names

@@ -79,7 +79,7 @@ def refused(capfd, *argv: str) -> str:
         (BASE + b"defaults: [5]\n", "the config files cannot be composed"),
         (BASE + b"5: 6\n", "5"),
         (BASE + b"seed: .nan\n", "seed=nan: must be a whole number"),
-        (BASE + b"seed: ${seed}\n", "the config cannot be resolved"),
+        (BASE + b"seed: ${seed}\n", "seed=${seed}: refers to itself"),
         (BASE + b"? [a, b]\n: 1\n", "mine.yaml"),
         (BASE + b"seed: 1\nseed: 2\n", "duplicate key seed"),
         (BASE + b"seed: \t1\n\tx: 2", "mine.yaml"),
