@@ -159,10 +159,17 @@ def tensors_in(snapshot: Snapshot) -> list[Tensor]:
 
 
 # What the host is given to read: a loss scale, no skip, samples; a count to divide by; finite weights.
-REPORT = [0.5, 1.0, 65536.0, 0.1, 0.0, 64.0, 32.0, 0.0]
-NO_VOTES, BAD_LOSS = [0.0] * VOTES, [16.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+BEFORE = [65536.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def packed(bad_losses: float, after: list[float]) -> list[float]:
+    """The numbers of a step in the order of `engine.verdict.judge`: 64 samples, of a mean loss of 0.5."""
+    step = [64.0, 32.0, bad_losses, *[0.0] * VOTES, 1.0, 0.0]
+    return [1.0, 0.1, bad_losses, *after, 1.0, *BEFORE, BEFORE[0], *step]
+
+
 ANSWERS: dict[str, float | list[float]] = {
-    "engine/verdict.py unpacked": REPORT,
+    "engine/verdict.py unpacked": packed(0.0, [65536.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
     "evaluation/evaluate.py totals": [32.0, 0.0, 0.0, 32.0, 0.0],  # none unreadable
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/step_counts.py agree_on_reference": 32.0,  # once, in the first step
@@ -239,9 +246,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    answers = ANSWERS | {
-        "engine/verdict.py unpacked": [*REPORT[:4], 1.0, 64.0, 32.0, 1.0, *NO_VOTES, *BAD_LOSS]
-    }
+    answers = ANSWERS | {"engine/verdict.py unpacked": packed(1.0, [65536.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0])}
     with (
         MetaDevice(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,

@@ -21,13 +21,13 @@ from launcher.engine.flat.layout import Layout
 from launcher.engine.fp32_modules import Fp32Modules
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.notices import Notices
-from launcher.engine.optim.compilation import choose_compilation
+from launcher.engine.optim.compilation import Constants, choose_compilation
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
-from launcher.engine.verdict import judge_on
+from launcher.engine.verdict import Terms, judge_on
 from launcher.engine.wire.choice import Wire, bits_depend_on_messages, choose_transports
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
@@ -45,6 +45,8 @@ class Choices:
     emulate: bool | None
     compiled: bool
     capturable: bool
+    clip_norm: float | None = None
+    num_rates: int = 1
     groups: Sequence[ParameterGroup] = ()
 
 
@@ -75,7 +77,9 @@ class Parts:
         take_values_of_rank_0(layout, model, self.buffers, group)
         self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
-        self.compilation = choose_compilation(choices.compiled, optimizer, layout, group)
+        terms = None if on_host else Terms(1.0, choices.clip_norm, choices.scaling)
+        constants = Constants(terms, choices.num_rates)
+        self.compilation = choose_compilation(choices.compiled, optimizer, layout, constants, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
         self.tally = tally_on(on_host, layout.device, group)
@@ -87,7 +91,7 @@ class Parts:
         self.updater = updater_of(optimizer, layout, self.shards, compiled, on_host)
         self.in_place = InPlaceChanges(model, layout, self.shards, group)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
-        self.judge = judge_on(on_host, compiled)
+        self.judge = judge_on(on_host, compiled, layout.device)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
         self.notices = Notices({slot.name for slot in layout.slots if slot.numel})

@@ -115,7 +115,7 @@ class Replica:
     def tensors(self) -> list[Tensor]:
         """All that is kept between steps, wire gradients included."""
         return [
-            self.scale.state,
+            self.scale.memory,
             *self._start_bits.values(),
             *self.buffers.tensors(),
             *self.updater.tensors(),

@@ -123,7 +123,18 @@ class Stepper:
         settings |= {"optimizer": optimizer, "learning_rates": rates, "groups": groups}
         settings |= {"reference_count": reference_count, "capturable": capturable}
         refuse_differences(model, settings, self.group)
-        choices = Choices(policy, scaling, wire, micro_batches, emulate, compiled, capturable, groups)
+        choices = Choices(
+            policy,
+            scaling,
+            wire,
+            micro_batches,
+            emulate,
+            compiled,
+            capturable,
+            clip_norm,
+            len(rates),
+            groups,
+        )
         self._parts = parts = Parts(model, optimizer, choices, self.group)
         warn_of_idle(idle_groups(model, groups), stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
@@ -369,7 +380,9 @@ class Stepper:
             terms, reduced.sums, reduced.marks, tally, self.scale.present, self._rates
         )
         self._wait_for_readers()
-        self.updater.step(Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
+        self.updater.step(
+            Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
+        )
         self.shards.gather_weights()
         if failed:
             self.buffers.restore()

@@ -1,14 +1,15 @@
 """Decides whether a step is applied or skipped, and the update's multiplier, from numbers equal on all ranks.
 
-Owns the arithmetic on a step's scalars, as one pure function in two forms. On a GPU a compiler fuses its 70
-operations, each of which is otherwise a kernel launch. On a CPU it computes with Python's numbers. All ranks
-call it with the same bits.
+Owns the arithmetic on a step's scalars, in two forms with the same results: on a CPU in Python's numbers, on
+a device in a few operations on vectors, each of which is a kernel launch where no compiler joins them. All
+ranks call it with the same bits.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,13 +21,14 @@ from launcher.engine.precision.loss_scale import (
     APPLIED,
     LossScale,
     Scaling,
+    Transitions,
     next_fields,
-    next_state,
-    power_of_two,
 )
-from launcher.engine.wire.reducer import ABANDONED, CULPRIT, not_finite
+from launcher.engine.wire.reducer import ABANDONED, CULPRIT
 from launcher.engine.wire.step_counts import FIELDS
 
+COUNTERS = len(LossScale.FIELDS)
+SEEN = COUNTERS + 1 + FIELDS + 2  # numbers that the questions of a step are about
 _FP32 = struct.Struct("f")
 
 
@@ -42,16 +44,44 @@ class Terms:
 class Numbers(NamedTuple):
     """A step's numbers on the host."""
 
-    head: list[float]  # 5 values, the tally, the loss scale's state
+    head: list[float]  # loss, norm, scale, rate, whether skipped, the tally, the loss scale's state
     marks: Tensor  # [ranks] fp64
     sums: Tensor  # [parameters] fp64
 
     @classmethod
     def unpacked(cls, packed: Tensor, num_ranks: int, num_parameters: int) -> Numbers:
-        """From the same in one tensor: fp64, on the host."""
-        head = 5 + FIELDS + len(LossScale.FIELDS)
-        numbers, marks, sums = torch.split(packed, [head, num_ranks, num_parameters])
-        return cls(numbers.tolist(), marks, sums)
+        """From what `judge` has packed, on the host."""
+        few, marks, sums = torch.split(
+            packed, [len(packed) - num_ranks - num_parameters, num_ranks, num_parameters]
+        )
+        _, lr, skipped, *numbers = few.tolist()
+        after, (unscale, scale, *_) = numbers[:COUNTERS], numbers[COUNTERS:]
+        *tally, squares, worst = numbers[-FIELDS - 2 :]
+        after[0] = math.frexp(after[0])[1] - 1  # of 2^s, s
+        return cls.of((scale, unscale, lr, skipped), squares, tally, after, (marks, worst), sums)
+
+    @classmethod
+    def of(
+        cls,
+        factors: tuple[float, float, float, float],
+        squares: float,
+        tally: Sequence[float],
+        after: Sequence[float],
+        marks: tuple[Tensor, float],
+        sums: Tensor,
+    ) -> Numbers:
+        """`factors`: scale, the multiplier without clipping, rate, skip flag; `marks` with the largest."""
+        scale, unscale, lr, skipped = factors
+        found, worst = marks
+        if worst == ABANDONED:  # no rank is then marked as a culprit, and all counts are 0
+            tally, squares = [0.0] * FIELDS, math.nan
+            found, sums = found * (found == ABANDONED), torch.zeros_like(sums)
+        elif len(found) == 1 and not squares < math.inf:
+            found = torch.full_like(found, CULPRIT)  # one rank alone sends no mark
+        count, loss_sum, *_ = tally
+        mean = loss_sum / count if count else loss_sum * math.inf
+        norm = unscale * math.sqrt(squares)
+        return cls([mean, norm, scale, lr, skipped, *tally, *after], found, sums)
 
 
 class Verdict(NamedTuple):
@@ -59,47 +89,82 @@ class Verdict(NamedTuple):
 
     multiplier: Tensor | float  # fp32: turns the wire gradient into the clipped mean gradient
     lr: Tensor | float  # fp64
-    number: Tensor | int  # int64: applied steps, this one included
+    number: Tensor | float  # applied steps, this one included; fp64 on the device
     skip: Tensor | bool
     abandoned: Tensor | bool
-    state: Tensor | list[int]  # the loss scale's next, int64 [LossScale.FIELDS]
-    packed: Tensor | Numbers  # fp64 [5 + tally + LossScale.FIELDS + ranks + parameters]
+    state: Tensor | list[int]  # the loss scale's next
+    packed: Tensor | Numbers  # fp64, for Numbers.unpacked
+    narrow: (
+        tuple[Tensor, Tensor, Tensor] | None
+    )  # rate, number, skip flag in fp32, as a fused kernel reads them
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The constants of `judge` on the device: `Transitions`, and the questions about a step.
+
+    The answers are the bits of an index into `rows`; `clip_norm` None: not clipped.
+    """
+
+    clip_norm: float | None
+    unit: Tensor  # 0-dim
+    low: Tensor  # [SEEN]
+    high: Tensor
+    bits: Tensor  # [SEEN] int64: those of a number outside of its bounds
+    rows: Tensor  # [2 ** questions, factors + terms + 1]
+    no_mark: Tensor  # [1]
+
+    @classmethod
+    def of(cls, terms: Terms, num_rates: int, device: torch.device) -> Rules:
+        own, ever = Transitions.of(terms.scaling), (-math.inf, math.inf)
+        state = list(own.bounds)
+        state[APPLIED] = (-math.inf, num_rates - 1.0)  # no question: an index into the rates
+        asked = {0: 128, 1: 64, 2: 32, COUNTERS: 16}  # by position, in the order of Transitions
+        count, bad_losses, squares, worst = (COUNTERS + 1 + n for n in (0, 2, FIELDS, FIELDS + 1))
+        asked |= {count: 8, bad_losses: 4, squares: 2, worst: 1}
+        bounds = [*state, (-math.inf, own.highest), *[ever] * (FIELDS + 2)]
+        bounds[count] = (math.ulp(0.0), sys.float_info.max)  # a count on a device has not been validated
+        bounds[bad_losses] = (-math.inf, 0.0)
+        bounds[squares] = (-math.inf, sys.float_info.max)  # a sum of squares: else it is inf or nan
+        bounds[worst] = (-math.inf, float(CULPRIT))
+        bits = [asked.get(position, 0) for position in range(SEEN)]
+
+        def on_device(values: object) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)
+
+        low, high = on_device(bounds).unbind(1)
+        unit, rows, no_mark = map(on_device, (terms.unit, own.rows, [0.0]))
+        low, high = low.contiguous(), high.contiguous()
+        return cls(terms.clip_norm, unit, low, high, torch.tensor(bits, device=device), rows, no_mark)
 
 
 def judge(
-    terms: Terms, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
+    rules: Rules, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
 ) -> Verdict:
     """`sums` [parameters] of squares and `marks` [ranks] are the reducer's, `tally` is summed over the ranks.
 
-    `state` is the loss scale's before the step, `rates` [steps] has one learning rate per applied step. If a
-    rank has abandoned the step, no rank is marked as a culprit, and all counts are 0. `marks` None: of one
-    rank, which has not abandoned it.
+    `state` is the loss scale's before the step, `rates` [steps] has one learning rate per applied step.
+    `marks` None: of one rank, which has not abandoned the step. All fp64.
     """
-    if marks is None:
-        marks = not_finite(sums).double().view(1)
-    given_up = marks == ABANDONED
-    abandoned = given_up.any()
-    marks = torch.where(abandoned, marks * given_up, marks)
-    totals = torch.cat([tally, sums]).masked_fill(abandoned, 0.0)
-    count, loss_sum, bad_losses = totals[:3].unbind()
-    squares = totals[FIELDS:].sum()
+    worst = rules.no_mark if marks is None else marks.max().view(1)
+    seen = torch.cat([state, state[:1], tally, sums.sum().view(1), worst])
+    within = seen.clamp(rules.low, rules.high)
+    outside = within != seen  # also where it is nan
+    row = rules.rows.index_select(0, (outside * rules.bits).sum().view(1)).view(-1)
+    factors, terms, skipped = torch.split(row, [COUNTERS, COUNTERS, 1])
+    after = torch.addcmul(terms, state, factors)  # exact: small integers, and powers of two
 
-    bad_loss = bad_losses > 0
-    finite = squares < math.inf  # a sum of squares: else it is inf or nan
-    overflow = ~(finite | bad_loss)
-    # An abandoned step has a count of 0. A count on a device has not been validated.
-    skip = ~(finite & ~bad_loss & (count > 0) & (count < math.inf))
-
-    scale = power_of_two(state[0], torch.float64)
-    unscale = terms.unit / (scale * count)
-    grad_norm = unscale * squares.sqrt()
-    multiplier = unscale if terms.clip_norm is None else unscale * _clip_factor(terms.clip_norm, grad_norm)
-    applied = state[3]
-    lr = next_rate(rates, applied)
-    after = next_state(terms.scaling, state, skip, bad_loss, overflow, abandoned)
-    values = torch.stack([loss_sum / count, grad_norm, scale, lr, skip.double()])
-    packed = torch.cat([values, totals[:FIELDS], after.double(), marks, totals[FIELDS:]])
-    return Verdict(multiplier.float(), lr, applied + 1, skip, abandoned, after, packed)
+    unscale = rules.unit / (state[0] * tally[0])
+    multiplier = unscale
+    if rules.clip_norm is not None:
+        multiplier = unscale * _clip_factor(rules.clip_norm, unscale * seen[-2].sqrt())
+    lr = rates if len(rates) == 1 else rates.index_select(0, within[APPLIED : APPLIED + 1].long())
+    marks = rules.no_mark if marks is None else marks
+    packed = torch.cat([multiplier.view(1), lr, skipped, after, unscale.view(1), seen, marks, sums])
+    narrow = packed[: 4 + APPLIED].float()
+    skip, abandoned = narrow[2] > 0, outside[-1]
+    narrowed = (narrow[1], narrow[3 + APPLIED], narrow[2])
+    return Verdict(narrow[0], packed[1], after[APPLIED], skip, abandoned, after, packed, narrowed)
 
 
 NO_MARK = torch.zeros(1, dtype=torch.float64)  # not to be written to
@@ -113,52 +178,61 @@ def judge_on_host(
     state: list[int],
     rates: Sequence[float],
 ) -> Verdict:
-    """`judge` in Python's numbers, from tensors on a CPU: the same bits without 70 small operations."""
+    """`judge` in Python's numbers, from tensors on a CPU: the same bits without 15 small operations."""
     # The largest mark: a list would have thousands of ranks.
-    abandoned = marks is not None and marks.max().item() == ABANDONED
-    if abandoned and marks is not None:
-        tally, sums = [0.0] * FIELDS, torch.zeros_like(sums)
-        marks = marks * (marks == ABANDONED)
-    count, loss_sum, bad_losses = tally[:3]
+    worst = 0.0 if marks is None else marks.max().item()
+    abandoned = worst == ABANDONED
+    count, _, bad_losses = tally[:3]
     total = sums.sum()
     squares = total.item()
-    root = total.sqrt().item()  # math.sqrt's may differ by an ulp
 
     bad_loss = bad_losses > 0
     finite = squares < math.inf
     overflow = not (finite or bad_loss)
-    skip = not (finite and not bad_loss and 0 < count < math.inf)
+    skip = abandoned or not (finite and not bad_loss and 0 < count < math.inf)
 
     scale = math.ldexp(1.0, state[0])
-    unscale = terms.unit * _reciprocal(scale * count)
-    grad_norm = unscale * root
+    unscale = _over(terms.unit, scale * count)
     multiplier = unscale
     if terms.clip_norm is not None:
-        factor = terms.clip_norm * _reciprocal(grad_norm + 1e-6)
+        norm = unscale * total.sqrt().item()  # math.sqrt's may differ by an ulp
+        factor = terms.clip_norm * _over(1.0, norm + 1e-6)
         multiplier *= 1.0 if factor > 1.0 else factor  # not min(): nan stays
-    applied = state[APPLIED]
-    lr = rates[min(applied, len(rates) - 1)]
+    lr = rates[min(state[APPLIED], len(rates) - 1)]
     after = next_fields(terms.scaling, state, skip, bad_loss, overflow, abandoned)
-    mean = loss_sum / count if count else loss_sum * math.inf
-    head = [mean, grad_norm, scale, lr, skip, *tally, *after]
-    if marks is None:
-        marks = NO_MARK if finite else torch.full_like(NO_MARK, CULPRIT)
-    packed = Numbers(head, marks, sums)
-    return Verdict(_in_fp32(multiplier), lr, applied + 1, skip, abandoned, after, packed)
+    found = (NO_MARK if marks is None else marks, worst)
+    packed = Numbers.of((scale, unscale, lr, skip), squares, tally, after, found, sums)
+    return Verdict(_in_fp32(multiplier), lr, after[APPLIED], skip, abandoned, after, packed, None)
 
 
-def judge_on(on_host: bool, compiled: bool) -> Callable[..., Verdict]:
-    """The form of `judge` for the host or for a device, there compiled, if that is wanted."""
-    if on_host:
-        return judge_on_host
-    return torch.compile(judge) if compiled else judge
+class _OnDevice:
+    """`judge`, compiled if that is wanted, with Rules that are made once."""
+
+    def __init__(self, device: torch.device, compiled: bool) -> None:
+        self._device = device
+        self._judge = torch.compile(judge) if compiled else judge
+        self._rules: dict[tuple[Terms, int], Rules] = {}
+
+    def __call__(
+        self, terms: Terms, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
+    ) -> Verdict:
+        """As `judge`. The unit is known from the first step on, and changes only if that is abandoned."""
+        key = (terms, len(rates))
+        if key not in self._rules:
+            self._rules[key] = Rules.of(terms, len(rates), self._device)
+        verdict: Verdict = self._judge(self._rules[key], sums, marks, tally, state, rates)
+        return verdict
+
+
+def judge_on(on_host: bool, compiled: bool, device: torch.device) -> Callable[..., Verdict]:
+    """The form of `judge` for the host or for a device, with Terms in place of Rules."""
+    return judge_on_host if on_host else _OnDevice(device, compiled)
 
 
 def next_rate(rates: Tensor, applied: Tensor) -> Tensor:
     """The learning rate of the next applied step, 0-dim; after the end of the table its last one."""
-    # A 1-dim index: with a 0-dim one `rates[...]` reads its value on the host, and torch.compile cannot lower
-    # `rates.take(...)`.
-    return rates.index_select(0, applied.clamp(max=len(rates) - 1).view(1)).view(())
+    # A 1-dim index: with a 0-dim one `rates[...]` reads its value on the host.
+    return rates.index_select(0, applied.clamp(max=len(rates) - 1).long().view(1)).view(())
 
 
 def _in_fp32(value: float) -> float:
@@ -169,9 +243,9 @@ def _in_fp32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-def _reciprocal(value: float) -> float:
-    """1 / value, as torch divides a number by a tensor; inf for 0."""
-    return 1.0 / value if value else math.copysign(math.inf, value)
+def _over(number: float, value: float) -> float:
+    """number / value, as torch divides: inf for 0."""
+    return number / value if value else math.copysign(math.inf, value)
 
 
 def _clip_factor(clip_norm: float, grad_norm: Tensor) -> Tensor:

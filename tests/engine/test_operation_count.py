@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.engine import SGD, Policy, Stepper
-from recipes.resnet import BasicBlock, ResNet
+from recipes.resnet import BasicBlock, Bottleneck, ResNet
 from tests.meta_device import META
 
-LIMIT = 1.3
 OPTIONS = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 NO_KERNELS = {
     *(
         "empty",
+        "new_empty",
         "alias",
         "as_strided",
         "detach",
@@ -90,6 +91,10 @@ def resnet18() -> nn.Module:
     return ResNet(BasicBlock, (2, 2, 2, 2), 10, 3, small_stem=True).to(META)
 
 
+def resnet50() -> nn.Module:
+    return ResNet(Bottleneck, (3, 4, 6, 3), 10, 3, small_stem=True).to(META)
+
+
 def batch() -> tuple[Tensor, Tensor]:
     return torch.empty(8, 3, 32, 32, device=META), torch.empty(8, dtype=torch.int64, device=META)
 
@@ -104,8 +109,8 @@ def counted(step: Callable[[], None]) -> tuple[int, int]:
     return operations.counts()
 
 
-def with_grad_scaler() -> Callable[[], None]:
-    model, (x, classes) = resnet18(), batch()
+def with_grad_scaler(build: Callable[[], nn.Module] = resnet18) -> Callable[[], None]:
+    model, (x, classes) = build(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIONS)  # type: ignore[arg-type]
     optimizer.param_groups[0] |= {"fused": True, "foreach": False}  # which torch refuses for this device
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -123,25 +128,35 @@ def with_grad_scaler() -> Callable[[], None]:
     return step
 
 
-def ours() -> Callable[[], None]:
+def ours(build: Callable[[], nn.Module] = resnet18, micro_batches: int = 1) -> Callable[[], None]:
     with Operations():
-        stepper = Stepper(resnet18(), SGD(0.1, **OPTIONS), Policy.fp16(), reference_count=8)  # type: ignore[arg-type]
+        stepper = Stepper(
+            build(),
+            SGD(0.1, **OPTIONS),  # type: ignore[arg-type]
+            Policy.fp16(),
+            reference_count=8,
+            micro_batches=micro_batches,
+        )
     assert not stepper.emulation.used
     x, classes = batch()
 
     def step() -> None:
-        with Autocast():
-            loss = F.cross_entropy(stepper.model(x).float(), classes, reduction="sum")
-        stepper.backward(loss, len(x))
+        for _ in range(micro_batches):
+            with Autocast():
+                loss = F.cross_entropy(stepper.model(x).float(), classes, reduction="sum")
+            stepper.backward(loss, len(x))
         stepper.step()
 
     return step
 
 
-def test_a_step_issues_at_most_1_3_times_the_operations_of_autocast_and_grad_scaler() -> None:
-    """Without a compiler, which makes few kernels of a step's scalars and of its update."""
-    own, theirs = counted(ours()), counted(with_grad_scaler())
+@pytest.mark.parametrize(
+    ("build", "operations", "kernels"), [(resnet18, 1.1, 1.0), (resnet50, 1.0, 0.85)], ids=["18", "50"]
+)
+def test_a_step_launches_no_more_than_one_of_autocast_and_grad_scaler(build, operations, kernels) -> None:
+    """Without a compiler, which makes fewer kernels still of a step's scalars and of its update."""
+    own, theirs = counted(ours(build)), counted(with_grad_scaler(build))
     assert theirs[0] > 300
     text = "{} operations, {} of them kernels; with GradScaler {} and {}".format(*own, *theirs)
-    assert own[0] <= LIMIT * theirs[0], text
-    assert own[1] <= LIMIT * theirs[1], text
+    assert own[0] <= operations * theirs[0], text
+    assert own[1] <= kernels * theirs[1], text

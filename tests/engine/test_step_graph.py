@@ -109,7 +109,8 @@ def test_a_capturable_stepper_gives_the_bits_of_another(optimizer) -> None:
             stepper.step()
         counters = stepper.counters()
         assert counters["skipped"]
-        found.append((bits(stepper._parts.replica.tensors()), counters, stepper.has_trained))
+        # The first is the loss scale, which the host and a device hold in different forms.
+        found.append((bits(stepper._parts.replica.tensors()[1:]), counters, stepper.has_trained))
     assert found[0] == found[1]
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, strategies
 from torch import Tensor
 
-from launcher.engine.precision.loss_scale import Scaling
-from launcher.engine.verdict import Numbers, Terms, Verdict, judge, judge_on_host, next_rate
+from launcher.engine.precision.loss_scale import Scaling, with_scale
+from launcher.engine.verdict import Numbers, Rules, Terms, Verdict, judge, judge_on_host, next_rate
 from launcher.engine.wire.reducer import ABANDONED, CULPRIT
 from launcher.engine.wire.step_counts import FIELDS
 
@@ -38,7 +38,7 @@ def cases() -> list[tuple[Tensor, ...]]:
 def test_only_a_finite_gradient_of_finite_losses_of_some_samples_is_applied() -> None:
     terms = Terms(32.0, None, Scaling(growth_interval=2))
     for sums, marks, tally, state, rates in cases():
-        verdict = judge(terms, sums, marks, tally, state, rates)
+        verdict = on_device(terms, sums, marks, tally, state, rates)
         abandoned = ABANDONED in marks
         clean = sums.isfinite().all() and tally[1].isfinite() and 0 < tally[0] < math.inf and not abandoned
         assert bool(verdict.skip) != bool(clean)
@@ -48,7 +48,7 @@ def test_only_a_finite_gradient_of_finite_losses_of_some_samples_is_applied() ->
             assert verdict.multiplier.item() == unscale
             assert verdict.packed[1].item() == unscale * sums.sum().sqrt().item()
         if abandoned:
-            assert torch.equal(verdict.state, state)
+            assert verdict.state.tolist() == with_scale(state.tolist())
 
 
 def test_the_last_rate_holds_for_ever_after() -> None:
@@ -63,7 +63,7 @@ def test_the_host_gives_the_same_bits(mode, clip_norm) -> None:
     terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2, max=2**17))
     for case in cases():
         before = [tensor.clone() for tensor in case]
-        assert_equal(judge(terms, *case), on_host(terms, *case))
+        assert_equal(on_device(terms, *case), on_host(terms, *case))
         assert all(
             torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, case, strict=True)
         )
@@ -105,7 +105,7 @@ def test_the_host_gives_the_same_bits_for_any_step(
     terms = Terms(2.0**unit, clip_norm, scaling)
     values = [torch.tensor(each, dtype=torch.float64) for each in (sums, marks)]
     case = (*values, counts, torch.tensor(state), RATES)
-    assert_equal(judge(terms, *case), on_host(terms, *case))
+    assert_equal(on_device(terms, *case), on_host(terms, *case))
 
 
 @pytest.mark.parametrize("largest", [4.0, math.inf, math.nan])
@@ -114,8 +114,8 @@ def test_without_marks_the_only_rank_is_to_blame(largest) -> None:
     sums = torch.cat([sums, torch.tensor([largest], dtype=torch.float64)])
     terms, blame = Terms(32.0, None, Scaling()), CULPRIT * (not math.isfinite(largest))
     marks = torch.tensor([blame], dtype=torch.float64)
-    expected = judge(terms, sums, marks, tally, state, rates)
-    assert_equal(expected, judge(terms, sums, None, tally, state, rates))
+    expected = on_device(terms, sums, marks, tally, state, rates)
+    assert_equal(expected, on_device(terms, sums, None, tally, state, rates))
     assert_equal(expected, on_host(terms, sums, None, tally, state, rates))
 
 
@@ -127,24 +127,41 @@ def test_a_compiler_gives_the_same_bits(mode, clip_norm) -> None:
     terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2))
     compiled = torch.compile(judge, fullgraph=True)
     for case in cases():
-        assert_equal(judge(terms, *case), compiled(terms, *case))
+        assert_equal(on_device(terms, *case), on_device(terms, *case, judge=compiled))
+
+
+def on_device(terms: Terms, sums, marks, tally: Tensor, state: Tensor, rates: Tensor, judge=judge) -> Verdict:
+    """What the device decides, its numbers as the host reads them."""
+    rules = Rules.of(terms, len(rates), torch.device("cpu"))
+    present = torch.tensor(with_scale(state.tolist()), dtype=torch.float64)
+    found = judge(rules, sums, marks, tally, present, rates)
+    assert [each.item() for each in found.narrow] == [
+        each.to(torch.float32).item() for each in (found.lr, found.number, found.skip)
+    ]
+    numbers = Numbers.unpacked(found.packed, 1 if marks is None else len(marks), len(sums))
+    return found._replace(packed=as_tensor(numbers), narrow=None)
 
 
 def on_host(terms: Terms, sums, marks, tally: Tensor, state: Tensor, rates: Tensor) -> Verdict:
     """What the host decides, as tensors."""
     found = judge_on_host(terms, sums, marks, tally.tolist(), state.tolist(), rates.tolist())
     assert isinstance(found.packed, Numbers)
-    head, marks, sums = found.packed
     return Verdict(
         torch.tensor(found.multiplier, dtype=torch.float32),
-        torch.tensor(found.lr, dtype=torch.float64),
-        *map(torch.tensor, found[2:6]),
-        torch.cat([torch.tensor(head, dtype=torch.float64), marks, sums]),
+        *(torch.tensor(each, dtype=torch.float64) for each in (found.lr, found.number)),
+        *map(torch.tensor, (found.skip, found.abandoned)),
+        torch.tensor(with_scale(found.state), dtype=torch.float64),
+        as_tensor(found.packed),
+        None,
     )
 
 
+def as_tensor(numbers: Numbers) -> Tensor:
+    return torch.cat([torch.tensor(numbers.head, dtype=torch.float64), numbers.marks, numbers.sums])
+
+
 def assert_equal(verdict: Verdict, same: Verdict) -> None:
-    for one, other in zip(verdict, same, strict=True):
+    for one, other in zip(verdict[:-1], same[:-1], strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert torch.equal(one.isnan(), other.isnan()), (verdict, same)
         assert torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0)), (verdict, same)

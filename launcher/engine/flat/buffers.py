@@ -62,7 +62,10 @@ class Buffers:
         if skipped is False:
             return
         for before, flat in zip(self._before, self._flat, strict=True):
-            flat.copy_(torch.where(skipped, before, flat) if isinstance(skipped, Tensor) else before)
+            if isinstance(skipped, Tensor):
+                torch.where(skipped, before, flat, out=flat)
+            else:
+                flat.copy_(before)
 
     def restore(self) -> None:
         """Return to the snapshot, even if a forward pass has replaced a buffer."""

@@ -179,9 +179,12 @@ class Layout:
         matrices = [n for n, p in self.parameters.items() if p in halves]
         vectors = [n for n, p in self.parameters.items() if p not in halves]
         wire = wire or policy.wire
+        # Nothing is sent: runs only bound how many gradients are kept twice, and each costs a kernel.
+        self._alone = world_size == 1 and self.device.type != "cpu"
         self.message_bytes = run_bytes or default_run_bytes(
             sum(self.parameters[n].numel() for n in matrices) * wire.itemsize
-            + sum(self.parameters[n].numel() for n in vectors) * 4
+            + sum(self.parameters[n].numel() for n in vectors) * 4,
+            MAX_RUN_BYTES if self._alone else MIN_RUN_BYTES,
         )
         self.segments: list[Segment] = []
         for name, members, weight, grad in (
@@ -207,7 +210,8 @@ class Layout:
         for position, member in enumerate(members):
             names.append(member)
             end += _round_up(self.parameters[member].numel(), ALIGNMENT)
-            limit = run_numel if runs or self.segments else _first_limit(run_numel)
+            first_sent = not (runs or self.segments or self._alone)
+            limit = _first_limit(run_numel) if first_sent else run_numel
             following = (
                 self.parameters[members[position + 1]].numel() if position + 1 < len(members) else None
             )
@@ -315,9 +319,9 @@ class Layout:
                 segment.weight.copy_(segment.master)
 
 
-def default_run_bytes(total_bytes: int) -> int:
+def default_run_bytes(total_bytes: int, at_least: int) -> int:
     """An eighth of the model, within limits: one run of 25 MB would leave a model of 16 MB no overlap."""
-    return min(max(total_bytes // 8, MIN_RUN_BYTES), MAX_RUN_BYTES)
+    return min(max(total_bytes // 8, at_least), MAX_RUN_BYTES)
 
 
 def _first_limit(run_numel: int) -> int:

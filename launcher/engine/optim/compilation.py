@@ -23,8 +23,8 @@ from launcher.engine.flat.layout import Layout, Piece, Stretch
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.optim.updater import Stretches, Updater
-from launcher.engine.precision.loss_scale import LossScale, Scaling
-from launcher.engine.verdict import Terms, Verdict, judge
+from launcher.engine.precision.loss_scale import LossScale
+from launcher.engine.verdict import Rules, Terms, Verdict, judge
 from launcher.engine.wire.grad_norm import BLOCKS, SMALL, SumOfSquares
 from launcher.engine.wire.step_counts import FIELDS
 
@@ -46,14 +46,29 @@ class _Wrong(Exception):
     """The compiled pass computes other values than the plain one."""
 
 
+@dataclass(frozen=True)
+class Constants:
+    """What a compiler takes for constants of the verdict: with others the first step would compile again.
+
+    `terms` None: the host decides, and the verdict is not compiled.
+    """
+
+    terms: Terms | None
+    num_rates: int
+
+
 def choose_compilation(
-    wanted: bool, optimizer: Optimizer | TorchOptimizer, layout: Layout, group: dist.ProcessGroup | None
+    wanted: bool,
+    optimizer: Optimizer | TorchOptimizer,
+    layout: Layout,
+    constants: Constants,
+    group: dist.ProcessGroup | None,
 ) -> Compilation:
     """Try it if `wanted`. Always a collective, because ranks may be configured differently."""
     objection = "" if wanted else "compiled=False on this rank"
     if wanted:
         try:
-            _try(optimizer, layout)
+            _try(optimizer, layout, constants, group is not None)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything; the plain update works without it
@@ -89,14 +104,14 @@ def _first_words(error: BaseException) -> str:
     return text if isinstance(error, _Wrong) else f"{type(error).__name__}: {text}"
 
 
-def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout) -> None:
+def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout, constants: Constants, shared: bool) -> None:
     """Raises what the compiler raises, or _Wrong."""
     if torch._dynamo.config.disable:
         raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
     if layout.device.type == "cpu":
         _compare_sums(layout.segments[0].grad.dtype)
-    else:  # on a CPU the verdict of a step is not compiled
-        _compare_judgements(layout)
+    if constants.terms is not None:
+        _compare_judgements(layout, constants.terms, constants.num_rates, shared)
     if not isinstance(optimizer, TorchOptimizer):
         _compare_updates(optimizer, layout)
 
@@ -108,18 +123,18 @@ def _compare_sums(dtype: torch.dtype) -> None:
         raise _Wrong(f"a compiled sum of squares is {sums[0].item()}, not {sums[1].item()}")
 
 
-def _compare_judgements(layout: Layout) -> None:
+def _compare_judgements(layout: Layout, terms: Terms, num_rates: int, shared: bool) -> None:
     """Compare those of a clean step, and of one with an overflow."""
-    compiled, terms = torch.compile(judge), Terms(1.0, 1.0, Scaling())
-    state = LossScale(Scaling(), layout.device).state
+    compiled, rules = torch.compile(judge), Rules.of(terms, num_rates, layout.device)
+    state = LossScale(terms.scaling, layout.device, on_host=False).memory
     ones = partial(torch.ones, dtype=torch.float64, device=layout.device)
-    marks = ones(layout.world_size) - 1 if layout.world_size > 1 else None
-    tally, rates = ones(FIELDS), ones(1)
+    marks = ones(layout.world_size) - 1 if shared else None
+    tally, rates = ones(FIELDS), ones(num_rates)
     tally[2] = 0.0  # losses that are not finite
     for largest in (4.0, math.inf):
         sums = ones(len(list(layout.slots))) * largest
-        found, expected = (run(terms, sums, marks, tally, state, rates) for run in (compiled, judge))
-        for field, one, other in zip(Verdict._fields, found, expected, strict=True):
+        found, expected = (run(rules, sums, marks, tally, state, rates) for run in (compiled, judge))
+        for field, one, other in zip(Verdict._fields[:-1], found, expected, strict=False):
             assert isinstance(one, Tensor)
             assert isinstance(other, Tensor)
             if not torch.allclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True):

@@ -27,16 +27,23 @@ class Scalars:
     `multiplier` turns the wire gradient into the clipped mean gradient; `number` is the count of applied
     steps, this one included; `skip` forbids writing. `factors` are those of the optimizer, fp32. `found_inf`
     is `skip` as a fused kernel reads it, fp32; None where the step is known to be applied. `weight_decay`
-    replaces the optimizer's. To compute the factors of all groups at once, it and `lr` are [groups].
+    replaces the optimizer's. To compute the factors of all groups at once, it and `lr` are [groups]. `narrow`
+    are rate, number and `skip` in fp32, where they are at hand.
     """
 
     multiplier: Tensor | float  # fp32
     lr: Tensor | float  # fp64
-    number: Tensor | int  # int64
+    number: Tensor | float
     skip: Tensor | bool
     factors: tuple[Tensor, ...] = ()
     found_inf: Tensor | None = None
     weight_decay: Tensor | None = None  # fp64
+    narrow: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def for_fused_kernel(self) -> Scalars:
+        """With rate, number and skip flag as such a kernel reads them on a GPU."""
+        own = self.narrow or tuple(tensor_of(each).float() for each in (self.lr, self.number, self.skip))
+        return replace(self, lr=own[0], number=own[1], found_inf=own[2])
 
     def on(self, device: torch.device) -> Scalars:
         """All of them as tensors: torch.compile takes a number for a constant, and compiles for each."""
@@ -44,7 +51,7 @@ class Scalars:
             self,
             multiplier=torch.as_tensor(self.multiplier, dtype=torch.float32, device=device),
             lr=torch.as_tensor(self.lr, dtype=torch.float64, device=device),
-            number=torch.as_tensor(self.number, dtype=torch.int64, device=device),
+            number=torch.as_tensor(self.number, dtype=torch.float64, device=device),
             skip=torch.as_tensor(self.skip, dtype=torch.bool, device=device),
         )
 

@@ -22,7 +22,7 @@ from launcher.engine.state import refuse_misfits
 from launcher.engine.wire.shards import Shards
 
 CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; smaller ones cost more calls
-DEVICE_CHUNK = 1 << 24  # elements on a GPU: 64 MB, less than the activations that are free by then
+DEVICE_CHUNK = 1 << 25  # elements on a GPU: 128 MB, less than the activations that are free by then
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,12 @@ class Updater:
                 self._run_compiled(self._compiled, scalars)
 
     def _run_fused(self, scalars: Scalars) -> None:
-        own = [scalars] if self._factors is None else self._factors.rates(scalars)
-        if not self._on_host:
-            found_inf = tensor_of(scalars.skip).float()
-            own = [
-                replace(each, lr=each.lr if self._on_cpu else tensor_of(each.lr).float(), found_inf=found_inf)
-                for each in own
-            ]
+        narrow = scalars if self._on_host else scalars.for_fused_kernel()
+        # On a CPU the kernel takes the rate in fp64.
+        whole = replace(narrow, lr=scalars.lr) if self._on_cpu or self._factors else narrow
+        own = [whole] if self._factors is None else self._factors.rates(whole)
+        if self._factors is not None and not self._on_cpu:
+            own = [replace(each, lr=tensor_of(each.lr).float()) for each in own]
         for share in self._shares:
             for batch in share.batches:
                 _fused(share.optimizer, batch, own[share.rates])

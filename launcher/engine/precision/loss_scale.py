@@ -1,11 +1,12 @@
-"""The loss-scale state machine, in integers: on the device, or where the host decides in Python's numbers.
+"""The loss-scale state machine: on the device, or where the host decides in Python's numbers.
 
-Owns how the scale S = 2^s changes and the counters that must survive a crash. Integers make S and 1/S exact:
-neither can become 0 or inf. Nothing here waits for the device.
+Owns how the scale S = 2^s changes and the counters that must survive a crash. S is a power of two within the
+range of fp32, so S and 1/S are exact: neither can become 0 or inf. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,10 +71,11 @@ class ScaleStart:
 
 
 class LossScale:
-    """The state machine's state: one int64 tensor on the device, or on the host a list, by field.
+    """The state machine's state, by field: a list of ints on the host, or one fp64 tensor on the device.
 
     exponent s; clean steps in a row `t`; lives `h`; applied and skipped steps; overflows in a row at the
-    smallest scale; non-finite losses in a row.
+    smallest scale; non-finite losses in a row. The device holds 2^s in place of s, which saves a step the
+    kernels that compute it; the counts are exact in fp64.
     """
 
     FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
@@ -85,12 +87,21 @@ class LossScale:
         fields = [start, 0, scaling.hysteresis, 0, 0, 0, 0]
         self.present: Tensor | list[int] = fields
         if not (device.type == "cpu" if on_host is None else on_host):
-            self.present = torch.tensor(fields, dtype=torch.int64, device=device)
+            self.present = torch.tensor(with_scale(fields), dtype=torch.float64, device=device)
         self.loads, self.loaded = 0, 0  # how often counters were restored, and the applied steps of the last
 
     @property
     def state(self) -> Tensor:
-        """int64 [FIELDS]. To be read only: where the host decides it is a copy."""
+        """int64 [FIELDS]. A copy."""
+        if isinstance(self.present, list):
+            return torch.tensor(self.present)
+        state = self.present.long()
+        state[0] = (self.present[0].view(torch.int64) >> 52) - 1023  # the exponent of a power of two
+        return state
+
+    @property
+    def memory(self) -> Tensor:
+        """What is held on the device; a copy where the host holds it."""
         return self.present if isinstance(self.present, Tensor) else torch.tensor(self.present)
 
     @property
@@ -99,20 +110,26 @@ class LossScale:
 
     @property
     def applied(self) -> Tensor:
-        return self.state[APPLIED]
+        """0-dim; fp64 on the device, where it is a view."""
+        return torch.as_tensor(self.present[APPLIED])
 
     def become(self, after: Tensor | list[int]) -> None:
-        """Take the next state, on the device in the memory of the present one."""
-        if isinstance(self.present, list):
-            self.present = after.tolist() if isinstance(after, Tensor) else after
+        """Take the next state in the form of the present one, on the device in its memory."""
+        if isinstance(self.present, Tensor):
+            assert isinstance(after, Tensor)
+            self.present.copy_(after)
         else:
-            self.present.copy_(after if isinstance(after, Tensor) else torch.tensor(after))
+            assert isinstance(after, list)
+            self.present = after
 
     def start_at(self, exponent: int) -> int:
         """Set s, within its limits, before the first step; returns it."""
         low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
         exponent = min(max(exponent, low), high)
-        self.present[0] = exponent
+        if isinstance(self.present, list):
+            self.present[0] = exponent
+        else:
+            self.present[0] = math.ldexp(1.0, exponent)
         return exponent
 
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
@@ -133,7 +150,9 @@ class LossScale:
             fields["lives"] = min(counters["lives"], scaling.hysteresis)
         if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
             fields["floor_skips"] = counters["floor_skips"]
-        self.become([fields[name] for name in self.FIELDS])
+        after = [fields[name] for name in self.FIELDS]
+        on_host = isinstance(self.present, list)
+        self.become(after if on_host else torch.tensor(with_scale(after), dtype=torch.float64))
         self.loads, self.loaded = self.loads + 1, counters["applied"]
         return ScaleStart(fields["exponent"], not reason, reason)
 
@@ -154,44 +173,26 @@ class LossScale:
         return f"{scaling.mode}, {own} throughout: the state is of a {saved}"
 
     def value(self) -> Tensor:
-        """S as fp32, 0-dim: built from its bits, so exact."""
-        return power_of_two(self.exponent)
+        """S as fp32, 0-dim."""
+        return self.over(1)
 
     def over(self, divisor: int) -> Tensor:
-        """S / divisor, exact for a power of two: fp32, 0-dim."""
-        if isinstance(self.present, list):  # one operation
+        """S / divisor, exact for a power of two: fp32, 0-dim, in one operation."""
+        if isinstance(self.present, list):
             return torch.full((), math.ldexp(1.0, self.present[0]) / divisor, dtype=torch.float32)
-        return self.value() / divisor
-
-
-def next_state(
-    scaling: Scaling, state: Tensor, skipped: Tensor, bad_loss: Tensor, overflow: Tensor, abandoned: Tensor
-) -> Tensor:
-    """The state after one step, int64 [FIELDS]. All flags are bool, 0-dim, equal on all ranks.
-
-    `overflow` is a step whose gradient is not finite although every loss was; only that lowers the scale. A
-    non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes nothing, and is not
-    counted.
-    """
-    s, t, h, applied, skips, floor, bad = state.unbind()
-    clean, at_floor = ~skipped, overflow
-    if scaling.mode == "dynamic":
-        low, high = _exponent(scaling.min), _exponent(scaling.max)
-        at_floor = overflow & (s == low)
-        grown = clean & (t >= scaling.growth_interval - 1)
-        lowered = overflow & (h <= 1)
-        s = (s + grown).add(lowered, alpha=-1).clamp(low, high)
-        t = (t + clean) * ~(grown | overflow)
-        h = torch.where(clean, scaling.hysteresis, h.add(overflow, alpha=-1))
-    floor, bad = (floor + at_floor) * skipped, (bad + bad_loss) * skipped
-    after = torch.stack([s, t, h, applied + clean, skips + skipped, floor, bad])
-    return torch.where(abandoned, state, after)
+        scale = self.present[0]
+        return torch.div(scale, divisor, out=scale.new_empty((), dtype=torch.float32))
 
 
 def next_fields(
     scaling: Scaling, fields: Sequence[int], skipped: bool, bad_loss: bool, overflow: bool, abandoned: bool
 ) -> list[int]:
-    """`next_state` in Python's numbers."""
+    """The state after one step, FIELDS numbers. All flags are equal on all ranks.
+
+    `overflow` is a step whose gradient is not finite although every loss was; only that lowers the scale. A
+    non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes nothing, and is not
+    counted.
+    """
     if abandoned:
         return list(fields)
     s, t, h, applied, skips, floor, bad = fields
@@ -208,11 +209,52 @@ def next_fields(
     return [s, t, h, applied + clean, skips + skipped, floor, bad]
 
 
-def power_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """2^exponent as fp32 or fp64, exact, for integer exponents in [-126, 127]; same shape."""
-    if dtype == torch.float64:
-        return ((exponent + 1023) << 52).view(torch.float64)
-    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
+def with_scale(fields: Sequence[int]) -> list[float]:
+    """The fields as a device holds them: 2^s in place of s."""
+    return [math.ldexp(1.0, fields[0]), *fields[1:]]
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """`next_fields` as a table for a device, which computes the next state in one operation.
+
+    The next state is `factors * state + terms`, where these depend only on some yes-or-no questions about the
+    state and the step. Each is whether a number is outside of two bounds, both allowed.
+    """
+
+    bounds: list[tuple[float, float]]  # of the state's fields
+    highest: float  # above this scale it cannot grow
+    rows: list[list[float]]  # factors, terms and whether the step is skipped, by the answers
+
+    @classmethod
+    def of(cls, scaling: Scaling) -> Transitions:
+        """From `next_fields`, so that the rule is written once."""
+        low, high, due = _exponent(scaling.min), _exponent(scaling.max), scaling.growth_interval - 1
+        bounds = [(-math.inf, math.inf)] * len(LossScale.FIELDS)
+        bounds[0] = (math.ldexp(1.0, low + 1), math.inf)  # outside: it cannot fall
+        bounds[1] = (-math.inf, due - 1)  # outside: it grows after this step, if that is clean
+        bounds[2] = (2.0, math.inf)  # outside: an overflow takes the last life
+        rows = []
+        for outside in itertools.product((False, True), repeat=NUM_QUESTIONS):
+            at_low, is_due, last, at_high, *step = outside
+            no_samples, bad_loss, not_finite, abandoned = step
+            overflow = not_finite and not bad_loss
+            skipped = no_samples or bad_loss or not_finite or abandoned
+            exponent = low if at_low else high if at_high else low + 1
+            # Two states with these answers: one gives the sum, the other the product.
+            states = [
+                [exponent, due + n if is_due else due - 1 - n, 1 - n if last else 2 + n, n, n, n, n]
+                for n in (0, 1)
+            ]
+            one, other = (next_fields(scaling, s, skipped, bad_loss, overflow, abandoned) for s in states)
+            pairs = list(zip(states[0][1:], states[1][1:], one[1:], other[1:], strict=True))
+            factors = [(to - at) / (x - b) for b, x, at, to in pairs]
+            terms = [at - factor * b for factor, (b, _, at, _) in zip(factors, pairs, strict=True)]
+            rows.append([math.ldexp(1.0, one[0] - exponent), *factors, 0.0, *terms, float(skipped)])
+        return cls(bounds, math.ldexp(1.0, high - 1), rows)
+
+
+NUM_QUESTIONS = 8  # of Transitions: four about the state, four about the step
 
 
 def nearest_power_of_two(value: float) -> int:

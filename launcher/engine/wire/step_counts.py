@@ -73,15 +73,17 @@ class DeviceTally:
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._sums = torch.zeros(FIELDS, dtype=torch.float64, device=device)
-        self._newest: Tensor | None = None  # [3] of the micro-batch that may still be taken back
+        # Of the micro-batch that may still be taken back: count, loss, and 0 or nan where that is not finite.
+        self._newest: tuple[Tensor | float, Tensor, Tensor] | None = None
         self._work: dist.Work | None = None
         self._sent = False
+        self._is_first = True  # no micro-batch is included yet
 
     def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
         self._include_newest()
-        loss = loss_sum.detach().double()
-        n = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, float(count))
-        self._newest = torch.stack([n.reshape(()), loss, (loss - loss != 0).double()])
+        loss = loss_sum.detach().view(())
+        n = count.detach().to(loss.device).view(()) if isinstance(count, Tensor) else float(count)
+        self._newest = (n, loss, loss - loss)
 
     def take_back(self) -> None:
         _refuse_sent(self._sent)
@@ -114,12 +116,19 @@ class DeviceTally:
     def restart(self) -> None:
         self._sums.zero_()
         self._newest = None
-        self._sent = False
+        self._sent, self._is_first = False, True
 
     def _include_newest(self) -> None:
         if self._newest is not None:
-            self._sums[:3].add_(self._newest)
-            self._newest = None
+            count, loss, difference = self._newest
+            counts, losses, bad = self._sums[:3].unbind()
+            counts.add_(count)  # one kernel each, which converts too: a vector of these would take three more
+            losses.add_(loss)
+            if self._is_first:
+                torch.ne(difference, 0.0, out=bad)
+            else:
+                bad.add_(difference != 0)
+            self._newest, self._is_first = None, False
 
 
 class HostTally:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.engine.flat.layout import Layout
 from launcher.engine.optim.compilation import Compilation, _compare_judgements, _Wrong
+from launcher.engine.verdict import Terms, judge
 from tests.engine.observe import state_digest
 from tests.engine.optim.test_fused import planted_step
 from tests.models import Planted
@@ -188,9 +190,37 @@ def test_a_compiler_that_judges_a_step_otherwise_is_not_used(monkeypatch, field)
 
         return compiled
 
-    layout = Layout(Planted(), Policy.fp16())
+    layout, terms = Layout(Planted(), Policy.fp16()), Terms(1.0, 1.0, Scaling())
     monkeypatch.setattr(torch, "compile", lambda run: run)
-    _compare_judgements(layout)
+    _compare_judgements(layout, terms, num_rates=1, shared=False)
     monkeypatch.setattr(torch, "compile", other)
     with pytest.raises(_Wrong, match=f"another {field} than"):
-        _compare_judgements(layout)
+        _compare_judgements(layout, terms, num_rates=1, shared=False)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("reference_count", [None, 1])
+def test_the_trial_compiles_the_verdict_of_the_steps(monkeypatch, clip_norm, reference_count) -> None:
+    """With their clip norm, scaling and number of rates: the first step compiles nothing of it anew."""
+    torch._dynamo.reset()
+    verdicts = torch._dynamo.testing.CompileCounter()
+
+    def compiling(run: Callable[..., object]) -> Callable[..., object]:
+        return torch._dynamo.optimize(verdicts)(run) if run is judge else run
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    stepper = Stepper(
+        Planted(),
+        AdamW(0.01),
+        scaling=Scaling(init=64, growth_interval=3),
+        clip_norm=clip_norm,
+        learning_rates=[0.1, 0.2, 0.3],
+        reference_count=reference_count,
+        compiled=True,
+        capturable=True,
+    )
+    assert stepper.compilation.used
+    assert verdicts.frame_count == 1
+    for number in range(4):
+        planted_step(stepper, float(number), 1.0)
+    assert verdicts.frame_count == 1

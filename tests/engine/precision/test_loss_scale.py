@@ -12,10 +12,10 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.precision.loss_scale import (
     LossScale,
     Scaling,
+    Transitions,
     nearest_power_of_two,
     next_fields,
-    next_state,
-    power_of_two,
+    with_scale,
 )
 
 CLEAN, OVERFLOW, BAD_LOSS, NO_SAMPLES = "clean", "overflow", "bad loss", "no samples"
@@ -58,12 +58,19 @@ def advance(scale: LossScale, event: str) -> None:
     step(scale, event != CLEAN, event == BAD_LOSS, event == OVERFLOW, False)
 
 
-def step(scale: LossScale, *flags: bool) -> None:
+def step(scale: LossScale, skipped: bool, bad_loss: bool, overflow: bool, abandoned: bool) -> None:
     """Both forms of the state machine, which must agree."""
-    device = next_state(scale.scaling, scale.state, *map(torch.tensor, flags))
-    host = next_fields(scale.scaling, scale.state.tolist(), *flags)
-    assert device.tolist() == host
-    scale.become(device if isinstance(scale.present, Tensor) else host)
+    fields = scale.state.tolist()
+    after = next_fields(scale.scaling, fields, skipped, bad_loss, overflow, abandoned)
+    own = Transitions.of(scale.scaling)
+    state = with_scale(fields)
+    outside = [not low <= value <= high for value, (low, high) in zip(state, own.bounds, strict=True)]
+    no_samples = skipped and not (bad_loss or overflow or abandoned)
+    answers = [*outside[:3], state[0] > own.highest, no_samples, bad_loss, overflow, abandoned]
+    *pairs, in_row = own.rows[int("".join(str(int(answer)) for answer in answers), 2)]
+    moved = [x * factor + term for x, factor, term in zip(state, pairs[:7], pairs[7:], strict=True)]
+    assert (moved, in_row) == (with_scale(after), skipped)
+    scale.become(torch.tensor(moved) if isinstance(scale.present, Tensor) else after)
 
 
 @settings(deadline=None)
@@ -118,9 +125,12 @@ def test_each_of_the_three_scales_is_a_power_of_two(field, value) -> None:
         Scaling(**{field: value})
 
 
-def test_powers_of_two_are_exact_over_the_whole_range_of_fp32() -> None:
-    exponents = torch.arange(-126, 128)
-    assert torch.equal(power_of_two(exponents).double(), torch.exp2(exponents.double()))
+@pytest.mark.parametrize("on_host", [True, False])
+def test_scales_are_exact_over_the_whole_range(on_host) -> None:
+    for exponent in range(128):
+        scale = LossScale(Scaling(init=2**exponent, max=2**127), torch.device("cpu"), on_host)
+        assert (scale.exponent.item(), scale.value().item()) == (exponent, 2.0**exponent)
+        assert scale.over(4).item() == 2.0 ** (exponent - 2)
 
 
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (3, 4), (5, 4), (6, 8), (1000, 1024), (0.3, 1)])
