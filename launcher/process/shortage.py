@@ -7,12 +7,20 @@ its error class is looked up only if torch is loaded.
 from __future__ import annotations
 
 import errno
+import re
 import sys
 
 from launcher.errors import LauncherError, OutOfMemoryError, StorageError, whole_text
 
-# From torch's CPU allocator, and from C++.
-OF_ALLOCATORS = ("DefaultCPUAllocator: ", "std::bad_alloc")
+# In a RuntimeError of torch's CPU allocator, of C++, or of the system.
+OF_HOST = re.compile(r"DefaultCPUAllocator: |std::bad_alloc|Cannot allocate memory")
+# Of what allocates beside torch's allocator for GPUs, whose error is a class: handles and plans of cuBLAS,
+# cuDNN, cuFFT, pinned memory and graphs of CUDA, Triton's modules.
+OF_GPU = re.compile(r"ALLOC(ATION)?_FAILED|(CUDA|HIP) error: out of memory|\[CUDA\]: out of memory")
+OF_NCCL = re.compile(
+    r"NCCL error.*(Cuda failure.*out of memory|Failed to CUDA (host )?[cm]?alloc)", re.DOTALL
+)
+LAST_OF_NCCL = "Last error:\n"  # stands before what NCCL says itself
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 TO_LOWER = "Lower data.micro_batch (the update stays that of data.batch_size), or choose a smaller model."
 
@@ -39,15 +47,21 @@ def shortage_of(
 
 
 def ran_out(error: BaseException) -> str:
-    """Which memory ran out and what the allocator said, in one line; "" for any other error."""
+    """Which memory ran out and what the allocator said, in one line; "" for any other error.
+
+    Also "" for a shortage of NCCL: its communicator has failed, and smaller pieces do not mend that.
+    """
     origin = error.__cause__ if isinstance(error, OutOfMemoryError) and error.__cause__ else error
+    if OF_NCCL.search(whole_text(origin)):
+        return ""
     kind = "memory" if isinstance(origin, OutOfMemoryError) else _memory(origin)
     said = _said(origin)
     return f"{kind}{f': {said}' if said else ''}".rstrip(".") if kind else ""
 
 
 def _said(error: BaseException) -> str:
-    return " ".join(whole_text(error).split("\n", 1)[0].split()[:40])
+    text = whole_text(error).rpartition(LAST_OF_NCCL)[2]
+    return " ".join(text.split("\n", 1)[0].split()[:40])
 
 
 def _memory(error: BaseException) -> str:
@@ -55,7 +69,9 @@ def _memory(error: BaseException) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
         return "GPU memory"
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "memory"
     text = whole_text(error) if isinstance(error, RuntimeError) else ""
-    return "memory" if any(words in text for words in OF_ALLOCATORS) else ""
+    if OF_GPU.search(text) or OF_NCCL.search(text):
+        return "GPU memory"
+    return "memory" if OF_HOST.search(text) else ""

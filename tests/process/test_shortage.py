@@ -6,11 +6,12 @@ import errno
 import os
 
 import pytest
+import torch
 
 from launcher.cli import main
 from launcher.distributed.handoff import departure_of
 from launcher.errors import ConfigError, OutOfMemoryError, StorageError
-from launcher.process.shortage import NO_ROOM, shortage_of
+from launcher.process.shortage import NO_ROOM, ran_out, shortage_of
 from launcher.run_dir.atomic import read_json
 
 RECIPE = """
@@ -86,10 +87,45 @@ def test_no_room_for_a_file_of_the_run_is_exit_8(train, tmp_path, capfd, monkeyp
     assert "Traceback" not in err
 
 
+def of_nccl(last: str) -> torch.distributed.DistBackendError:
+    """As ProcessGroupNCCL words what NCCL reports."""
+    return torch.distributed.DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run "
+        "with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA "
+        f"function failed.\nLast error:\n{last}"
+    )
+
+
+BY_LIBRARIES = [  # that allocate beside torch's allocator
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+BY_NCCL = [of_nccl("Cuda failure 2 'out of memory'"), of_nccl("Failed to CUDA calloc async 6291456 bytes")]
+
+
+@pytest.mark.parametrize("error", BY_LIBRARIES, ids=lambda error: str(error)[:30])
+def test_a_shortage_in_a_library_can_be_halved(error) -> None:
+    assert ran_out(error).startswith("GPU memory: ")
+    assert ran_out(OutOfMemoryError("in the recipe")) == "memory: in the recipe"
+
+
+@pytest.mark.parametrize("error", BY_NCCL)
+def test_a_shortage_in_nccl_ends_the_run_because_its_communicator_has_failed(error) -> None:
+    said = error.args[0].rpartition("\n")[2]
+    assert str(shortage_of(error, "rank 3")).startswith(f"rank 3 ran out of GPU memory: {said}. ")
+    assert ran_out(error) == ""
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (MemoryError(), OutOfMemoryError),
+        *((error, OutOfMemoryError) for error in (*BY_LIBRARIES, *BY_NCCL)),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), OutOfMemoryError),
         (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"), OutOfMemoryError),
         (RuntimeError("std::bad_alloc"), OutOfMemoryError),
         *((OSError(number, os.strerror(number), "a/file"), StorageError) for number in sorted(NO_ROOM)),
@@ -104,7 +140,15 @@ def test_a_rank_that_lacks_something_leaves_with_its_exit_code(error, kind):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("other"), OSError(errno.ENOENT, "none"), ConfigError("memory"), ValueError()]
+    "error",
+    [
+        RuntimeError("other"),
+        OSError(errno.ENOENT, "none"),
+        ConfigError("memory"),
+        ValueError(),
+        ValueError("CUDA error: out of memory"),  # a text that someone else quotes
+        of_nccl("Cuda failure 700 'an illegal memory access was encountered'"),
+    ],
 )
 def test_other_errors_are_none_of_these(error):
     assert shortage_of(error, "rank 0") is None
