@@ -79,6 +79,7 @@ from launcher.training.setup.data_check import compare_data, nan_warnings
 from launcher.training.setup.decisions import decisions
 from launcher.training.setup.initial_weights import Loaded, load_weights, settle
 from launcher.training.setup.micro_batch import settled
+from launcher.training.setup.scale_start import calibrate
 from launcher.training.signals import Requests, heeded
 from launcher.training.timing.bucket_trial import BucketTrial
 from launcher.training.timing.links import Links
@@ -352,8 +353,7 @@ def _calibrate(job: _Job, batches: Batches, start: Start) -> None:
     if start.step >= job.course.total_steps:
         return
     first = batches.step(*divmod(start.step, job.course.steps_per_epoch))
-    found = build.calibrate(job.run.stepper, job.recipe, job.model, first[:1])
-    job.run.telemetry.decision("loss scale", found)
+    calibrate(job.run, job.recipe, job.model, job.data.train, job.plan, first[:1])
 
 
 def _first_step_done(run: Run, watchdog: Watchdog) -> None:

@@ -250,16 +250,21 @@ class Stepper:
         `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
         fp32 sum of its losses, with their count if no `reference_count` was given: n0 then comes from this
         pass. `loss` is None on a rank without a micro-batch. Returns the exponent of the new scale, or None
-        if there is no loss scale or the gradients give none. A collective. Waits for the device.
+        if there is no loss scale, the gradients give none, or `loss` has raised on another rank. A
+        collective. Waits for the device. What `loss` raises is raised; it may then be called again.
         """
         self._refuse_within_step("calibrate()")
         self._parts.attachment.refuse_other_weights()
         if self.scale.scaling.mode == "none":
             return None
         growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._reference.micro_batches
-        with self.reducer.grad_put_aside():
-            dry = dry_pass(self.model, loss, self.reducer.gradients_aside, growth, self.group)
-        self.buffers.restore()
+        try:
+            with self.reducer.grad_put_aside():
+                dry = dry_pass(self.model, loss, self.reducer.gradients_aside, growth, self.group)
+        finally:
+            self.buffers.restore()
+        if dry.failed:
+            return None
         if self._reference.count is None:
             if dry.count is None:
                 raise UnusableError(NO_COUNT)

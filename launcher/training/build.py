@@ -26,7 +26,6 @@ from launcher.data.labels import Labels
 from launcher.data.loader import Loading
 from launcher.data.sources import Readable, readable
 from launcher.data.streamed import StreamData
-from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import (
@@ -44,7 +43,7 @@ from launcher.engine import (
 from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
-from launcher.recipe.contract import Recipe, loss_of, set_title
+from launcher.recipe.contract import Recipe, set_title
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
@@ -350,19 +349,6 @@ def weight_average(config: Config, stepper: Stepper) -> WeightAverage | None:
     """The average of the weights that the config asks for."""
     ema = config.ema
     return None if ema.decay is None else WeightAverage(stepper, ema.decay, ema.every_steps)
-
-
-def calibrate(stepper: Stepper, recipe: Recipe, model: nn.Module, first: Sequence[Batch]) -> str:
-    """Choose the loss scale by a dry backward over this rank's first micro-batch; returns a description."""
-
-    def dry() -> tuple[Tensor, int | Tensor]:
-        of_batch = loss_of(recipe.loss, model, first[0])
-        return of_batch.sum, of_batch.count
-
-    found = stepper.calibrate(dry if first else None)
-    if found is None:
-        return "auto: the first batch gives no usable gradient; starts at precision.scale.init"
-    return f"auto: starts at 2^{found} = {2**found}, safe for the first batch, within scale.min and scale.max"
 
 
 def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:

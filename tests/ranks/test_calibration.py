@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import torch
+from torch import nn
+
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
 from tests.models import Planted
@@ -34,3 +37,37 @@ def test_the_largest_gradient_of_any_rank_decides_and_one_that_is_not_finite_for
     assert largest is not None
     assert 65504 / 16 < 3 * 50 * 2.0**largest / 4 <= 65504 / 4  # 3: the sum over the ranks
     assert none == [None, None, None]
+
+
+class Lacking(Exception):
+    pass
+
+
+def after_a_failure(env: WorkerEnv) -> tuple[object, int | None, bool]:
+    """What calibrate() gives where rank 1 raises, what it gives again, and whether buffers are kept."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    stepper = Stepper(model, SGD(0.1), group=env.group)
+    before = model[1].running_mean.clone()
+
+    def loss() -> tuple[torch.Tensor, int]:
+        return model(torch.arange(12.0).reshape(4, 3)).square().sum(), 4
+
+    def failing() -> tuple[torch.Tensor, int]:
+        loss()
+        raise Lacking
+
+    first: object
+    try:
+        first = stepper.calibrate(failing if env.rank == 1 else loss)
+    except Lacking:
+        first = "raised"
+    kept = torch.equal(model[1].running_mean, before)
+    return first, stepper.calibrate(loss), kept
+
+
+def test_a_pass_that_raises_keeps_no_rank_waiting_and_may_be_made_again() -> None:
+    (found, again, kept), (raised, same, also_kept) = run_ranks(2, after_a_failure)
+    assert (found, raised) == (None, "raised")
+    assert again == same is not None
+    assert kept
+    assert also_kept

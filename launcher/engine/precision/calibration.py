@@ -21,6 +21,7 @@ from launcher.engine.errors import refuse_count
 FP16_MAX = 65504.0
 HEADROOM = 4.0  # two octaves: gradients grow in the first steps
 UNKNOWN = -(2**31)
+FAILED = 2**32  # above every octave and -UNKNOWN: the MAX over the ranks keeps it
 
 
 Loss = Callable[[], Tensor | tuple[Tensor, int | Tensor]]
@@ -31,11 +32,12 @@ class DryPass:
     """Result of one dry backward pass. `octave`: no gradient of any rank is above 2^octave.
 
     It is None if all gradients of all ranks are zero, or any is not finite. `count` is that of this rank's
-    loss, None if `loss` returned none.
+    loss, None if `loss` returned none. `failed`: whether the pass of another rank raised; then both are None.
     """
 
     octave: int | None
     count: int | Tensor | None
+    failed: bool = False
 
 
 def dry_pass(
@@ -48,17 +50,30 @@ def dry_pass(
     """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` its result.
 
     `loss` is None if the rank has no micro-batch. `growth` is how many times larger a parameter's gradient
-    may be on the wire. A collective.
+    may be on the wire. A collective; what `loss` raises is raised after it, so that no rank waits for this
+    one.
     """
     largest: float | None = None
     count: int | Tensor | None = 0
-    if loss is not None:
-        largest, count = _largest_gradient(model, loss, gradients_of, growth)
-    agreed = torch.tensor(_octave(largest), dtype=torch.int64)
+    failure: Exception | None = None
+    # Made before a pass that may leave no memory.
+    agreed = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device if group else None)
+    try:
+        if loss is not None:
+            largest, count = _largest_gradient(model, loss, gradients_of, growth)
+    except Exception as error:
+        failure = error
+    agreed.fill_(FAILED if failure else _octave(largest))
     if group is not None:
-        agreed = agreed.to(next(model.parameters()).device)
         works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        failure = None  # its traceback refers to this frame
     octave = int(agreed)
+    if octave == FAILED:
+        return DryPass(None, None, failed=True)
     return DryPass(None if octave in (UNKNOWN, -UNKNOWN) else octave, count)
 
 
