@@ -87,7 +87,7 @@ def cifar10(config: DataConfig) -> ImageSet:
 
 def imagefolder(config: DataConfig) -> ImageSet:
     """Photographs of any size in class folders, or listed in a CSV."""
-    options, own = photograph_options(config, {"csv": None})
+    options, own = photograph_options(config, {"csv": None, "train": None, "validation": None})
     if own["csv"] is None and config.path is None:
         raise ConfigError(
             "data=imagefolder needs data.path=DIR, a folder with one folder per class, or data.csv=FILE."
@@ -97,7 +97,7 @@ def imagefolder(config: DataConfig) -> ImageSet:
         listing = list_csv(Path(own["csv"]), folder, config.val_fraction)
     else:
         assert folder is not None
-        listing = list_folder(folder, config.val_fraction)
+        listing = list_folder(folder, config.val_fraction, own["train"], own["validation"])
     return photographs(config.name, listing, options)
 
 

@@ -1,8 +1,8 @@
 """Photographs in class folders or listed in a CSV: which files, which labels, which split.
 
-Owns the listing (`DIR/class/any/depth/file`, or `DIR/train/class/...` and `DIR/val/class/...`, or the CSV's
-columns path, label and split), the stratified split of sets that come without one, and the CSV that says what
-was chosen. Reads names, sizes and times; images are opened when they are needed.
+Owns the listing (`DIR/class/any/depth/file`, or `DIR/train/class/...` and `DIR/val/class/...` under any usual
+names, or the CSV's columns path, label and split), the stratified split of sets that come without one, and
+the CSV that says what was chosen. Reads names, sizes and times; images are opened when they are needed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ SUFFIXES = frozenset(
         ".tga",
     }
 )
-TRAIN = "train"
-VALIDATION = ("val", "valid", "validation", "test")  # folders, and words of a CSV; the first that exists
+TRAIN = ("train", "training")  # parts of the names of folders, and words of a CSV, in any case
+VALIDATION = ("val", "valid", "validation", "dev", "test", "testing")  # likewise; the first that exists
+PART = re.compile(
+    rf"(?:(.*)[^a-z])?({'|'.join((*TRAIN, *VALIDATION))})(?:[^a-z](.*))?"
+)  # seg_train, TRAIN, ...
 COLUMNS = ("path", "label")
 SPLIT = "split"
 SHOWN = 5  # names in a message
@@ -101,29 +104,78 @@ class FolderListing:
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow((*COLUMNS, SPLIT))
-        table.writerows((file.path, file.label, "val" if file.held_out else TRAIN) for file in self.files)
+        table.writerows((file.path, file.label, "val" if file.held_out else TRAIN[0]) for file in self.files)
         return text.getvalue()
 
 
-def list_folder(root: Path, val_fraction: float) -> FolderListing:
-    """The images below class folders. Raises ConfigError or DataError for what cannot be trained on."""
+def list_folder(
+    root: Path, val_fraction: float, train: str | None = None, validation: str | None = None
+) -> FolderListing:
+    """The images below class folders. Raises ConfigError or DataError for what cannot be trained on.
+
+    `train` and `validation` name the folders of a set that comes with a split, where their names do not.
+    """
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise ConfigError(f"data.path={root} {kind}. Give the folder that holds one folder per class.")
-    folders = _folders(root)
     ignored: Counter[str] = Counter()
-    held_out = next((folder for name in VALIDATION for folder in folders if folder.name == name), None)
-    train = next((folder for folder in folders if folder.name == TRAIN), None)
-    if train is None or held_out is None or not _folders(train):
-        if train is not None:
-            _refuse_lone_train(root, train, folders)
-        parts: dict[Path, bool | None] = {root: None}
-    else:
-        parts = {train: False, held_out: True}
+    parts = _named_parts(root, train, validation) or _parts(root)
     _refuse_alike(f"data.path={root}", "class folders", (f.name for part in parts for f in _folders(part)))
     files = [file for part, out in parts.items() for file in _labelled(root, part, out, ignored)]
     _report_ignored(root, ignored)
     return listing_of(root, files, val_fraction, f"data.path={root}")
+
+
+def _named_parts(root: Path, train: str | None, validation: str | None) -> dict[Path, bool | None]:
+    """The folders that the config names, and whether they are held out; empty where it names none."""
+    if train is None and validation is not None:
+        raise ConfigError(f"data.validation={validation} needs data.train, the folder to train on.")
+    for key, name in (("train", train), ("validation", validation)):
+        if name is not None and not (root / name).is_dir():
+            raise ConfigError(f"data.{key}={name}: there is no folder {root / name}.")
+    if train is None:
+        return {}
+    return {root / train: None} if validation is None else {root / train: False, root / validation: True}
+
+
+def _parts(root: Path) -> dict[Path, bool | None]:
+    """The folders of class folders, and whether they are held out; None: to be split."""
+    folders = _folders(root)
+    by_role = {role: folder for folder in folders if (role := _role(folder.name))}
+    trained = sorted(
+        (rest, name) for name, rest in by_role if name in TRAIN and _folders(by_role[name, rest])
+    )
+    for rest, name in trained:
+        if held_out := next((by_role[each, rest] for each in VALIDATION if (each, rest) in by_role), None):
+            return {_unwrapped(by_role[name, rest]): False, _unwrapped(held_out): True}
+    if trained and not trained[0][0]:
+        _refuse_lone_train(root, by_role[trained[0][1], ""], folders)
+    _refuse_same_folders(root, folders)
+    return {root: None}
+
+
+def _role(folder: str) -> tuple[str, str] | None:
+    """The word for a split in a folder's name, and the rest of the name; None without such a word."""
+    found = PART.fullmatch(folder.lower())
+    return None if found is None else (found[2], f"{found[1] or ''}{found[3] or ''}")
+
+
+def _unwrapped(folder: Path) -> Path:
+    """The folder within, of the same name and alone there, as archives of splits often have it."""
+    inner = folder / folder.name
+    return inner if [entry.name for entry in _entries(folder)] == [folder.name] and inner.is_dir() else folder
+
+
+def _refuse_same_folders(root: Path, folders: Sequence[Path]) -> None:
+    """Raise DataError for folders that are more likely the parts of a set than its classes."""
+    within = [tuple(each.name for each in _folders(folder)) for folder in folders]
+    if len(folders) > 1 and len(within[0]) > 1 and len(set(within)) == 1:
+        first, second, *_ = (folder.name for folder in folders)
+        raise DataError(
+            f"data.path={root}: {listed([f'{folder.name}/' for folder in folders], SHOWN)} all hold the same "
+            f"folders: {listed(within[0], SHOWN)}. If these are the classes, name the parts: "
+            f"data.train={first} data.validation={second}; if the folders of data.path are, give data.train=."
+        )
 
 
 def _refuse_lone_train(root: Path, train: Path, folders: Sequence[Path]) -> None:
@@ -134,7 +186,7 @@ def _refuse_lone_train(root: Path, train: Path, folders: Sequence[Path]) -> None
     if classes and (alike or not others):
         held_out = "/, ".join(VALIDATION)
         raise DataError(
-            f"data.path={root} has class folders in train/, but no {held_out}/ beside it. It has: "
+            f"data.path={root} has class folders in {train.name}/, but no {held_out}/ beside it. It has: "
             f"{listed([folder.name for folder in folders], SHOWN)}. Give the held-out images one of these "
             f"names, or hold out a part of the others: data.path={train}."
         )
@@ -346,6 +398,6 @@ def _check_columns(file: Path, header: Sequence[str]) -> None:
 
 
 def _is_held_out(word: str, where: str) -> bool:
-    if word == TRAIN or word in VALIDATION:
-        return word != TRAIN
-    raise DataError(f"{where}: split={word!r} is not one of {TRAIN}, {', '.join(VALIDATION)}.")
+    if (known := word.strip().lower()) in (*TRAIN, *VALIDATION):
+        return known in VALIDATION
+    raise DataError(f"{where}: split={word!r} is not one of {', '.join((*TRAIN, *VALIDATION))}.")

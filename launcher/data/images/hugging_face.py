@@ -25,7 +25,6 @@ from launcher.errors import ConfigError, DataError, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
-HELD_OUT = (*VALIDATION[:3], "dev", "test")  # the first that exists
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 SHOWN = 10
 
@@ -159,7 +158,7 @@ def _read(library: ModuleType, files: Sequence[Path], path: str) -> Any:
         )
     named: dict[str, list[str]] = {}
     for file in files:
-        split = next((name for name in HELD_OUT if file.name.startswith(name)), TRAIN)
+        split = next((name for name in VALIDATION if file.name.lower().startswith(name)), TRAIN[0])
         named.setdefault(split, []).append(str(file))
     separator = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
     return library.load_dataset(kinds.pop(), data_files=named, **separator)
@@ -170,13 +169,13 @@ def _splits(loaded: Any, where: str) -> tuple[Any, Any | None]:
         return loaded, None
     if len(loaded) == 1:
         return next(iter(loaded.values())), None
-    held_out = next((name for name in HELD_OUT if name in loaded), None)
-    if TRAIN not in loaded or held_out is None:
+    train, held_out = (next((n for n in names if n in loaded), None) for names in (TRAIN, VALIDATION))
+    if train is None or held_out is None:
         raise DataError(
             f"{where} has the splits {listed(list(loaded), SHOWN)}. It needs train and one of "
-            f"{', '.join(HELD_OUT)}, or a single one."
+            f"{', '.join(VALIDATION)}, or a single one."
         )
-    return loaded[TRAIN], loaded[held_out]
+    return loaded[train], loaded[held_out]
 
 
 def _image_column(library: ModuleType, rows: Any, wish: str | None, where: str) -> str:

@@ -285,7 +285,7 @@ def _parquet_library() -> tuple[ModuleType, ModuleType]:
 
 
 def _named(files: Sequence[Path], beginnings: Sequence[str]) -> Path | None:
-    return next((file for start in beginnings for file in files if file.name.startswith(start)), None)
+    return next((each for start in beginnings for each in files if each.name.lower().startswith(start)), None)
 
 
 def _likely(data: bytes) -> str:

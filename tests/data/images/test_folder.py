@@ -64,6 +64,61 @@ def test_the_split_of_the_folders_is_kept(tmp_path, name):
     assert {file.path.split("/")[0] for file in listing.files[6:]} == {name}
 
 
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("Train", "Test"),
+        ("TRAIN", "VAL"),
+        ("training", "validation"),
+        ("seg_train", "seg_test"),
+        ("train_set", "test_set"),
+        ("images-training", "images-dev"),
+    ],
+)
+def test_usual_names_of_splits_are_known_in_any_case(tmp_path, train, held_out):
+    write_classes(tmp_path / train, count=3)
+    write_classes(tmp_path / held_out, count=2)
+    write_classes(tmp_path / "seg_pred", ("a",))
+    listing = list_folder(tmp_path, 0.25)
+    assert (listing.classes, listing.num_train, len(listing.files)) == (("cat", "dog"), 6, 10)
+    assert {file.path.split("/")[0] for file in listing.files[6:]} == {held_out}
+
+
+def test_a_split_may_lie_in_a_folder_of_its_own_name_as_archives_leave_it(tmp_path):
+    write_classes(tmp_path / "seg_train" / "seg_train", count=3)
+    write_classes(tmp_path / "seg_test" / "seg_test", count=2)
+    assert list_folder(tmp_path, 0.25).classes == ("cat", "dog")
+
+
+def test_folders_that_all_hold_the_same_folders_are_refused_with_the_keys_that_settle_it(tmp_path):
+    for name in ("part1", "part2"):
+        write_classes(tmp_path / name, count=4)
+    message = (
+        r"part1/, part2/ all hold the same folders: cat, dog\. .*"
+        r"data\.train=part1 data\.validation=part2; .* data\.train=\."
+    )
+    with pytest.raises(DataError, match=message):
+        list_folder(tmp_path, 0.25)
+    split = list_folder(tmp_path, 0.25, "part2", "part1")
+    assert (split.classes, split.num_train, split.files[0].path) == (("cat", "dog"), 8, "part2/cat/0.png")
+    assert list_folder(tmp_path, 0.25, ".").classes == ("part1", "part2")
+    held_out = list_folder(tmp_path, 0.25, "part1")
+    assert (held_out.classes, held_out.num_train, len(held_out.files)) == (("cat", "dog"), 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "message"),
+    [
+        ("nowhere", None, r"data\.train=nowhere: there is no folder"),
+        (None, "b", r"data\.validation=b needs data"),
+    ],
+)
+def test_the_keys_of_splits_name_folders(tmp_path, train, validation, message):
+    write_classes(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        list_folder(tmp_path, 0.25, train, validation)
+
+
 def test_val_is_preferred_to_test_and_classes_may_be_called_train(tmp_path):
     for name in ("train", "val", "test"):
         write_classes(tmp_path / "split" / name, count=2)
@@ -75,12 +130,15 @@ def test_val_is_preferred_to_test_and_classes_may_be_called_train(tmp_path):
     assert list_folder(tmp_path / "vehicles", 0.25).classes == ("car", "train")
 
 
-@pytest.mark.parametrize("beside", [(), ("dev",)])
+@pytest.mark.parametrize("beside", [(), ("extra",)])
 def test_class_folders_in_train_without_a_held_out_folder_are_no_class(tmp_path, beside):
     for name in ("train", *beside):
         write_classes(tmp_path / name)
-    message = r"has class folders in train/, but no val/, valid/, validation/, test/ beside it\. It has: "
-    with pytest.raises(DataError, match=message + ", ".join((*beside, r"train\. .* data\.path=.*/train"))):
+    message = (
+        r"has class folders in train/, but no val/, valid/, validation/, dev/, test/, testing/ beside it\."
+    )
+    shown = rf" It has: {', '.join((*beside, 'train'))}\. .* data\.path=.*/train"
+    with pytest.raises(DataError, match=message + shown):
         list_folder(tmp_path, 0.25)
 
 
@@ -254,7 +312,10 @@ def test_a_csv_may_lie_beside_the_images_and_leave_the_split_to_the_fraction(tmp
             b"path,label\ncat/9.png,cat\ncat/8.png,cat\n",
             r"2 file\(s\) that cannot be found .*: cat/9\.png, cat/8",
         ),
-        (b"path,label,split\ncat/0.png,cat,dev\n", r"line 2: split='dev' is not one of train, val"),
+        (
+            b"path,label,split\ncat/0.png,cat,held\n",
+            r"line 2: split='held' is not one of train, training, val",
+        ),
         (b"path,label,split\ncat/0.png,cat,train\n", r"none for validation"),
         (b"path,label\n\xff\xfe,cat\n", r"is not UTF-8 \(byte 11\)"),
         (

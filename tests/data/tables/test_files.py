@@ -156,6 +156,11 @@ def test_a_folder_has_a_file_to_train_and_one_to_validate_on(tmp_path):
     train, dev = written(tmp_path, "train.tsv", "a\n1\n"), written(tmp_path, "dev_matched.tsv", "a\n1\n")
     assert split_files(tmp_path) == (train, dev)
     assert split_files(train) == (train, None)
+
+
+def test_the_names_of_the_parts_may_have_any_case(tmp_path):
+    train, test = (written(tmp_path, name, "x\n1\n") for name in ("Train.csv", "TEST.csv"))
+    assert split_files(tmp_path) == (train, test)
     with pytest.raises(ConfigError, match="is neither a file nor a folder"):
         split_files(tmp_path / "absent")
 
