@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import re
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,13 @@ VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of
 NAMES_SHOWN = 20
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
 
+SHARD = re.compile(
+    r"-00000-of-(\d{5})$"
+)  # the first of the files of a table, as the Hugging Face hub names them
+
 Cell = Any  # text in TSV and CSV; any value of JSON or parquet, None where there is none
-Wanted = Sequence[str] | None
+# Names of columns; a tuple: the first of these that the file has, or none of them where "" is among them.
+Wanted = Sequence[str | tuple[str, ...]] | None
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,11 @@ class Table:
 
 
 def read_table(file: Path, wanted: Wanted = None) -> Table:
-    """Read a file by its suffix: .tsv, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
+    """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
 
     TSV and CSV begin with the names of the columns. TSV has no quoting: a quote is a character like others.
+    So has .txt, which is read as TSV. Of a parquet file in parts the first is given, and all are read; whole
+    numbers that its schema names as classes are these names.
     CSV quotes as RFC 4180 says. Text is UTF-8. A row of JSON or parquet may lack a value, which is None.
     Raises DataError for a file that cannot be read, has no rows, or lacks a column that is wanted.
     """
@@ -83,15 +91,15 @@ def read_table(file: Path, wanted: Wanted = None) -> Table:
     if suffix not in READERS:
         raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(READERS)}.")
     table = READERS[suffix](file, wanted)
-    if wanted is not None and (missing := [name for name in wanted if name not in table.columns]):
-        raise missing_columns(file, missing, list(table.columns))
     if not len(table):
         raise DataError(f"{file} has no rows below the names of its columns: {shown(list(table.columns))}.")
     return table
 
 
-def split_files(path: Path) -> tuple[Path, Path | None]:
+def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
     """The files to train and to validate on: of a folder train.* and validation.*, dev.* or test.*.
+
+    Or such with the words in their names, as multinli.train.en.tsv; of several the one with the words `of`.
 
     A file is trained on, and nothing is set aside to validate on: None. Raises ConfigError for a path that
     is neither, DataError for a folder without such files.
@@ -101,14 +109,24 @@ def split_files(path: Path) -> tuple[Path, Path | None]:
     if not path.is_dir():
         raise ConfigError(f"data.path={path} is neither a file nor a folder.")
     tables = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
-    train = _named(tables, TRAINING_NAMES)
+    train = part_named(tables, TRAINING_NAMES, of)
     if train is None:
         found = listed(sorted(entry.name for entry in path.iterdir()), NAMES_SHOWN) or "nothing"
         raise DataError(
-            f"data.path={path} has no table whose name begins with train ({', '.join(READERS)}). It has: "
-            f"{found}."
+            f"data.path={path} has no table with train in its name ({', '.join(READERS)}). It has: {found}."
         )
-    return train, _named(tables, VALIDATION_NAMES)
+    return train, part_named(tables, VALIDATION_NAMES, of)
+
+
+def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> list[str]:
+    """The columns to read of a file that has these. Raises DataError for those that it lacks."""
+    if wanted is None:
+        return list(there)
+    choices = [(each,) if isinstance(each, str) else each for each in wanted]
+    found = {choice: next((name for name in choice if name in there), "") for choice in choices}
+    if missing := [choice for choice, name in found.items() if not name and "" not in choice]:
+        raise missing_columns(file, [" or ".join(choice) for choice in missing], there)
+    return [name for name in there if name in found.values()]
 
 
 class MissingColumnsError(DataError):
@@ -209,7 +227,7 @@ def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted
         raise DataError(f"{file} is empty. Its first line must have the names of the columns.")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
-    kept = [index for index, name in enumerate(names) if wanted is None or name in wanted]
+    kept = [names.index(name) for name in _picked(file, names, wanted)]
     columns: list[list[str]] = [[] for _ in kept]
     places = array("q")
     for line, cells in rows:
@@ -221,8 +239,6 @@ def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted
         places.append(line)
         for column, index in zip(columns, kept, strict=True):
             column.append(cells[index])
-    if wanted is not None and len(kept) < len(set(wanted)):
-        raise missing_columns(file, [name for name in wanted if name not in names], names)
     return Table(file, dict(zip((names[index] for index in kept), columns, strict=True)), places)
 
 
@@ -241,8 +257,7 @@ def _read_json_lines(file: Path, wanted: Wanted) -> Table:
         raise DataError(f"{file} is empty. Each line must have a JSON object: a row, values by column.")
     for column in columns.values():
         column += [None] * (len(places) - len(column))
-    if wanted is not None and columns.keys() >= set(wanted):
-        columns = {name: columns[name] for name in wanted}
+    columns = {name: columns[name] for name in _picked(file, list(columns), wanted)}
     return Table(file, columns, places)
 
 
@@ -260,17 +275,47 @@ def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
 
 def _read_parquet(file: Path, wanted: Wanted) -> Table:
     pyarrow, parquet = _parquet_library()
+    columns: dict[str, list[Cell]] = {}
+    num_rows = 0
+    for part in _shards(file):
+        try:
+            with parquet.ParquetFile(part) as opened:
+                kept = _picked(part, list(opened.schema_arrow.names), wanted)
+                classes = _class_names(opened.schema_arrow.metadata or {})
+                read = opened.read(columns=kept)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise DataError(f"{part} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+        for name in kept:
+            names = dict(enumerate(classes.get(name, ())))
+            cells = read.column(name).to_pylist()
+            columns.setdefault(name, []).extend([names.get(cell, cell) for cell in cells] if names else cells)
+        num_rows += read.num_rows
+    return Table(file, columns, range(num_rows), "row")
+
+
+def _shards(file: Path) -> list[Path]:
+    """All files of a table of which `file` is the first. Raises DataError where one is missing."""
+    found = SHARD.search(file.stem)
+    if found is None:
+        return [file]
+    beginning = file.stem[: found.start()]
+    parts = [
+        file.with_name(f"{beginning}-{part:05}-of-{found[1]}{file.suffix}") for part in range(int(found[1]))
+    ]
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise DataError(
+            f"{file} is the first of {len(parts)} files, of which these are missing: {listed(absent, 5)}."
+        )
+    return parts
+
+
+def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """The classes by column that `datasets` has written into a schema; none where it has not."""
     try:
-        with parquet.ParquetFile(file) as opened:
-            names = list(opened.schema_arrow.names)
-            kept = [name for name in names if wanted is None or name in wanted]
-            if wanted is not None and len(kept) < len(set(wanted)):
-                raise missing_columns(file, [name for name in wanted if name not in names], names)
-            read = opened.read(columns=kept)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    columns = {name: read.column(name).to_pylist() for name in kept}
-    return Table(file, columns, range(read.num_rows), "row")
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _parquet_library() -> tuple[ModuleType, ModuleType]:
@@ -284,8 +329,23 @@ def _parquet_library() -> tuple[ModuleType, ModuleType]:
     return pyarrow, pyarrow.parquet
 
 
-def _named(files: Sequence[Path], beginnings: Sequence[str]) -> Path | None:
-    return next((each for start in beginnings for each in files if each.name.lower().startswith(start)), None)
+def part_named(files: Sequence[Path], words: Sequence[str], of: str = "") -> Path | None:
+    """The first file whose name begins with one of the words, or else has one among its words, in any case.
+
+    Of several the one that has the words `of` too, such as a language or `matched`.
+    """
+    also = set(_words(of))
+    for word in words:
+        begin = [file for file in files if file.name.lower().startswith(word)]
+        within = [file for file in files if word in _words(file.stem)]
+        for found in (begin, within):
+            if narrowed := [file for file in found if also <= set(_words(file.stem))] or found:
+                return narrowed[0]
+    return None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z]+", name.lower())
 
 
 def _likely(data: bytes) -> str:
@@ -294,6 +354,7 @@ def _likely(data: bytes) -> str:
 
 READERS: Mapping[str, Callable[[Path, Wanted], Table]] = {
     ".tsv": _read_tsv,
+    ".txt": _read_tsv,
     ".csv": _read_csv,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,

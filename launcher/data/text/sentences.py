@@ -21,7 +21,16 @@ from torch import Tensor
 
 from launcher.config.schema import DataConfig
 from launcher.data.images.folder import stratified
-from launcher.data.tables.files import MissingColumnsError, Table, read_table, split_files
+from launcher.data.tables.files import (
+    READERS,
+    VALIDATION_NAMES,
+    MissingColumnsError,
+    Table,
+    Wanted,
+    part_named,
+    read_table,
+    split_files,
+)
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import Batch
 from launcher.data.text.library import tokenizers_library
@@ -30,11 +39,15 @@ from launcher.errors import ConfigError, DataError, DataWarning, listed
 
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
 SHOWN = 12  # labels in a message
+NAMES = "the name of a column, or a list of names of which a file has one"
+LANGUAGE = "language"  # the column of a file that has several
 OPTIONS: Mapping[str, Any] = {
     "sentence1": "sentence1",
     "sentence2": None,
     "label": "label",
     "unlabelled": None,
+    "same_labels": {},
+    "language": None,
     "validation": None,
     "max_seq_len": 128,
     "vocab_size": 8192,
@@ -109,7 +122,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     Raises ConfigError for wrong options, DataError for files that cannot be used: see `tables`, and labels.
     """
     options = sentence_options(config)
-    files = sentence_files(config.path, options["validation"])
+    files = sentence_files(config.path, options["validation"], options["language"])
     key = {
         "kind": "sentences",
         "files": {name: [str(file), *_stamp(file)] for name, file in files.items()},
@@ -135,10 +148,24 @@ def sentence_options(config: DataConfig) -> dict[str, Any]:
     """The options of sentences: the defaults updated by the config. Raises ConfigError for invalid ones."""
     options = {**OPTIONS, **config.options}
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "sentence1": (_is_text, "the name of a column"),
-        "sentence2": (lambda value: value is None or _is_text(value), "null or the name of a column"),
-        "label": (_is_text, "the name of a column"),
-        "unlabelled": (lambda value: value is None or isinstance(value, str), "null or a label"),
+        "sentence1": (lambda value: _is_text(value) or _are_texts(value), NAMES),
+        "sentence2": (
+            lambda value: value is None or _is_text(value) or _are_texts(value),
+            f"null or {NAMES}",
+        ),
+        "label": (lambda value: _is_text(value) or _are_texts(value), NAMES),
+        "unlabelled": (
+            lambda value: value is None or isinstance(value, str) or _are_texts(value),
+            "null, a label, or a list of labels",
+        ),
+        "same_labels": (
+            lambda value: isinstance(value, Mapping) and all(map(_is_text, (*value, *value.values()))),
+            "a mapping of labels to labels, such as {contradictory: contradiction}",
+        ),
+        "language": (
+            lambda value: value is None or _is_text(value),
+            "null or a value of the column language",
+        ),
         "validation": (
             lambda value: value is None or _is_text(value) or (_are_texts(value) and len(value) > 0),
             "null, the name of a file below data.path, or a list of such names",
@@ -157,26 +184,39 @@ def sentence_options(config: DataConfig) -> dict[str, Any]:
     return options
 
 
-def sentence_files(path: str | None, validation: str | Sequence[str] | None) -> dict[str, Path]:
+def sentence_files(
+    path: str | None, validation: str | Sequence[str] | None, language: str | None = None
+) -> dict[str, Path]:
     """The file to train on, as "train", and those to validate on: none where a part of it is held out."""
     if path is None:
         raise ConfigError(
             "data.path is not set. Give a .tsv, .csv, .jsonl or .parquet file with a row for each sentence, "
             "or a folder with train.tsv and, if there is one, dev.tsv or test.tsv."
         )
-    train, found = split_files(Path(path).expanduser())
+    train, found = split_files(Path(path).expanduser(), language or "")
     if validation is None:
         return {"train": train} | ({"validation": found} if found else {})
     names = [validation] if isinstance(validation, str) else list(validation)
-    files = {Path(name).stem: train.parent / name for name in names}
+    files = {Path(name).stem: _validation_file(train.parent, name) for name in names}
     if "train" in files or len(files) < len(names):
         raise ConfigError(
             f"data.validation={validation}: the names without suffix must differ, also from train."
         )
-    for file in files.values():
+    for name, file in files.items():
         if not file.is_file():
             raise ConfigError(f"data.validation={validation}: there is no file {file}.")
+        if file == train or list(files.values()).count(file) > 1:
+            raise ConfigError(f"data.validation={validation}: {name} is {file}, which is used already.")
     return {"train": train, **files}
+
+
+def _validation_file(folder: Path, name: str) -> Path:
+    """The file of this name, or that of the folder whose name has the words of it: validation for dev too."""
+    if (folder / name).is_file() or Path(name).suffix:
+        return folder / name
+    tables = sorted(file for file in folder.iterdir() if file.suffix.lower() in READERS)
+    rest = " ".join(word for word in re.findall(r"[a-z]+", name.lower()) if word not in VALIDATION_NAMES)
+    return part_named(tables, VALIDATION_NAMES, rest) or folder / name
 
 
 def _tokenised(
@@ -186,16 +226,20 @@ def _tokenised(
     pretrained: SentenceTokenizer | None,
 ) -> Stored:
     """The rows of all parts as tensors, and what was learned of them as texts."""
-    columns = [name for name in (options["sentence1"], options["sentence2"], options["label"]) if name]
+    columns: list[str | tuple[str, ...]] = [
+        _names(options[key]) for key in ("sentence1", "sentence2", "label") if options[key]
+    ]
+    columns += [(LANGUAGE, "")] if options["language"] else []
     tables = {"train": _training_table(files["train"], options, columns)}
     tables |= {name: read_table(file, columns) for name, file in files.items() if name != "train"}
     kept = {name: _labelled(table, options) for name, table in tables.items()}
-    labels = kept["train"].texts(options["label"])
+    labels = _labels(kept["train"], options)
     classes = sorted(set(labels), key=_natural)
     if len(classes) < 2:
+        column = _column(kept["train"], options["label"])
         raise DataError(
-            f"{files['train']}: all rows have the {options['label']} {classes[0]!r}. A classifier needs at "
-            "least two classes."
+            f"{files['train']}: all rows have the {column} {classes[0]!r}. A classifier needs at least two "
+            "classes."
         )
     if len(kept) == 1:
         kept = _divided(kept["train"], labels, classes, config.val_fraction)
@@ -205,7 +249,7 @@ def _tokenised(
     cut = Counter[str]()
     for name, table in kept.items():
         part, cut[name] = _rows(tokenizer, sentences[name], options["max_seq_len"])
-        part["labels"] = _numbers(table, options["label"], classes)
+        part["labels"] = _numbers(table, options, classes)
         tensors |= {f"{name}/{column}": tensor for column, tensor in part.items()}
     facts = {
         "parts": list(kept),
@@ -217,7 +261,22 @@ def _tokenised(
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
 
 
-def _training_table(file: Path, options: Mapping[str, Any], columns: Sequence[str]) -> Table:
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _column(table: Table, given: str | Sequence[str]) -> str:
+    """The one of these names that the table has."""
+    return next(name for name in _names(given) if name in table.columns)
+
+
+def _labels(table: Table, options: Mapping[str, Any]) -> list[str]:
+    """The labels as text, those that mean the same as one."""
+    same: Mapping[str, str] = options["same_labels"]
+    return [same.get(label, label) for label in table.texts(_column(table, options["label"]))]
+
+
+def _training_table(file: Path, options: Mapping[str, Any], columns: Wanted) -> Table:
     """The table to train on. Raises ConfigError where the config names columns that it lacks."""
     try:
         return read_table(file, columns)
@@ -226,18 +285,42 @@ def _training_table(file: Path, options: Mapping[str, Any], columns: Sequence[st
         raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
+def _unlabelled(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return () if options["unlabelled"] is None else _names(options["unlabelled"])
+
+
 def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
-    """The rows with a label. Raises DataError where none is left, and for an empty cell: it is no class."""
-    labels = table.column(options["label"])
-    kept = [row for row, label in enumerate(labels) if label != options["unlabelled"]]
+    """The rows of the language with a label.
+
+    Raises DataError where none is left, and for an empty cell: it is no class.
+    """
+    table = _of_language(table, options["language"])
+    column = _column(table, options["label"])
+    labels, none = table.column(column), _unlabelled(options)
+    kept = [row for row, label in enumerate(labels) if label is None or str(label) not in none]
     if not kept:
-        raise DataError(f"{table.file}: every row has the label {options['unlabelled']!r}, which is none.")
+        found = " or ".join(sorted({repr(str(label)) for label in labels}))
+        raise DataError(f"{table.file}: every row has the label {found}, which is none.")
     if empty := [row for row in kept if isinstance(labels[row], str) and not labels[row].strip()]:
         raise DataError(
-            f"{table.place(empty[0])}: the {options['label']} is empty, in {len(empty):,} of {len(table):,} "
+            f"{table.place(empty[0])}: the {column} is empty, in {len(empty):,} of {len(table):,} "
             "rows. Give these rows a label, or leave them out: 'data.unlabelled=\"\"'."
         )
     return table if len(kept) == len(table) else table.select(kept)
+
+
+def _of_language(table: Table, language: str | None) -> Table:
+    """The rows whose column `language` is this one; all of a table without the column."""
+    if language is None or LANGUAGE not in table.columns:
+        return table
+    languages = table.column(LANGUAGE)
+    kept = [row for row, found in enumerate(languages) if found == language]
+    if not kept:
+        raise DataError(
+            f"{table.file} has no row with the {LANGUAGE} {language!r}. It has "
+            f"{listed(sorted(set(map(str, languages))), SHOWN)}: data.language names one."
+        )
+    return table.select(kept)
 
 
 def _divided(
@@ -259,10 +342,10 @@ def _divided(
 
 
 def _sentences(table: Table, options: Mapping[str, Any]) -> list[Any]:
-    first = table.texts(options["sentence1"])
+    first = table.texts(_column(table, options["sentence1"]))
     if options["sentence2"] is None:
         return list(first)
-    return list(zip(first, table.texts(options["sentence2"]), strict=True))
+    return list(zip(first, table.texts(_column(table, options["sentence2"])), strict=True))
 
 
 def _each(sentences: Sequence[Any]) -> list[str]:
@@ -287,15 +370,17 @@ def _rows(
     return {name: torch.from_numpy(values) for name, values in found.items()}, cut
 
 
-def _numbers(table: Table, column: str, classes: Sequence[str]) -> Tensor:
+def _numbers(table: Table, options: Mapping[str, Any], classes: Sequence[str]) -> Tensor:
     """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
     number = {name: index for index, name in enumerate(classes)}
-    labels = table.texts(column)
+    labels = _labels(table, options)
     odd = next((row for row, label in enumerate(labels) if label not in number), None)
     if odd is not None:
+        column = _column(table, options["label"])
         raise DataError(
-            f"{table.place(odd)}: the {column} {labels[odd]!r} does not occur in the training set, which has "
-            f"{listed(classes, SHOWN)}. A label that stands for none is named by data.unlabelled."
+            f"{table.place(odd)}: the {column} {labels[odd]!r} does not occur in the training set, "
+            f"which has {listed(classes, SHOWN)}. A label that stands for none is named by "
+            "data.unlabelled, one that means the same as another by data.same_labels."
         )
     return torch.tensor([number[label] for label in labels])
 
@@ -304,10 +389,18 @@ def _notice(
     tables: Mapping[str, Table], kept: Mapping[str, Table], cut: Counter[str], options: Mapping[str, Any]
 ) -> str:
     """What became of the rows that are not used as they are; empty where all are."""
-    dropped = sum(map(len, tables.values())) - sum(map(len, kept.values()))
+    none = _unlabelled(options)
+    of_language = [_of_language(table, options["language"]) for table in tables.values()]
+    dropped = sum(map(len, of_language)) - sum(map(len, kept.values()))
     parts = []
+    if others := sum(map(len, tables.values())) - sum(map(len, of_language)):
+        parts.append(f"{others:,} rows are not of data.language={options['language']} and are left out")
     if dropped:
-        parts.append(f"{dropped:,} rows have the label {options['unlabelled']!r} and are left out")
+        found = {
+            str(label) for table in of_language for label in table.column(_column(table, options["label"]))
+        }
+        labels = " or ".join(repr(label) for label in none if label in found)
+        parts.append(f"{dropped:,} rows have the label {labels} and are left out")
     if total := sum(cut.values()):
         parts.append(
             f"{total:,} of {sum(map(len, kept.values())):,} rows are longer than "

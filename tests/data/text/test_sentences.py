@@ -136,6 +136,100 @@ def test_several_validation_sets_by_name(tmp_path):
             sentence_files(str(tmp_path), names)
 
 
+THREE = ("entailment", "neutral", "contradiction")
+TRIPLES = [(f"a dog {number}", "it is a cat", THREE[number % 3]) for number in range(30)]
+OF_XNLI = ("language", "gold_label", "sentence1_parse", "sentence1", "sentence2", "pairID", "label1")
+OF_MNLI = ("gold_label", "sentence1_parse", "sentence1", "sentence2", "promptID", "genre", "label1")
+
+
+def as_xnli(rows, language):
+    return [(language, label, "(x)", first, second, "1", label) for first, second, label in rows]
+
+
+def test_xnli_as_published(tmp_path):
+    """XNLI-MT has a training file for each language, XNLI one development set of all 15."""
+    folder = tmp_path / "XNLI-MT-1.0" / "multinli"
+    folder.mkdir(parents=True)
+    (tmp_path / "XNLI-1.0").mkdir()
+    translated = [(a, b, "contradictory" if c == "contradiction" else c) for a, b, c in TRIPLES]
+    for language in ("ar", "de", "en"):
+        rows = translated if language == "de" else translated[:6]
+        written(folder, f"multinli.train.{language}.tsv", rows, ("premise", "hypo", "label"))
+    dev = [*as_xnli(TRIPLES[:9], "ar"), *as_xnli(TRIPLES[:6], "de"), *as_xnli(TRIPLES[:3], "en")]
+    for name in ("xnli.dev.tsv", "xnli.test.tsv"):
+        written(tmp_path / "XNLI-1.0", name, dev, OF_XNLI)
+    asked = {"validation": "../../XNLI-1.0/xnli.dev.tsv", "language": "de"}
+    with pytest.warns(DataWarning, match=r"12 rows are not of data\.language=de and are left out"):
+        found = load_sentences(config_of(folder, data="xnli", **asked))
+    assert found.classes == ("contradiction", "entailment", "neutral")
+    assert (len(found.train), len(found.validation["xnli.dev"])) == (30, 6)
+    written(folder, "xnli.dev.tsv", dev, OF_XNLI)  # both in one folder
+    with pytest.warns(DataWarning, match="15 rows are not of data.language=en"):
+        found = load_sentences(config_of(folder, data="xnli"))
+    assert (len(found.train), len(found.validation["validation"])) == (6, 3)
+    with pytest.raises(DataError, match=r"no row with the language 'sw'\. It has ar, de, en: data\.language"):
+        load_sentences(config_of(folder / "multinli.train.en.tsv", data="xnli", **asked | {"language": "sw"}))
+
+
+def hub_parquet(file, rows):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    classes = list(THREE)
+    columns = {
+        "premise": [row[0] for row in rows],
+        "hypothesis": [row[1] for row in rows],
+        "label": [classes.index(row[2]) if row[2] in classes else -1 for row in rows],
+    }
+    features = {name: {"dtype": "string", "_type": "Value"} for name in ("premise", "hypothesis")}
+    features["label"] = {"names": classes, "_type": "ClassLabel"}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    parquet.write_table(pyarrow.table(columns).replace_schema_metadata(metadata), file)
+
+
+@pytest.mark.parametrize("data", ["nli", "xnli"])
+def test_the_parquet_of_the_hub_names_its_classes(tmp_path, data):
+    hub_parquet(tmp_path / "train-00000-of-00002.parquet", [*TRIPLES, ("no", "consensus", "-1")])
+    hub_parquet(tmp_path / "train-00001-of-00002.parquet", TRIPLES[:3])
+    hub_parquet(tmp_path / "validation-00000-of-00001.parquet", TRIPLES[:6])
+    hub_parquet(tmp_path / "test-00000-of-00001.parquet", TRIPLES[:3])
+    with pytest.warns(DataWarning, match="1 rows have the label '-1' and are left out"):
+        found = load_sentences(config_of(tmp_path, data=data))
+    assert found.classes == ("contradiction", "entailment", "neutral")
+    assert (len(found.train), len(found.validation["validation"])) == (33, 6)
+    (tmp_path / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(DataError, match=r"the first of 2 files, of which .* missing: train-00001-of-00002"):
+        load_sentences(config_of(tmp_path, data=data))
+
+
+MNLI = {
+    "its own text files": ("multinli_1.0_{}.txt", "train", "dev_matched", "dev_mismatched"),
+    "its own JSON": ("multinli_1.0_{}.jsonl", "train", "dev_matched", "dev_mismatched"),
+    "GLUE": ("{}.tsv", "train", "dev_matched", "dev_mismatched"),
+    "the hub": (
+        "{}-00000-of-00001.parquet",
+        "train",
+        "validation_matched",
+        "validation_mismatched",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MNLI)
+def test_mnli_as_published(tmp_path, name):
+    pattern, *parts = MNLI[name]
+    for number, part in enumerate(parts, 1):
+        rows = TRIPLES[: 30 // number]
+        if name == "the hub":
+            hub_parquet(tmp_path / pattern.format(part), rows)
+        else:
+            cells = [(label, "(x)", first, second, "1", "fiction", label) for first, second, label in rows]
+            written(tmp_path, pattern.format(part), cells, OF_MNLI)
+    (tmp_path / "README.txt").write_text("MultiNLI")
+    found = load_sentences(config_of(tmp_path, data="mnli"))
+    sizes = {name: len(rows) for name, rows in found.validation.items()}
+    assert (len(found.train), sizes) == (30, {"dev_matched": 15, "dev_mismatched": 10})
+
+
 def test_what_is_kept_is_all_that_a_second_run_reads(tmp_path):
     file = written(tmp_path, "train.tsv", [*PAIRS, ("x", "y", "-")])
     config = config_of(file, cache=str(tmp_path / "kept"))
@@ -196,15 +290,15 @@ def test_a_label_that_the_training_set_does_not_have(tmp_path):
 
 
 def test_a_missing_column_lists_those_that_are_there(tmp_path):
-    file = written(tmp_path, "train.tsv", header=("premise", "hypothesis", "label"))
+    file = written(tmp_path, "train.tsv", header=("one", "two", "label"))
     with pytest.raises(
-        ConfigError, match=r"has not the columns.*It has: premise, hypothesis, label\. data\.s"
+        ConfigError, match=r"has not the columns sentence1 or premise, .*It has: one, two, label\. data\.s"
     ):
         load_sentences(config_of(file))
-    named = {"sentence1": "premise", "sentence2": "hypothesis", "label": "label"}
+    named = {"sentence1": "one", "sentence2": "two", "label": "label"}
     assert load_sentences(config_of(file, **named)).classes
-    written(tmp_path, "dev.tsv", header=("premise", "text", "label"))
-    with pytest.raises(DataError, match=r"dev\.tsv has not the column hypothesis"):
+    written(tmp_path, "dev.tsv", header=("one", "text", "label"))
+    with pytest.raises(DataError, match=r"dev\.tsv has not the column two"):
         load_sentences(config_of(tmp_path, **named))
 
 
