@@ -11,18 +11,18 @@ import difflib
 import glob
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_modules
-from launcher.engine.precision.emulation import MARK, RoundedArithmetic, widen
+from launcher.engine.precision.classes import MARK, widen
+from launcher.engine.precision.emulation import RoundedArithmetic
 
 NEAREST = 3  # module names that an error suggests
 
@@ -76,33 +76,14 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def fp32_arithmetic() -> AbstractContextManager[object]:
-    """The context of fp32 arithmetic within a half forward pass; nothing changes outside of one."""
+    """The context of fp32 arithmetic within a half forward pass; nothing changes outside of one.
+
+    Autocast is off in it, and half weights, which fp32 kernels refuse, are widened where they are used.
+    """
     if not torch.is_autocast_enabled(MARK):
         return nullcontext()
-    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-        if isinstance(mode, RoundedArithmetic):
-            return _rounding_to_fp32(mode)
-    return _native()
-
-
-@contextmanager
-def _rounding_to_fp32(mode: RoundedArithmetic) -> Iterator[None]:
-    """Nothing is rounded, and what is half is widened. A second mode inside would still pass to this one."""
-    outer, mode.dtype = mode.dtype, torch.float32
-    try:
-        yield
-    finally:
-        mode.dtype = outer
-
-
-@contextmanager
-def _native() -> Iterator[None]:
-    """Without autocast; half weights, which fp32 kernels refuse, are widened where they are used."""
-    with ExitStack() as contexts:
-        for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            contexts.enter_context(torch.autocast(device_type, enabled=False))
-        contexts.enter_context(RoundedArithmetic(torch.float32))
-        yield
+    device_type = next(filter(torch.is_autocast_enabled, ("cuda", "cpu")), "cpu")
+    return RoundedArithmetic(torch.float32, device_type)
 
 
 def kind_of(model: nn.Module, name: str) -> list[str]:

@@ -591,7 +591,7 @@ class Stepper:
             torch.cuda.current_stream(self.device).wait_event(read)
 
     def _during_backward(self) -> AbstractContextManager[object]:
-        return self.policy.backward(self.emulation.used)
+        return self.policy.backward(self.device, self.emulation.used)
 
     def _refuse_missed_backward(self) -> None:
         """Refuse gradients in p.grad without any of this step: loss.backward() was called instead."""

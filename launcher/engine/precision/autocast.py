@@ -3,7 +3,7 @@
 Autocast's lists differ by device and have gaps. On CUDA they contain no decomposition of torch.linalg, so
 these fail in half, and `matrix_exp` multiplies in half even for fp32 inputs. On CPUs exponentials and sums
 are missing. RNNs compute in fp16 whatever dtype was requested. This module registers kernels for the missing
-operators on the Autocast dispatch keys, by the classes of `emulation`. Listed operators cost nothing more,
+operators on the Autocast dispatch keys, by the tables of `classes`. Listed operators cost nothing more,
 and torch.compile traces these kernels as it does torch's own.
 
 The registration is per process, and done once. Outside the contexts of this module its kernels only
@@ -22,23 +22,32 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library
 
-from launcher.engine.precision.emulation import (
+from launcher.engine.precision.classes import (
     CURVES,
     MARK,
     PRODUCTS,
     PROMOTING,
     WIDE,
     any_fp32,
+    is_tensor,
     map_tensors,
-    picks_rows,
     widen,
 )
+from launcher.engine.precision.picks import SUMS, pick
 
 Kernel = Callable[..., Any]
 
 RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-# Their backward passes sum in fp32 on CUDA; widening would copy the whole table at each call.
-SUMMED_IN_FP32 = {"cuda": ("embedding", "embedding_bag"), "cpu": ()}
+# Operators that sum in fp32 by themselves on a GPU.
+ONLY_CPU = frozenset(
+    [
+        *("embedding", "embedding_bag", "index", "index_reduce", "segment_reduce"),
+        *("col2im", "im2col", "rrelu", "batch_norm"),
+    ]
+)
+UPSAMPLE = [f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")]
+UPSAMPLE += [f"{exact}{n}d" for exact in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)]
+UPSAMPLE += [f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")]
 
 
 class HalfArithmetic(torch.autocast):
@@ -46,9 +55,7 @@ class HalfArithmetic(torch.autocast):
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         super().__init__(device_type, dtype=dtype)
-        # Not a cached function: torch.compile would trace what it wraps, and warn.
-        if device_type not in _REGISTERED:
-            _REGISTERED[device_type] = _register(device_type)
+        register(device_type)
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
@@ -76,8 +83,14 @@ def repeating_forward() -> Iterator[None]:
 _REGISTERED: dict[str, Library | None] = {}  # by type of device: a registration lasts as long as its Library
 
 
+def register(device_type: str) -> None:
+    """Add the missing operators to autocast's on one type of device; once per process."""
+    # Not a cached function: torch.compile would trace what it wraps, and warn.
+    if device_type not in _REGISTERED:
+        _REGISTERED[device_type] = _register(device_type)
+
+
 def _register(device_type: str) -> Library | None:
-    """Add the missing operators to autocast's on one type of device."""
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(device_type)
     if key is None:
         return None
@@ -91,16 +104,17 @@ def _register(device_type: str) -> Library | None:
 def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
     """Operators without a kernel on `key`, and what computes them."""
     curves = [f"special_{name}" for name in CURVES.split()]
-    promoting = _names(PROMOTING) - {*SUMMED_IN_FP32[device_type]}
     table = {
         **dict.fromkeys(_names(PRODUCTS), _in_half),
         **dict.fromkeys(RNNS, _rnn),
-        **dict.fromkeys(promoting, _promoted),
-        **dict.fromkeys(_names(WIDE), _in_fp32),
-        **dict.fromkeys(curves, _curve),
+        **dict.fromkeys(_names(PROMOTING), _promoted),
+        **dict.fromkeys([*_names(WIDE), *UPSAMPLE], _in_fp32),
+        **dict.fromkeys([*curves, "rrelu", "col2im", "im2col"], _curve),
+        **dict.fromkeys(SUMS, _picked),
+        "batch_norm": _batch_norm,
     }
-    if device_type == "cpu":  # CUDA's backward pass sums in fp32
-        table["index"] = _index
+    if device_type == "cuda":
+        table = {name: compute for name, compute in table.items() if name not in ONLY_CPU}
     for name, compute in table.items():
         for operator in _overloads(name):
             if not torch._C._dispatch_has_kernel_for_dispatch_key(str(operator._name), key):
@@ -117,7 +131,7 @@ def _overloads(name: str) -> Iterator[OpOverload]:
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         operator = getattr(packet, overload)
-        if operator._schema.is_mutable or overload.endswith("_dtype"):
+        if operator._schema.is_mutable or overload.endswith("dtype") or "dimname" in overload:
             continue
         if torch._C._dispatch_has_kernel(str(operator._name)):
             yield operator
@@ -148,9 +162,14 @@ def _in_fp32(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -
 
 
 def _curve(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    half = any(isinstance(each, torch.Tensor) and each.dtype == dtype for each in args)
+    half = any(is_tensor(each) and each.dtype == dtype for each in args)
     result = _in_fp32(operator, dtype, args, kwargs)
     return result.to(dtype) if half else result
+
+
+def _batch_norm(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Without weights, whose dtype they would get, kernels for CPUs keep mean and variance in half."""
+    return operator(*args, **kwargs) if is_tensor(args[1]) else _curve(operator, dtype, args, kwargs)
 
 
 def _in_half(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
@@ -175,13 +194,10 @@ def _promoted(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) 
     return result if any_fp32((args, kwargs)) else map_tensors(functools.partial(_narrow, dtype), result)
 
 
-def _index(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    table, index = args
-    return (_promoted if picks_rows(table, tuple(index)) else OpOverload.__call__)(
-        operator, dtype, args, kwargs
-    )
+def _picked(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    return pick(operator, *args, **kwargs)
 
 
 def _narrow(dtype: torch.dtype, value: Any) -> Any:
-    eligible = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    eligible = is_tensor(value) and value.is_floating_point() and value.dtype != torch.float64
     return value.to(dtype) if eligible else value

@@ -81,14 +81,16 @@ class Policy:
         if self.arithmetic == torch.float32:
             return nullcontext()
         if emulate:
-            return RoundedArithmetic(self.arithmetic)
+            return RoundedArithmetic(self.arithmetic, device.type)
         return HalfArithmetic(device.type, self.arithmetic)
 
-    def backward(self, emulate: bool) -> AbstractContextManager[object]:
+    def backward(self, device: torch.device, emulate: bool) -> AbstractContextManager[object]:
         """The context of a backward pass: activation checkpointing repeats forward passes there."""
         if self.arithmetic == torch.float32:
             return nullcontext()
-        return RoundedArithmetic(self.arithmetic) if emulate else repeating_forward()
+        if emulate:
+            return RoundedArithmetic(self.arithmetic, device.type, enabled=False)
+        return repeating_forward()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Scaling, Stepper
-from launcher.engine.precision import emulation as classes
+from launcher.engine.precision import classes
 from launcher.engine.precision.emulation import RoundedArithmetic
 
 HALF = torch.float16

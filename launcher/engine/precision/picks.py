@@ -1,0 +1,73 @@
+"""Elements of a half table, copied in half; the gradients of an element that was taken twice add up in fp32.
+
+Owns the backward passes of those operators. Widening the table instead would give the same gradients, and
+copy the whole table in fp32 in every forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from launcher.engine.precision.classes import HALF, is_tensor
+
+EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
+
+
+def _embedding(
+    zeros: Tensor, rows: Tensor, tokens: Tensor, padding: int = -1, by_frequency: bool = False, *_: object
+) -> Tensor:
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(rows, tokens, len(zeros), padding, by_frequency)
+    return summed
+
+
+# What the backward pass adds to a table of zeros, by the gradient of what was picked and the index.
+SUMS: dict[str, Callable[..., Tensor]] = {
+    "embedding": _embedding,
+    "gather": lambda zeros, picked, dim, index, sparse=False: zeros.scatter_add_(dim, index, picked),
+    "index": lambda zeros, picked, *index: torch.ops.aten.index_put_(zeros, index, picked, True),
+    "index_select": lambda zeros, picked, dim, index: zeros.index_add_(dim, index, picked),
+    "take": lambda zeros, picked, index: zeros.put_(index, picked, accumulate=True),
+}
+
+
+def pick(operator: OpOverload, table: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`operator(table, *args, **kwargs)`, with gradients that are summed in fp32 where an element may repeat.
+
+    A plain call without gradients, for tables that are not half, for masks, and for sparse gradients.
+    """
+    index = args[0] if operator is INDEX else args
+    repeats = any(is_tensor(each) and each.dtype not in (torch.bool, torch.uint8) for each in index)
+    sparse = kwargs.get("sparse_grad") or (operator is EMBEDDING and args[3:4] == (True,))
+    if table.dtype in HALF and table.requires_grad and torch.is_grad_enabled() and repeats and not sparse:
+        return _Pick.apply(operator, table, *index)  # type: ignore[no-untyped-call]
+    return operator(table, *args, **kwargs)
+
+
+class _Pick(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(operator: OpOverload, table: Tensor, *index: Any) -> Any:
+        return operator(table, index) if operator is INDEX else operator(table, *index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        operator, table, *index = inputs
+        ctx.operator, ctx.shape, ctx.dtype = operator, table.shape, table.dtype
+        ctx.rest = [None if is_tensor(each) else each for each in index]
+        ctx.save_for_backward(*(each if is_tensor(each) else None for each in index))
+
+    @staticmethod
+    def backward(ctx: Any, picked: Tensor) -> tuple[Tensor | None, ...]:
+        index = [
+            rest if saved is None else saved for saved, rest in zip(ctx.saved_tensors, ctx.rest, strict=True)
+        ]
+        name = ctx.operator._schema.name.removeprefix("aten::")
+        zeros = picked.new_zeros(ctx.shape, dtype=torch.float32)
+        summed = SUMS[name](zeros, picked.float(), *index).to(ctx.dtype)
+        return None, summed, *(None for _ in index)
