@@ -33,6 +33,7 @@ SET_BY_OTHERS = {
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # by the first import of sklearn
     # By the first use of torch's compiler:
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),
+    *("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"),
     "TORCHINDUCTOR_COMPILE_THREADS",  # by a worker, for as long as its process lives
 }
 _REPORTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # once is enough; a thread cannot be ended
@@ -56,7 +57,8 @@ class Moment:
         return [line for kind in kinds if (line := kind())]
 
     def _processes(self) -> str:
-        left = _after_grace(lambda: {pid for pid in processes() - self.processes if not _reaped(pid)})
+        known = self.processes | _processes_of_the_compiler()
+        left = _after_grace(lambda: {pid for pid in processes() - known if not _reaped(pid)})
         names = {pid: _command(pid) for pid in left}
         for pid in left:
             with suppress(ProcessLookupError):
@@ -89,6 +91,13 @@ def _threads_of_the_compiler() -> set[threading.Thread]:
     compiler = sys.modules.get("torch._inductor.async_compile")
     pool = compiler.AsyncCompile.pool if compiler else None
     return set(pool()._threads) if pool and pool.cache_info().currsize else set()
+
+
+def _processes_of_the_compiler() -> set[int]:
+    """Of torch's pool, which the first Triton kernel starts. Without it every later kernel would fail."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    pools = compiler._pool_set if compiler else ()
+    return {pool.process.pid for pool in pools if hasattr(pool, "process")}
 
 
 def _process_group() -> str:

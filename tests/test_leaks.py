@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed  # noqa: F401  # a module that an inner session is the first to import is unloaded again
@@ -115,3 +116,19 @@ def test_uses_it_too(shared):
 
 def test_what_goes_with_its_fixture_or_ends_soon_is_no_leak(check: Check) -> None:
     check(CLEAN).assert_outcomes(passed=2)
+
+
+@pytest.fixture
+def compiler() -> Iterator[Any]:
+    """torch's, whose processes end here as at the exit of a program."""
+    from torch._inductor import async_compile
+
+    yield async_compile
+    async_compile.shutdown_compile_workers()
+
+
+def test_the_processes_of_torchs_compiler_stay(check: Check, compiler: Any) -> None:
+    """The first Triton kernel of a process starts them. Without them every later kernel would fail."""
+    start = "from torch._inductor.async_compile import AsyncCompile\n    AsyncCompile.process_pool()"
+    check(f"def test_first_kernel():\n    {start}\n").assert_outcomes(passed=1)
+    assert compiler.AsyncCompile.process_pool().process.poll() is None
