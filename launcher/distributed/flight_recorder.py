@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from launcher.distributed import nccl
 from launcher.distributed.process_group import OF_ANOTHER, TIMED_OUT, LaunchEnv
 from launcher.errors import whole_text
 
@@ -104,9 +105,10 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error of Gloo says that another rank has closed its connection."""
+    """Whether an error of Gloo or NCCL says that another rank has closed its connection."""
     text = whole_text(error)
-    return isinstance(error, RuntimeError) and bool(OF_ANOTHER.search(text)) and not TIMED_OUT.search(text)
+    lost = OF_ANOTHER.search(text) and not nccl.is_own(text)
+    return isinstance(error, RuntimeError) and bool(lost) and not TIMED_OUT.search(text)
 
 
 def disagreement(said: Mapping[int, Calls], world_size: int) -> str:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from launcher.config.messages import first_line
+from launcher.distributed import nccl
 from launcher.distributed.last_words import LastWords
 from launcher.distributed.torch_build import refuse_missing_kernels, refuse_unusable_driver
 from launcher.errors import (
@@ -38,9 +39,6 @@ OF_ANOTHER = re.compile(
     r"Application timeout|Connection (closed|reset)",
     re.IGNORECASE,
 )
-# Torch's watchdog then only logs timeouts, and its monitor ends no process: `watchdog` does, and names the
-# rank. torchrun sets the first variable to 1, so its value is not the user's choice.
-NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
 PRINT_S = 0.3
 LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
@@ -119,7 +117,8 @@ class WorkerEnv:
 
 def is_of_another(error: BaseException) -> bool:
     """Whether an exception, by its class and text, is that of a rank which lost another one."""
-    return bool(OF_ANOTHER.search(f"{type(error).__name__}: {whole_text(error)}"))
+    text = f"{type(error).__name__}: {whole_text(error)}"
+    return bool(OF_ANOTHER.search(text)) and not nccl.is_own(text)
 
 
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
@@ -376,7 +375,6 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
 
     `timeout_s` holds until `tighten` shortens it: start-up and compiling may take minutes, a step may not.
     """
-    import torch
     import torch.distributed as dist
 
     device = _device(launch)
@@ -387,8 +385,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     if store is None:
         yield WorkerEnv(0, 1, 0, 1, device, None)
         return
-    _prefer_loopback(launch)
-    os.environ.update(NCCL)
+    nccl.prepare(os.environ, one_machine=launch.local_world_size == launch.world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # A fresh prefix per job: a second group in one launch would otherwise read the first one's keys.
@@ -403,14 +400,27 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         yield WorkerEnv(
             launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, device, group
         )
-    except BaseException:
-        if device.type == "cuda":
-            # Others may wait in a collective that this rank will never join: a clean shutdown would hang.
-            torch.distributed.distributed_c10d._abort_process_group()
+    except BaseException as error:
+        _close_after(error, device)
         raise
-    finally:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _close_after(error: BaseException, device: torch.device) -> None:
+    """Close the group of a rank that fails. What that raises is noted on the error and does not replace it.
+
+    After an error of CUDA every further call of it fails, those that close the group among them.
+    """
+    import torch.distributed as dist
+
+    # Others may wait in a collective that this rank will never join: a clean shutdown over NCCL would hang.
+    abort = dist.distributed_c10d._abort_process_group
+    try:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            abort() if device.type == "cuda" else dist.destroy_process_group()
+    except Exception as another:
+        error.add_note(f"Its process group could not be closed either: {described(another)}")
 
 
 def tighten(env: WorkerEnv, timeout_s: float) -> None:
@@ -465,11 +475,3 @@ def _divide_threads(launch: LaunchEnv) -> None:
     # torchrun sets OMP_NUM_THREADS=1 if it is unset, so 1 may not be the user's choice.
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
-
-
-def _prefer_loopback(launch: LaunchEnv) -> None:
-    """Keep single-machine Gloo traffic on the loopback device."""
-    if launch.local_world_size < launch.world_size or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -149,13 +149,14 @@ def test_gpus_that_share_no_build_are_named(monkeypatch) -> None:
 
 
 LIBCUDA = """
+void _exit(int code);
 int cuInit(unsigned flags) {{ return {fails}; }}
 int cuDeviceGetCount(int *count) {{ *count = {gpus}; return 0; }}
 int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
 """
 
 
-def install_driver(monkeypatch, folder: Path, fails: int, gpus: int = 2, version: int = 13000) -> None:
+def install_driver(monkeypatch, folder: Path, fails: object, gpus: int = 2, version: int = 13000) -> None:
     """A library in the place of the driver's answers as the driver does."""
     library = folder / "libcuda.so"
     source = LIBCUDA.format(fails=fails, gpus=gpus, version=version)
@@ -220,7 +221,7 @@ def test_a_driver_that_does_not_start_is_not_taken_for_no_gpu(monkeypatch, tmp_p
 
 
 def test_a_driver_that_crashes_is_refused(monkeypatch, tmp_path) -> None:
-    install_driver(monkeypatch, tmp_path, "*(volatile int *)0")
+    install_driver(monkeypatch, tmp_path, "(_exit(1), 0)")
     with pytest.raises(PreflightError, match="it ended the process that asked"):
         worker_count.count_gpus()
 

@@ -15,6 +15,7 @@ from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, place_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
 from launcher.distributed.last_words import LastWords
+from launcher.distributed.nccl import failure_of_nccl
 from launcher.distributed.process_group import LaunchEnv, failure_of_another, is_of_another, stall_of
 from launcher.engine import UnusableError, works
 from launcher.errors import (
@@ -53,6 +54,7 @@ def failure_of(
     """
     failure = (
         _user_error(error, launch, *at_shortage)
+        or failure_of_nccl(error, launch.rank)
         or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
         or _of_the_recipe(error, logs)

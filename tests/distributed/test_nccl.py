@@ -1,0 +1,137 @@
+"""What NCCL reads from the environment, whose fault its errors are, and what they advise, without NCCL."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from launcher.distributed import nccl, process_group
+from launcher.distributed.flight_recorder import is_loss
+from launcher.distributed.handoff import departure_of
+from launcher.distributed.process_group import LaunchEnv, join
+from launcher.errors import PreflightError, UnexpectedError
+from launcher.training.failures.rank_failure import failure_of
+
+ALL_HERE, ONE_OF_TWO_HOSTS = LaunchEnv(1, 2, 1, 2, launched=True), LaunchEnv(1, 2, 0, 1, launched=True)
+
+
+def said(kind: str, name: str, last: str = "") -> RuntimeError:
+    """As ProcessGroupNCCL words what NCCL reports."""
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, {kind} (run with "
+        f"NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n{name}\nLast error:\n{last}"
+    )
+
+
+SYSTEM, CUDA = "unhandled system error", "unhandled cuda error"
+FAILED = "ncclUnhandledCudaError: Call to CUDA function failed."
+NO_SHM = "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888), error: No space left"
+OWN = [
+    (said(SYSTEM, "ncclSystemError: System call failed.", NO_SHM), PreflightError, "shared memory"),
+    (said(CUDA, FAILED), UnexpectedError, ""),
+    (
+        said(CUDA, FAILED, "Cuda failure 700 'an illegal memory access'"),
+        UnexpectedError,
+        "rank 1: NCCL failed: Cuda failure 700 'an illegal memory access'. ",
+    ),
+    (said("invalid usage", "ncclInvalidUsage: ...", "Duplicate GPU"), UnexpectedError, "Duplicate GPU"),
+    (said(SYSTEM, "ncclSystemError: ...", "Bootstrap : no socket"), UnexpectedError, "no socket"),
+]
+OF_ANOTHER = [
+    said("remote process exited or there was a network error", "ncclRemoteError: A call failed"),
+    said(
+        "unhandled system error", "ncclSystemError: ...", "socketProgress: Connection closed by remote peer"
+    ),
+    said("internal error", "ncclInternalError: ...", "Proxy Call to rank 1 failed (Connect)"),
+    said(SYSTEM, "ncclSystemError: System call failed."),
+    RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer."),
+]
+
+
+def explained(error: Exception) -> Exception | None:
+    return failure_of(error, None, "job", ALL_HERE, "logs/rank1.log", ("", ""))
+
+
+@pytest.mark.parametrize(("error", "kind", "text"), OWN)
+def test_an_error_of_nccl_on_this_rank_is_the_origin_and_says_what_to_do(error, kind, text) -> None:
+    assert not is_loss(error), "Gloo's explanation would follow"
+    assert not departure_of(1, error).lost
+    failure = explained(error)
+    assert type(failure) is kind
+    assert text in str(failure)
+    assert "NCCL_DEBUG=WARN" in str(failure) or "/dev/shm has" in str(failure)
+
+
+@pytest.mark.parametrize("error", OF_ANOTHER)
+def test_an_error_that_a_lost_rank_explains_is_not_the_origin(error) -> None:
+    assert is_loss(error)
+    assert departure_of(1, error).lost
+    assert explained(error) is None
+
+
+def test_docker_s_shared_memory_is_found_too_small(monkeypatch) -> None:
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_bavail=250, f_blocks=16384)
+    )
+    text = str(explained(OWN[0][0]))
+    assert "/dev/shm has 0 of 64 MB free" in text
+    assert "--shm-size=1g" in text
+    assert "--shm-size=1g" in str(explained(OWN[1][0])), "whatever NCCL could not say"
+
+
+@pytest.mark.parametrize(
+    ("launch", "own", "interfaces"),
+    [
+        (ALL_HERE, {}, ["lo", "lo"]),
+        (ALL_HERE, {"NCCL_SOCKET_IFNAME": "eth0"}, ["lo", "eth0"]),
+        (ONE_OF_TWO_HOSTS, {}, [None, None]),
+    ],
+)
+def test_ranks_of_one_machine_meet_on_the_loopback_device(launch, own, interfaces) -> None:
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **own}
+    nccl.prepare(environ, one_machine=launch.local_world_size == launch.world_size)
+    assert [environ.get(key) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == interfaces
+    assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert environ["RDMAV_FORK_SAFE"] == "1", "loader processes are forked beside a card's memory"
+
+
+@pytest.fixture
+def over_nccl(monkeypatch):
+    """`join` as on a GPU, with a group that sends nothing. Its variables go to a copy of the environment."""
+    init = dist.init_process_group
+    monkeypatch.setattr(process_group, "_device", lambda launch: torch.device("cuda", 0))
+    for name in ("refuse_unusable_driver", "refuse_missing_kernels", "_refuse_shared_gpu", "_divide_threads"):
+        monkeypatch.setattr(process_group, name, lambda *given: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, **given: init("fake", store=FakeStore(), rank=1, world_size=2),
+    )
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_variables_are_set_before_the_group_is_made(over_nccl) -> None:
+    with join(ALL_HERE, dist.HashStore(), "job", 5):
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_group_that_cannot_be_closed_does_not_replace_the_error(over_nccl, monkeypatch) -> None:
+    """After an error of CUDA each further call of it fails, ncclCommAbort's among them."""
+
+    def abort() -> None:
+        raise OWN[1][0]
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    origin = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    with pytest.raises(torch.AcceleratorError) as raised, join(ALL_HERE, dist.HashStore(), "job", 5):
+        raise origin
+    assert raised.value is origin
+    assert "could not be closed either: DistBackendError: NCCL error" in raised.value.__notes__[0]
