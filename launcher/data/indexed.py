@@ -107,13 +107,14 @@ class IndexedData:
             self._evaluation = key, requests, self.pool(requests)
         for request, fetched in zip(*self._evaluation[1:], strict=True):
             batch = self.usable(fetched, request)
-            indices = torch.tensor(request.indices, device=self.how.device)
-            good = torch.zeros(len(indices), dtype=torch.bool, device=self.how.device)
+            # Chosen on the host: by a mask on the device the host would wait for all work before it.
+            indices = torch.tensor(request.indices)
+            good = torch.zeros(len(indices), dtype=torch.bool)
             good[list(fetched.kept)] = True
             if batch is not None:
-                yield indices[good], batch
+                yield to_device(indices[good], self.how.device), batch
             if fetched.bad:
-                yield indices[~good], None
+                yield to_device(indices[~good], self.how.device), None
 
 
 class LoadedBatches:

@@ -22,6 +22,7 @@ from launcher.data.sources import evaluation_batches, readable, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, LauncherError, StalledError
+from tests.meta_device import META, MetaDevice
 
 CPU = torch.device("cpu")
 
@@ -186,6 +187,17 @@ def test_an_evaluation_accounts_for_bad_samples():
     data = IndexedData(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad=3), "validation")
     found = [(indices.tolist(), batch is None) for indices, batch in evaluation_batches(data, 0, 1, 2)]
     assert found == [([0], False), ([1], True), ([2, 3], False), ([4, 5], True)]
+
+
+def test_an_evaluation_never_waits_for_the_device():
+    """What is copied goes the way of a batch, which on a GPU is from pinned memory on a stream of its own."""
+    how = Loading(0, META, seed=5, max_bad=1)
+    data = IndexedData(Noisy(6, {1: torn}), None, how, "validation")
+    with MetaDevice() as device:
+        found = list(evaluation_batches(data, 0, 1, 2))
+    assert [len(indices) for indices, _ in found] == [1, 1, 2, 2]
+    assert device.reads == []
+    assert {upload.partition(":")[0] for upload in device.uploads} == {"data/device.py to_device"}
 
 
 def test_a_loader_process_that_is_killed_is_named_with_its_sample():
