@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from launcher.checkpoint.generators import restore_states, states
@@ -97,7 +98,12 @@ class Trials:
         config = self.run.config
         total_steps = config.train.total_steps(self.plan.steps_per_epoch)
         sizes = sizes_to_try(self.plan, config.data.augment.mixup, total_steps)
-        size = largest_that_fits(sizes, lambda size: self._fits(size, tried))
+        # cuDNN would time its algorithms anew for the shapes of each trial.
+        tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+        try:
+            size = largest_that_fits(sizes, lambda size: self._fits(size, tried))
+        finally:
+            torch.backends.cudnn.benchmark = tunes
         last = next(reversed(tried.values()))
         if size is None:
             raise OutOfMemoryError(

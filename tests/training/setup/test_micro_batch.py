@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.recipe.training_aids import refuse_split_pairs
-from launcher.training.setup.micro_batch import MOST_TRIALS, largest_that_fits
+from launcher.training.setup.micro_batch import MOST_TRIALS, Trials, largest_that_fits
 from launcher.training.setup.micro_batch_sizes import half_of, sizes_to_try
+from tests.configs import composed
 
 
 def plan_of(share: int, micro_batch: int | None = None, ranks: int = 1) -> BatchPlan:
@@ -75,3 +78,25 @@ def test_samples_that_are_mixed_in_pairs_stay_together() -> None:
     assert half_of(odd_rest, mixup=0.2, total_steps=1) == 4
     for size in sizes_to_try(plan_of(36, ranks=3), mixup=0.2):
         refuse_split_pairs(plan_of(36, size, ranks=3), 0.2, 100)
+
+
+class Asked(Trials):
+    """Notes whether cuDNN would time its algorithms in a trial; only one sample fits."""
+
+    def _fits(self, size: int, tried: dict[int, str]) -> bool:
+        tuned.append(torch.backends.cudnn.benchmark)
+        tried[size] = "" if size == 1 else "memory"
+        return size == 1
+
+
+tuned: list[bool] = []
+
+
+def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    telemetry = SimpleNamespace(decision=lambda *words, **values: None)
+    run = SimpleNamespace(config=composed("data.batch_size=8"), telemetry=telemetry)
+    assert Asked(run, None, None, None, plan_of(8)).search() == 1
+    assert len(tuned) > 1
+    assert not any(tuned)
+    assert torch.backends.cudnn.benchmark
