@@ -3,7 +3,8 @@
 Owns the module, its backward pass, and the replacement of batch norms in a model. Statistics are fp32 and
 exact for ranks of different sizes. Each forward pass of each module is a collective, and each backward pass
 another: all ranks must run the same number. The host never waits for the device. `torch.nn.SyncBatchNorm`
-does in every forward pass, to leave out ranks without samples, which here add zeros to the sums.
+does in every forward pass, to leave out ranks without samples, which here add zeros to the sums. Input and
+output are read and written as often as by nn.BatchNorm, in their own dtype: two passes forward, two backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,6 +23,7 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_modules
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+WITH_KERNELS = ("cuda",)  # types of device with torch's kernels for a synchronised norm
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -51,13 +54,11 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        normalised, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.eps, self._group
+        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self._group
         )
         self._track(mean, variance, count)
-        if self.affine:
-            normalised = normalised * _by_channel(self.weight, input) + _by_channel(self.bias, input)
-        return cast(Tensor, normalised.to(input.dtype))
+        return cast(Tensor, output)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Update the running statistics; their variance is the unbiased one, as in torch."""
@@ -76,40 +77,108 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) over all ranks, in fp32; also mean, variance and count.
-
-    Two passes, mean then deviations: E[x^2] - E[x]^2 would lose the variance to cancellation.
-    """
+    """(x - mean) / sqrt(variance + eps) * weight + bias over all ranks; also mean, variance and count."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-        wide = x.float()
-        others = [dimension for dimension in range(x.ndim) if dimension != 1]
-        count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
-        sums = torch.cat([wide.sum(others), count])
-        works.run(dist.all_reduce(sums, group=group, async_op=True), sums)
-        mean, count = sums[:-1] / sums[-1], sums[-1]
-        centred = wide - _by_channel(mean, x)
-        squares = (centred * centred).sum(others)
-        works.run(dist.all_reduce(squares, group=group, async_op=True), squares)
-        variance = squares / count
-        inverse = torch.rsqrt(variance + eps)
-        normalised = centred * _by_channel(inverse, x)
-        ctx.save_for_backward(normalised, inverse, count)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        x = x.contiguous(memory_format=_format(x))
+        with torch._C.DisableTorchFunction():  # emulated half arithmetic would widen x in memory
+            mean, variance, count = _statistics(x, group)
+            inverse = torch.rsqrt(variance + eps)
+            if not x.numel():
+                output = torch.empty_like(x)
+            elif x.device.type in WITH_KERNELS:
+                output = torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps)
+            else:
+                output = F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
-        return normalised, mean, variance, count
+        return output, mean, variance, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        normalised, inverse, count = ctx.saved_tensors
-        others = [dimension for dimension in range(gradient.ndim) if dimension != 1]
-        sums = torch.stack([gradient.sum(others), (gradient * normalised).sum(others)])
-        works.run(dist.all_reduce(sums, group=ctx.group, async_op=True), sums)
-        mean, slope = sums / count
-        deviation = gradient - _by_channel(mean, gradient) - normalised * _by_channel(slope, gradient)
-        return deviation * _by_channel(inverse, gradient), None, None
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            gradient = gradient.contiguous(memory_format=_format(x))
+            sums, products = _sums(gradient, x, mean, inverse)
+            shared = torch.stack([sums, products])
+            works.run(dist.all_reduce(shared, group=ctx.group, async_op=True), shared)
+            of_input = _gradient_of(gradient, x, weight, mean, inverse, shared, count)
+        # Those of weight and bias are this rank's, like every other gradient.
+        own = (None, None) if weight is None else (products * inverse, sums)
+        return of_input, *own, None, None
+
+
+def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and count over all ranks: fp32 [channels], [channels], 0-dim.
+
+    The squared deviations from the common mean come from each rank's variance and mean, without another pass:
+    E[x^2] - E[x]^2 would lose the variance to cancellation.
+    """
+    zeros = x.new_zeros(x.shape[1], dtype=torch.float32)
+    own_mean, own_variance = zeros, zeros
+    if x.numel() and x.device.type in (*WITH_KERNELS, "cpu"):
+        own_mean, own_variance = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
+    elif x.numel():
+        own_variance, own_mean = torch.var_mean(x.float(), _others(x), correction=0)
+    own_count = x.numel() // x.shape[1]
+    sums = torch.cat([own_mean * own_count, torch.full_like(zeros[:1], own_count)])
+    works.run(dist.all_reduce(sums, group=group, async_op=True), sums)
+    mean, count = sums[:-1] / sums[-1], sums[-1]
+    squares = (own_mean - mean).square_().add_(own_variance).mul_(own_count)
+    works.run(dist.all_reduce(squares, group=group, async_op=True), squares)
+    return mean, squares / count, count
+
+
+def _sums(gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Of this rank, over all but the channels: of the gradient, and of gradient * (x - mean). fp32."""
+    if not x.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    if x.device.type in WITH_KERNELS:
+        sums, products, *_ = torch.batch_norm_backward_reduce(
+            gradient, x, mean, inverse, None, True, False, False
+        )
+        return sums, products
+    # The gradients of weight and bias of an evaluation with a variance of 1.
+    ones = torch.ones_like(mean)
+    _, products, sums = torch.ops.aten.native_batch_norm_backward(
+        gradient, x, ones, mean, ones, None, None, False, 0.0, [False, True, True]
+    )
+    return sums, products
+
+
+def _gradient_of(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    shared: Tensor,
+    count: Tensor,
+) -> Tensor:
+    """Of the input; `shared` are `_sums` over all ranks, and `count` their samples per channel."""
+    if not x.numel():
+        return torch.zeros_like(x)
+    if x.device.type in WITH_KERNELS:
+        return torch.batch_norm_backward_elemt(
+            gradient, x, mean, inverse, weight, shared[0], shared[1], count.view(1).int()
+        )
+    sums, products = shared / count
+    centred = x.float() - _by_channel(mean, x)
+    deviation = torch.sub(gradient, centred.mul_(_by_channel(products * inverse * inverse, x)))
+    factor = inverse if weight is None else inverse * weight
+    return deviation.sub_(_by_channel(sums, x)).mul_(_by_channel(factor, x)).to(x.dtype)
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    """That of x, or the nearest that has no gaps, for which the kernels are written."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(x.ndim, torch.contiguous_format)
+    return last if x.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
 def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
@@ -133,6 +202,11 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
             if isinstance(child, _BatchNorm):
                 setattr(parent, name, replaced[child])
     return replaced[model] if isinstance(model, _BatchNorm) else model
+
+
+def _others(x: Tensor) -> list[int]:
+    """All dimensions but that of the channels."""
+    return [dimension for dimension in range(x.ndim) if dimension != 1]
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
