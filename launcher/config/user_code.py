@@ -5,6 +5,7 @@ Owns that distinction. Never imports what it judges.
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 from pathlib import Path
 from types import CodeType
@@ -23,6 +24,20 @@ def place_of(error: BaseException) -> str:
             place = f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
         frame = frame.tb_next
     return place
+
+
+def defined_at(function: object) -> str:
+    """`file:line` where the user has defined a function or a class; empty where it is not the user's."""
+    function = inspect.unwrap(function) if callable(function) else function
+    function = getattr(function, "func", function)  # of functools.partial
+    code = getattr(
+        getattr(function, "__init__", None) if isinstance(function, type) else function, "__code__", None
+    )
+    return (
+        f"{code.co_filename}:{code.co_firstlineno}"
+        if isinstance(code, CodeType) and is_the_users(code)
+        else ""
+    )
 
 
 def innermost(error: BaseException) -> str:

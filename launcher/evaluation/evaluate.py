@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from launcher.config.user_code import defined_at
 from launcher.data.sources import Readable, evaluation_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.collectives import reduce
 from launcher.distributed.process_group import WorkerEnv
-from launcher.errors import DataError
+from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded
 from launcher.recipe.contract import Loss, Recipe, loss_of
@@ -206,8 +207,21 @@ def measure_batch(
     with forward_context():
         made = _transformed(recipe, batch)
         loss = loss_of(recipe.loss, model, made)
+    refuse_unusable_loss(recipe, loss)
     measuring.update(loss, batch | made)
     return loss
+
+
+def refuse_unusable_loss(recipe: Recipe, loss: Loss) -> None:
+    """Raise ConfigError for a sum that is no fp32 scalar: the backward pass would refuse it later."""
+    if loss.sum.ndim == 0 and loss.sum.dtype == torch.float32:
+        return
+    at = defined_at(recipe.loss)
+    raise ConfigError(
+        f"the recipe's loss{f' at {at}' if at else ''} returned Loss(sum, ...) with a sum of "
+        f"{str(loss.sum.dtype).removeprefix('torch.')} {list(loss.sum.shape)}: it must be one number in "
+        'float32, over the samples. Sum with .sum() or reduction="sum", and compute from network(x).float().'
+    )
 
 
 def refuse_no_loss(count: int, num_samples: int) -> None:

@@ -5,9 +5,13 @@ Each error names the value, the rule and what to change. What has to be read is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any
 
 from launcher.config.messages import nearest, suggestion
+from launcher.config.user_code import defined_at
 from launcher.data.labels import IGNORED, correction
 from launcher.data.sources import refuse_no_length
 from launcher.data.tensors import TensorData
@@ -35,6 +39,23 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
             declared[name] = name_of(metric)
     if all(declared_names(metric) is not None for metric in recipe.measures):
         refuse_unknown_comparison(recipe.compare_by, declared, recipe.validation_sets)
+
+
+def refuse_other_arguments(what: str, function: Callable[..., Any], arguments: str) -> None:
+    """Raise ConfigError for a function that cannot be called with these arguments, written as (a, b)."""
+    names = re.findall(r"\w+", arguments)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C, without a signature
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        at = defined_at(function)
+        raise ConfigError(
+            f"{what}{f' at {at}' if at else ''} has the arguments {signature}, and the launcher calls it "
+            f"with {arguments}: let it take {'exactly these' if names else 'none'}."
+        ) from error
 
 
 def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:

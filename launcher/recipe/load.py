@@ -11,21 +11,25 @@ from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError
-from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
+from launcher.recipe.checks import refuse_other_arguments, refuse_unusable_data, refuse_unusable_metrics
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
-from launcher.recipe.registry import Registry, look_up, registry_of, unknown
+from launcher.recipe.registry import Registry, look_up, registry_of, unknown, unmarked
 from launcher.recipe.training_aids import with_training_aids
 
 
 def load_recipe(config: Config) -> Recipe:
     """The recipe that the config asks for, with its data loaded. ConfigError for an unknown name."""
     registry = registry_of(config.recipes.path)
-    build = look_up("recipe.uses", config.recipe.uses, registry.recipes)
+    uses = config.recipe.uses
+    if uses not in registry.recipes and (advice := unmarked(config.recipes.path, uses)):
+        raise ConfigError(f"recipe.uses={uses}: {advice}")
+    build = look_up("recipe.uses", uses, registry.recipes)
+    refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
     named = schedule_named(config.schedule.name, registry)
     built = build(config)
     if not isinstance(built, Recipe):
         raise ConfigError(
-            f'the function under @recipe("{config.recipe.uses}") returned {type(built).__name__}. '
+            f'the function under @recipe("{uses}") returned {type(built).__name__}. '
             f"It has to return a launcher.recipe.Recipe."
         )
     refuse_unusable_metrics(built)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from launcher.config.groups import recipes_dir
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.config.short_traceback import short_traceback
+from launcher.config.user_code import defined_at
 from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.contract import Recipe, Schedule
 
@@ -43,12 +45,12 @@ class Registry:
     schedules: Mapping[str, Schedule]
 
 
-def recipe(name: str) -> Callable[[Function], Function]:
+def recipe(name: str = "") -> Callable[[Function], Function]:
     """Offers `f(config: Config) -> Recipe` under `name` (the config's `recipe.uses`)."""
     return _mark("recipe", name)
 
 
-def model(name: str) -> Callable[[Function], Function]:
+def model(name: str = "") -> Callable[[Function], Function]:
     """Offers a function that builds a model under `name` (the config's `model.name`).
 
     Its keyword arguments that the recipe does not give itself are the model's options in the config.
@@ -56,7 +58,7 @@ def model(name: str) -> Callable[[Function], Function]:
     return _mark("model", name)
 
 
-def schedule(name: str) -> Callable[[Function], Function]:
+def schedule(name: str = "") -> Callable[[Function], Function]:
     """Offers a schedule of the learning rate under `name` (the config's `schedule.name`).
 
     `f(step: int, total: int) -> float` gives the factor on optim.lr of each applied step, 0 to total - 1: a
@@ -82,10 +84,15 @@ def registry_of(user_path: str | None) -> Registry:
 
 def _mark(kind: str, name: str) -> Callable[[Function], Function]:
     def mark(function: Function) -> Function:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{defined_at(function)}: @{kind} needs a name, by which the config finds it: "
+                f'write @{kind}("{function.__name__}").'
+            )
         setattr(function, REGISTERED, (*getattr(function, REGISTERED, ()), (kind, name)))
         return function
 
-    return mark
+    return mark(name) if callable(name) else mark  # without parentheses it is given the function
 
 
 def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., Any]]]:
@@ -134,6 +141,8 @@ def _load(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if file.parent != recipes_dir() and (beside := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(beside)  # for imports of files beside it, also later and in loader processes
     sys.modules[name] = module  # dataclasses and torch.compile look a class's module up by name
     try:
         spec.loader.exec_module(module)
@@ -143,7 +152,8 @@ def _load(file: Path) -> ModuleType:
     except (Exception, SystemExit) as error:  # a user's file may fail in any way
         del sys.modules[name]
         failure = ConfigError(f"recipe file {file} cannot be loaded: {_where(error, file)}.")
-        failure.traceback = short_traceback(error)
+        if not isinstance(error, SyntaxError):  # whose line the text has
+            failure.traceback = short_traceback(error)
         raise failure from error
     return module
 
@@ -157,6 +167,27 @@ def _where(error: BaseException, file: Path) -> str:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return f"line {line}: {described(error)}" if line else described(error)
+
+
+def unmarked(user_path: str | None, name: str) -> str:
+    """What to write where the user's file has functions and none of them is marked; else empty."""
+    if user_path is None:
+        return ""
+    file = _user_file(user_path)
+    module = _load(file)
+    own = [
+        each
+        for each in vars(module).values()
+        if inspect.isfunction(each) and each.__module__ == module.__name__
+    ]
+    if _registered_in(module) or not own or "@recipe(" in file.read_text(encoding="utf-8"):
+        return ""
+    likely = max(own, key=lambda each: (each.__name__ == name, "config" in each.__code__.co_varnames))
+    return (
+        f'no function of {file} is marked as a recipe. Write @recipe("{name}") in the line above the one '
+        f"that returns the Recipe, such as {likely.__name__} in line {likely.__code__.co_firstlineno}, after "
+        "`from launcher.recipe import recipe`."
+    )
 
 
 def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:

@@ -20,6 +20,7 @@ from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
 from launcher.training.checkpointing import Checkpoints
 from launcher.training.evaluations.evaluator import Evaluator
+from launcher.training.failures.model_mistakes import in_place_mistake
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import DroppedStepError, Relief
 from launcher.training.progress import Course, Position, Start
@@ -85,7 +86,12 @@ class Task:
         """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
             of_batch = loss_of(self.loss, self.network, batch)
-        self.stepper.backward(of_batch.sum, of_batch.count)
+        try:
+            self.stepper.backward(of_batch.sum, of_batch.count)
+        except RuntimeError as error:
+            if (mistake := in_place_mistake(error, self.network, self.loss)) is None:
+                raise
+            raise mistake from error
         return of_batch
 
 

@@ -94,8 +94,8 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
     "an exception in the model": (
         "FORWARD",
         "return self.inner(x[:, :2])",
-        1,
-        "in forward: RuntimeError: ",
+        2,
+        "in forward: module inner (Linear, 4 -> 3) was given [",
     ),
     "too few outputs": (
         "BUILD",
@@ -185,7 +185,7 @@ def test_a_mistake_is_one_message_with_its_line(tmp_path: Path, mark, line, code
     file, number = written(tmp_path, mark, line)
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
     where = f" called sys.exit({line[17:-1]}) at {file}:" if "SystemExit" in line else f" failed at {file}:"
-    explained = code == 7 or " instead" in text or "SystemExit" in line
+    explained = code in (2, 7) or " instead" in text or "SystemExit" in line
     assert_told_once(ended, where, code, tracebacks=not explained)
     assert text in ended.result["error"]
     if not any(word in line for word in ("Linear", "Identity", "TensorData")):  # those fail elsewhere
@@ -317,6 +317,35 @@ def test_the_parent_says_it_once(tmp_path: Path) -> None:
         logs = parent.run_dir / "logs"
         assert re.search(rf"in {logs}/rank[01].log; logs of the other ranks: {logs}/rank[01].log\.$", error)
         assert "ValueError: no loss today" in parent.json("result.json")["error"]
+
+
+# The mark of the line that is replaced, its text, and what the message says of the line.
+UNTRAINABLE: dict[str, tuple[str, str, str]] = {
+    "a loss for each sample": (
+        "LOSS",
+        "return Loss(network(batch['x']).float().sum(1), 32, None)",
+        "the recipe's loss at {file}:{before} returned Loss(sum, ...) with a sum of float32 [",
+    ),
+    "a loss of other arguments": (
+        "RECIPE",
+        "loss = lambda batch: 0",
+        "the recipe's loss at {file}:{line} has the arguments (batch), and the launcher calls it with "
+        "(network, batch): let it take exactly these.",
+    ),
+    "a change in place": (
+        "FORWARD",
+        "x = torch.sigmoid(self.inner(x)); x += 1; return x",
+        "a tensor [32, 3], the output of Sigmoid, was changed in place, and the backward pass needs its "
+        "former values. Written in place: {file}:{line}, in forward. ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mark", "line", "text"), UNTRAINABLE.values(), ids=UNTRAINABLE)
+def test_what_no_run_can_train_is_one_sentence_with_the_line(tmp_path: Path, mark, line, text) -> None:
+    file, number = written(tmp_path, mark, line)
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, "data.batch_size=32")
+    assert_told_once(ended, text.format(file=file, line=number, before=number - 1), 2)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from launcher.config.messages import install_line
 from launcher.config.short_traceback import short_traceback
-from launcher.config.user_code import innermost, is_the_users, place_of
+from launcher.config.user_code import defined_at, innermost, is_the_users, place_of
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.loader import is_of_loader_process
 from launcher.distributed.alone import Alone
@@ -38,7 +38,9 @@ from launcher.errors import (
     whole_text,
 )
 from launcher.process.shortage import TO_LOWER, shortage_of
+from launcher.recipe.checks import refuse_other_arguments
 from launcher.recipe.contract import Recipe
+from launcher.training.failures.model_mistakes import SHAPES, module_given
 
 Result = TypeVar("Result")
 IN_LOG = "The full traceback is in"
@@ -48,6 +50,13 @@ DTYPES = re.compile(
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
 ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
+CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
+    "build_model": "()",
+    "loss": "(network, batch)",
+    "train_transform": "(batch, noise)",
+    "eval_transform": "(batch)",
+    "after_evaluation": "(model, position)",
+}
 RENAMED = {
     "Loss.__init__() got an unexpected keyword argument 'predictions'": "Loss has outputs instead: the "
     "logits [n, classes], or the predicted classes as before.",
@@ -71,10 +80,14 @@ def guarded(recipe: Recipe, logs: str) -> Recipe:
 
     `logs` is the end of a sentence: the file that the full traceback will be in.
     """
+    for name, arguments in CALLED_WITH.items():
+        if (function := getattr(recipe, name)) is not None:
+            refuse_other_arguments(f"the recipe's {name}", function, arguments)
+    built_at = defined_at(recipe.build_model)
     return replace(
         recipe,
         build_model=_guarded("build_model", recipe.build_model, logs),
-        loss=_keeping_mode(_guarded("loss", recipe.loss, logs, symmetric=True)),
+        loss=_keeping_mode(_guarded("loss", recipe.loss, logs, symmetric=True, built_at=built_at)),
         train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, logs),
         eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, logs),
         schedule=recipe.schedule and _guarded("schedule", recipe.schedule, logs),
@@ -103,8 +116,12 @@ def recipe_failure(
     logs: str,
     batch: Mapping[str, Any] | None = None,
     of_metric: bool = False,
+    built_at: str = "",
 ) -> LauncherError | None:
     """The error for an exception that `what` of a recipe raised; None for one that passes unchanged.
+
+    Shapes that do not fit are a ConfigError with the module and what it was given: no restart mends them.
+    `built_at` is where the model is defined, for an error without a line of the user's.
 
     Of a metric it is no RecipeError but a ConfigError: after a restart the same samples raise it again. It
     names the line of a library where the metric is one's.
@@ -127,12 +144,16 @@ def recipe_failure(
     lacks_module = isinstance(error, ModuleNotFoundError)
     kind = ConfigError if lacks_module else DataError if rule else ConfigError if of_metric else RecipeError
     place = place_of(error) or (innermost(error) if of_metric else "")
-    failure = kind(
-        f"{what} failed{f' at {place}' if place else ''}: {described(error)}"
+    where = f" at {place}" if place else ""
+    is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(text) is not None
+    if is_shape and (given := module_given(error)):
+        where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
+    failure = (ConfigError if is_shape else kind)(
+        f"{what} failed{where}: {described(error)}"
         f"{'' if text.rstrip().endswith('.') else '.'}"
         f"{' ' if rule or renamed else ''}{rule or renamed} {IN_LOG} {logs}."
     )
-    if not rule and not renamed:
+    if not rule and not renamed and not is_shape:
         failure.traceback = short_traceback(error)
     return failure
 
@@ -143,7 +164,7 @@ def _at(error: BaseException) -> str:
 
 
 def _guarded(
-    name: str, function: Callable[..., Result], logs: str, symmetric: bool = False
+    name: str, function: Callable[..., Result], logs: str, symmetric: bool = False, built_at: str = ""
 ) -> Callable[..., Result]:
     what = f"the recipe's {name}{_defined(function)}"
 
@@ -156,7 +177,7 @@ def _guarded(
                 return function(*arguments)
         except (Exception, SystemExit) as error:
             batch = next((each for each in arguments if isinstance(each, dict)), None)
-            failure = recipe_failure(error, what, logs, batch)
+            failure = recipe_failure(error, what, logs, batch, built_at=built_at)
             if failure is None:
                 raise
             raise failure from error

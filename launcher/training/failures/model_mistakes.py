@@ -1,0 +1,100 @@
+"""Names what of a user's model a run cannot train: the module that was given other shapes, writes in place.
+
+Owns the search for them in a traceback and in the model's code. Changes nothing, and calls no module.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from types import CodeType, TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from launcher.config.user_code import is_the_users
+from launcher.errors import ConfigError, listed, whole_text
+
+SHAPES = re.compile(
+    r"shapes cannot be multiplied|size mismatch|must match (the size|except|in)|Sizes of tensors|"
+    r"[Ee]xpected .*(input|dim|channels|elements|weight)|Given (groups|normalized_shape|input size)|"
+    r"invalid for input of size|running_mean should|same number of dimensions|match the broadcast shape|"
+    r"Kernel size can't be greater|must be equal to (input|hidden)_size"
+)  # of errors of torch about the shapes of their tensors
+SIZES = (
+    ("in_features", "out_features"),
+    ("in_channels", "out_channels"),
+    ("num_embeddings", "embedding_dim"),
+)
+IN_PLACE = re.compile(
+    r"modified by an inplace operation: \[[\w.]+ (\[[\d, ]*\])\](?:, which is output \d+ of (\w+))?"
+)
+SHOWN = 5  # lines
+
+
+def module_given(error: BaseException) -> str:
+    """`module 0 (Linear, 64 -> 10) was given [32, 2]`: the innermost call of a module that the error left."""
+    calls = [found for found in _locals(error.__traceback__) if isinstance(found.get("self"), nn.Module)]
+    if not calls:
+        return ""
+    model, module = calls[0]["self"], calls[-1]["self"]
+    name = next((name for name, each in model.named_modules() if each is module), "")
+    shapes = [str(list(each.shape)) for each in calls[-1].get("args", ()) if isinstance(each, Tensor)]
+    title = f"module {name}" if name else "the model"
+    return (
+        f"{title} ({type(module).__name__}{_sizes(module)}) was given {' and '.join(shapes) or 'no tensor'}"
+    )
+
+
+def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
+    """The local variables of each call of a module, outermost first."""
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_name == "_call_impl":  # of nn.Module: self, *args, **kwargs
+            yield traceback.tb_frame.f_locals
+        traceback = traceback.tb_next
+
+
+def _sizes(module: nn.Module) -> str:
+    for inside, outside in SIZES:
+        if isinstance(getattr(module, inside, None), int):
+            return f", {getattr(module, inside)} -> {getattr(module, outside, '?')}"
+    return ""
+
+
+def in_place_mistake(error: BaseException, model: nn.Module, loss: Callable[..., Any]) -> ConfigError | None:
+    """The error of a backward pass that needs what was written over; None for any other."""
+    found = IN_PLACE.search(whole_text(error))
+    if found is None:
+        return None
+    of = f", the output of {found[2].removesuffix('Backward0')}," if found[2] else ""
+    lines = listed(list(dict.fromkeys(_writes(model, loss))), SHOWN)
+    return ConfigError(
+        f"a tensor {found[1]}{of} was changed in place, and the backward pass needs its former values. "
+        f"{f'Written in place: {lines}. ' if lines else ''}Write x = x + y instead of x += y, x.relu() "
+        "instead of x.relu_(), and leave out inplace=True."
+    )
+
+
+def _writes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[str]:
+    """`file:line` of the user's operations that write in place, and the modules with inplace=True."""
+    for module in model.modules():
+        forward = getattr(type(module).forward, "__code__", None)
+        yield from _writes_of(forward)
+    yield from _writes_of(getattr(inspect.unwrap(loss), "__code__", None))
+    yield from (
+        f"module {name}" for name, each in model.named_modules() if getattr(each, "inplace", False) is True
+    )
+
+
+def _writes_of(code: CodeType | None) -> Iterator[str]:
+    if code is None or not is_the_users(code):
+        return
+    for each in dis.get_instructions(code):
+        is_augmented = each.opname == "BINARY_OP" and each.argrepr.endswith("=")
+        is_method = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and re.fullmatch(
+            r"[a-z]\w*[a-z0-9]_", str(each.argval)
+        )
+        if (is_augmented or is_method or each.opname == "STORE_SUBSCR") and each.positions:
+            yield f"{code.co_filename}:{each.positions.lineno}, in {code.co_name}"

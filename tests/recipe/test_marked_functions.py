@@ -1,0 +1,80 @@
+"""What a recipe file of one's own must have: a marked function with a name, and the right arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import ConfigError
+from launcher.recipe.load import load_recipe
+from tests.configs import composed
+
+MADE = """
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+import torch
+from torch import nn
+
+def made():
+    data = TensorData({"image": torch.zeros(4, 2), "label": torch.zeros(4, dtype=torch.long)})
+    return Recipe(lambda: nn.Linear(2, 2), data, data, cross_entropy, classes=("a", "b"))
+"""
+START = len(MADE.splitlines()) + 1
+
+
+def loaded(file: Path, text: str) -> None:
+    file.write_text(MADE + text)
+    load_recipe(composed(f"recipes.path={file}", "recipe.uses=mine", "recipe.name=mine"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "def mine(config):\n    return made()\n",
+            'recipe.uses=mine: no function of {file} is marked as a recipe. Write @recipe("mine") in the '
+            f"line above the one that returns the Recipe, such as mine in line {START}, after",
+        ),
+        (
+            "@recipe\ndef mine(config):\n    return made()\n",
+            f'{{file}}:{START}: @recipe needs a name, by which the config finds it: write @recipe("mine").',
+        ),
+        (
+            "@recipe()\ndef mine(config):\n    return made()\n",
+            f'{{file}}:{START}: @recipe needs a name, by which the config finds it: write @recipe("mine").',
+        ),
+        (
+            "@recipe('mine')\ndef mine():\n    return made()\n",
+            f'the function under @recipe("mine") at {{file}}:{START} has the arguments (), and the launcher '
+            "calls it with (config): let it take exactly these.",
+        ),
+        (
+            "@recipe('mine')\ndef mine(config)\n",
+            f"recipe file {{file}} cannot be loaded: line {START + 1}: SyntaxError",
+        ),
+        (
+            "import no_such_module\n",
+            f"recipe file {{file}} cannot be loaded: line {START}: ModuleNotFoundError",
+        ),
+    ],
+)
+def test_a_file_without_a_usable_recipe_is_one_sentence_with_its_line(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    file = tmp_path / "mine.py"
+    with pytest.raises(ConfigError) as caught:
+        loaded(file, text)
+    assert str(caught.value).startswith(sentence.format(file=file))
+    assert "launcher/recipe/" not in caught.value.traceback
+    assert not (caught.value.traceback and "SyntaxError" in sentence)
+
+
+def test_a_recipe_imports_the_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From whatever folder the launcher is started, and also later, in a function."""
+    monkeypatch.setattr("sys.path", ["/nowhere", *__import__("sys").path])
+    (tmp_path / "beside_mine.py").write_text("VALUE = 3\n")
+    loaded(
+        tmp_path / "mine.py",
+        "from beside_mine import VALUE\n@recipe('mine')\ndef mine(config):\n"
+        "    import beside_mine\n    assert beside_mine.VALUE == VALUE == 3\n    return made()\n",
+    )

@@ -1,0 +1,104 @@
+"""Which module of a model was given what it cannot compute with, and which lines write in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.training.failures.model_mistakes import SHAPES, in_place_mistake, module_given
+
+
+class Net(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(3, 3)
+
+
+class Writing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(x)
+        x.mul_(2)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "given"),
+    [
+        (nn.Linear(64, 10), (32, 2), "the model (Linear, 64 -> 10) was given [32, 2]"),
+        (nn.Sequential(nn.Linear(64, 10)), (32, 2), "module 0 (Linear, 64 -> 10) was given [32, 2]"),
+        (
+            Net(nn.ReLU(), nn.Conv2d(3, 8, 3)),
+            (4, 1, 8, 8),
+            "module body.1 (Conv2d, 3 -> 8) was given [4, 1, 8, 8]",
+        ),
+        (Net(nn.BatchNorm1d(5)), (4, 6), "module body.0 (BatchNorm1d) was given [4, 6]"),
+        (Net(nn.LayerNorm(5)), (4, 6), "module body.0 (LayerNorm) was given [4, 6]"),
+        (Net(Own()), (4, 6), "module body.0 (Own) was given [4, 6]"),
+        (Net(nn.Conv2d(3, 8, 3)), (4, 2), "module body.0 (Conv2d, 3 -> 8) was given [4, 2]"),
+        (Net(nn.Conv2d(3, 8, 9)), (4, 3, 4, 4), "module body.0 (Conv2d, 3 -> 8) was given [4, 3, 4, 4]"),
+        (Net(nn.GRU(3, 4)), (4, 2, 5), "module body.0 (GRU) was given [4, 2, 5]"),
+    ],
+)
+def test_the_innermost_module_is_named_with_what_it_was_given(
+    model: nn.Module, shape: tuple[int, ...], given: str
+) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        model(torch.zeros(shape))
+    assert module_given(caught.value) == given
+    assert SHAPES.search(str(caught.value))
+
+
+def test_an_error_outside_of_a_model_names_no_module() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(2, 3) @ torch.zeros(4, 5)
+    assert module_given(caught.value) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "[gloo] broadcast failed: Connection closed by peer",
+        "expected scalar type Half but found Float",
+    ],
+)
+def test_other_errors_are_not_about_shapes(text: str) -> None:
+    assert SHAPES.search(text) is None
+
+
+def plain(network: nn.Module, batch: object) -> None:
+    """A loss."""
+
+
+def in_backward(model: nn.Module) -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [
+        (Writing(), f"{__file__}:{Writing.forward.__code__.co_firstlineno + 2}, in forward"),
+        (Net(nn.Sigmoid(), nn.ReLU(inplace=True)), "module body.1"),
+    ],
+)
+def test_the_lines_and_modules_that_write_in_place_are_named(model: nn.Module, where: str) -> None:
+    mistake = in_place_mistake(in_backward(model), model, plain)
+    assert mistake is not None
+    assert "a tensor [2, 3], the output of Sigmoid, was changed in place" in str(mistake)
+    assert f"Written in place: {where}. " in str(mistake)
+
+
+def test_another_error_of_a_backward_pass_is_no_mistake_in_place() -> None:
+    assert in_place_mistake(RuntimeError("out of luck"), Net(), plain) is None
