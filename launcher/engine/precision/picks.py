@@ -19,19 +19,23 @@ EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
 
 
 def _embedding(
-    zeros: Tensor, rows: Tensor, tokens: Tensor, padding: int = -1, by_frequency: bool = False, *_: object
+    shape: torch.Size, rows: Tensor, tokens: Tensor, padding: int = -1, by_frequency: bool = False, *_: object
 ) -> Tensor:
-    summed: Tensor = torch.ops.aten.embedding_dense_backward(rows, tokens, len(zeros), padding, by_frequency)
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(rows, tokens, shape[0], padding, by_frequency)
     return summed
 
 
-# What the backward pass adds to a table of zeros, by the gradient of what was picked and the index.
+# The gradient of a table of this shape, from that of what was picked, and the index.
 SUMS: dict[str, Callable[..., Tensor]] = {
     "embedding": _embedding,
-    "gather": lambda zeros, picked, dim, index, sparse=False: zeros.scatter_add_(dim, index, picked),
-    "index": lambda zeros, picked, *index: torch.ops.aten.index_put_(zeros, index, picked, True),
-    "index_select": lambda zeros, picked, dim, index: zeros.index_add_(dim, index, picked),
-    "take": lambda zeros, picked, index: zeros.put_(index, picked, accumulate=True),
+    "gather": lambda shape, picked, dim, index, sparse=False: picked.new_zeros(shape).scatter_add_(
+        dim, index, picked
+    ),
+    "index": lambda shape, picked, *index: torch.ops.aten.index_put_(
+        picked.new_zeros(shape), index, picked, True
+    ),
+    "index_select": lambda shape, picked, dim, index: picked.new_zeros(shape).index_add_(dim, index, picked),
+    "take": lambda shape, picked, index: picked.new_zeros(shape).put_(index, picked, accumulate=True),
 }
 
 
@@ -68,6 +72,5 @@ class _Pick(torch.autograd.Function):
             rest if saved is None else saved for saved, rest in zip(ctx.saved_tensors, ctx.rest, strict=True)
         ]
         name = ctx.operator._schema.name.removeprefix("aten::")
-        zeros = picked.new_zeros(ctx.shape, dtype=torch.float32)
-        summed = SUMS[name](zeros, picked.float(), *index).to(ctx.dtype)
+        summed = SUMS[name](ctx.shape, picked.float(), *index).to(ctx.dtype)
         return None, summed, *(None for _ in index)
