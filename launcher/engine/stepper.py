@@ -268,7 +268,8 @@ class Stepper:
         if self._reference.count is None:
             if dry.count is None:
                 raise UnusableError(NO_COUNT)
-            self._reference.agree(dry.count)
+            self._reference.expect(dry.count)
+            self._reference.agree()
             self._reference.restart()
         if dry.octave is None or self._reference.count is None:
             return None
@@ -304,9 +305,11 @@ class Stepper:
             self._parts.notices.warn(WARNING, stacklevel=2)
         refuse_backward(self._done, self._failed, self._reference.micro_batches)
         self._failed = True  # until the pass has finished
-        self._reference.agree(count)
+        if not self._done:
+            self._begin(count)
         self._parts.tally.add(loss_sum, count)
-        with self._during_backward(), self.reducer.receiving(self._done + 1 == self._reference.micro_batches):
+        last = self._done + 1 == self._reference.micro_batches
+        with self._during_backward(), self.reducer.receiving(last, self._sends_early):
             loss_sum.backward(self._slope())  # type: ignore[no-untyped-call]
             if not self.reducer.has_received:
                 self._failed = False
@@ -369,12 +372,12 @@ class Stepper:
         if not self._failed:
             self.buffers.collect()  # may raise, so it comes before anything is sent or written
         failed, self._failed = self._failed, True  # until the step has finished
-        self._reference.agree(0)
+        correction = self._reference.agree()
         terms = Terms(
             float(self._parts.divisor * self._reference.divisor), self._clip_norm, self.scale.scaling
         )
         self.clock.mark(COMPUTE)
-        self.reducer.flush(abandoned=failed)
+        self.reducer.flush(failed, correction)
         self._exchanged = True
         reduced = self.reducer.finish()
         tally = self._parts.tally.totals()
@@ -563,9 +566,23 @@ class Stepper:
         """`abandoned` says whether the step before was."""
         self.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self._done = 0  # backward() calls of this step
+        self._sends_early = False  # whether within them
         self._failed = self._exchanged = False
         self._reference.restart(abandoned)
         self._parts.tally.restart()
+
+    def _begin(self, count: int | Tensor) -> None:
+        """Before the first pass of a step: n0, and whether buckets are sent within the passes.
+
+        Where there are Steppers of other networks, ranks may make their passes in another order, or not at
+        all. What is sent within a pass would meet another network's message on other ranks, or wait for
+        ranks that wait for this one. All ranks call the step()s in one order: there both are right.
+        """
+        others = self.reducer.other_groups()
+        self._reference.expect(count)
+        if not others:
+            self._reference.agree()
+        self._sends_early = self._reference.count is not None and self.group not in others
 
     def _refuse_detached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""

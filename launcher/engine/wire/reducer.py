@@ -81,7 +81,9 @@ class _Sending:
     followed: int = 0  # first bucket whose second stage was not started
     tallied: bool = False  # whether the tally was sent
     bytes: int = 0  # passed to collectives
+    early: bool = False  # within the backward pass
     abandoned: bool = False
+    correction: float = 1.0  # of this rank's gradients
 
 
 class Reducer:
@@ -135,14 +137,17 @@ class Reducer:
         return self._parts.buckets
 
     @contextlib.contextmanager
-    def receiving(self, last: bool) -> Iterator[None]:
+    def receiving(self, last: bool, early: bool = True) -> Iterator[None]:
         """Receive the gradients of one micro-batch; `last` if it is this rank's last in a step.
+
+        Buckets that are complete in the last one are sent at once, if `early`.
 
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
         if not last and not self._parts.accumulated:
             raise RuntimeError("a reducer for one micro-batch per step was given more than one")
         self.arrivals.expect(last)
+        self._sending.early = early
         with self.grad_put_aside():
             self.arrivals.listens = True
             try:
@@ -190,6 +195,10 @@ class Reducer:
             refuse_sparse(name, gradient)
         return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
+    def other_groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the reducers of other networks."""
+        return [other._group for other in _LIVING if other is not self and other._group is not None]
+
     @property
     def has_received(self) -> bool:
         """Whether any parameter has a gradient of the current backward pass."""
@@ -199,7 +208,7 @@ class Reducer:
     def bucket_ready(self, bucket: int) -> None:
         """All its gradients have arrived. Send all buckets that are next in the fixed order."""
         self._parts.inboxes[bucket].drain()
-        if not (self.arrivals.last and self._overlap):
+        if not (self.arrivals.last and self._overlap and self._sending.early):
             return
         # The last bucket waits for flush(), because it carries the marks.
         sending, pending = self._sending, self.arrivals.pending
@@ -215,14 +224,15 @@ class Reducer:
                 "build the Stepper with overlap=False."
             )
 
-    def flush(self, abandoned: bool = False) -> None:
+    def flush(self, abandoned: bool = False, correction: float = 1.0) -> None:
         """Send the remaining buckets: the last, and those of parameters without a gradient, with zeros.
 
         Every rank calls this in each step, so all ranks launch all buckets, in the same order. `abandoned`
-        if this rank drops its gradients: the last bucket carries that, so it is never sent earlier. After an
-        error here or in a backward pass another call sends what is missing, and nothing twice.
+        if this rank drops its gradients: the last bucket carries that, so it is never sent earlier. What this
+        rank sends is multiplied by `correction`, a power of two; other than 1 only if nothing was sent early.
+        After an error here or in a backward pass another call sends what is missing, and nothing twice.
         """
-        self._sending.abandoned = abandoned
+        self._sending.abandoned, self._sending.correction = abandoned, correction
         for bucket in self.buckets[self._sending.next :]:
             self._launch(bucket)
 
@@ -319,6 +329,8 @@ class Reducer:
             inbox.drop()
         else:
             inbox.complete()
+            if self._sending.correction != 1.0:
+                bucket.message.mul_(self._sending.correction)
             if self._group is not None:
                 bucket.own_look = self._parts.own_looks[bucket.index]()
         if self._group is not None and bucket.tail.numel():

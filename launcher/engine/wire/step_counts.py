@@ -214,33 +214,47 @@ class Reference:
         self._device = device
         self._group = group
         self._is_new = False  # whether the ranks agreed on it in this step
+        self._expected = 0.0  # samples of this rank in a first step that has not been agreed on yet
 
     @property
     def divisor(self) -> int:
         """The divisor of the loss before the backward pass."""
-        assert self.count is not None
+        if self.count is None:
+            return nearest_power_of_two(self._expected) if self._expected else 1
         return max(1, self.count)
 
-    def agree(self, count: int | Tensor) -> None:
-        """Agree on n0, unless that is done: then a collective, which waits for the device.
+    def expect(self, count: int | Tensor) -> None:
+        """Take this rank's own n0 until `agree`, unless the ranks have agreed. Waits for the device then.
 
         `count` is that of this rank's first micro-batch; the others are assumed to be as large.
         """
-        if self.count is None:
+        if self.count is None and not self._expected:
             # In fp64: one of few bits, such as a sum of booleans as uint8, would wrap or become inf.
-            counted = (count.double() if isinstance(count, Tensor) else count) * self.micro_batches
-            self.count, self._is_new = agree_on_reference(counted, self._device, self._group), True
+            counted = count.double() if isinstance(count, Tensor) else count
+            self._expected = float(counted * self.micro_batches)
+
+    def agree(self) -> float:
+        """Agree on n0, unless that is done: then a collective, which waits for the device.
+
+        Returns by what to multiply the gradients that this rank has: a power of two, 1 in nearly all steps.
+        """
+        if self.count is not None:
+            return 1.0
+        own = self.divisor
+        self.count = agree_on_reference(self._expected, self._device, self._group)
+        self._is_new = True
+        return own / self.divisor
 
     def restart(self, abandoned: Tensor | bool = False) -> None:
         """Begin the next step. An n0 from an `abandoned` step is dropped."""
         # Reading the flag waits for the device, as agree() already did in this step.
         if self._is_new and bool(abandoned):
             self.count = None
-        self._is_new = False
+        self._is_new, self._expected = False, 0.0
         self.count = self.count or None
 
 
-def agree_on_reference(count: int | Tensor, device: torch.device, group: dist.ProcessGroup | None) -> int:
+def agree_on_reference(count: float, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """n0 from the counts of the first step: the power of two nearest to their mean. A collective.
 
     0 if no rank had a sample: the next step then agrees again. Waits for the device.
