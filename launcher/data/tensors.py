@@ -6,7 +6,7 @@ Never reads files, moves nothing between host and device within an epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ class TensorData:
     """A set of samples in memory: named columns [num_samples, ...], one row per sample.
 
     Raises DataError for columns of different lengths. `name` is the config's `data.name` for a built-in data
-    set, None for any other.
+    set, None for any other. `about` says how the columns were made, for the start of the run.
     """
 
     columns: dict[str, Tensor]
     name: str | None = None
+    about: str = ""
 
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
@@ -38,7 +39,7 @@ class TensorData:
 
     def to(self, device: torch.device) -> TensorData:
         """The same samples on `device`."""
-        return TensorData({name: column.to(device) for name, column in self.columns.items()}, self.name)
+        return replace(self, columns={name: column.to(device) for name, column in self.columns.items()})
 
     def select(self, indices: Tensor) -> Batch:
         """The rows at `indices` (int64, on the columns' device), as new tensors."""

@@ -86,6 +86,20 @@ def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size
     assert lines.get("compile", "").startswith(after) == said
 
 
+def test_what_was_understood_of_the_data_is_said() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    columns = {"x": torch.zeros(12, 3), "label": torch.arange(12) % 2}
+    data = TensorData(columns, about="numbers: x; target: label, a class")
+    recipe = Recipe(mlp, data, {"near": data, "far": data}, cross_entropy, classes=("a", "b"))
+    plan = BatchPlan(12, 8, None, 1, 0, 0, False)
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
+    assert lines["columns"] == "numbers: x; target: label, a class"
+    assert lines["data"] == (
+        "12 samples to train on, 12 samples to validate on (near), 12 samples to validate on (far); "
+        "2 classes: a, b"
+    )
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> None:

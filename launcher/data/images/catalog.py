@@ -22,7 +22,7 @@ from torch import Tensor
 from launcher.config.messages import install_line
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
-from launcher.data.images.folder import list_csv, list_folder, stratified
+from launcher.data.images.folder import COLUMNS, list_csv, list_folder, stratified
 from launcher.data.images.hugging_face import Columns, list_rows
 from launcher.data.images.image_set import ImageSet, photographs
 from launcher.data.images.parquet import load_parquet_splits
@@ -30,6 +30,7 @@ from launcher.data.images.photograph_set import photograph_options
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, PreflightError
 
+FOLDER_KEYS = ("csv", "image_column", "label_column", "train", "validation")  # of data=imagefolder
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
 
 
@@ -87,14 +88,15 @@ def cifar10(config: DataConfig) -> ImageSet:
 
 def imagefolder(config: DataConfig) -> ImageSet:
     """Photographs of any size in class folders, or listed in a CSV."""
-    options, own = photograph_options(config, {"csv": None, "train": None, "validation": None})
+    options, own = photograph_options(config, dict.fromkeys(FOLDER_KEYS))
     if own["csv"] is None and config.path is None:
         raise ConfigError(
             "data=imagefolder needs data.path=DIR, a folder with one folder per class, or data.csv=FILE."
         )
     folder = None if config.path is None else Path(config.path)
     if own["csv"] is not None:
-        listing = list_csv(Path(own["csv"]), folder, config.val_fraction)
+        columns = own["image_column"] or COLUMNS[0], own["label_column"] or COLUMNS[1]
+        listing = list_csv(Path(own["csv"]), folder, config.val_fraction, columns)
     else:
         assert folder is not None
         listing = list_folder(folder, config.val_fraction, own["train"], own["validation"])

@@ -192,12 +192,14 @@ def _refuse_lone_train(root: Path, train: Path, folders: Sequence[Path]) -> None
         )
 
 
-def list_csv(file: Path, root: Path | None, val_fraction: float) -> FolderListing:
-    """The images that a CSV names, relative to `root` or to the CSV's own folder."""
+def list_csv(
+    file: Path, root: Path | None, val_fraction: float, columns: tuple[str, str] = COLUMNS
+) -> FolderListing:
+    """The images in the first of `columns` of a CSV, relative to `root` or to the CSV's own folder."""
     root = root or file.parent
     rows = _rows(file)
-    _check_columns(file, rows[0] if rows else ())
-    path, label = (rows[0].index(name) for name in COLUMNS)
+    _check_columns(file, rows[0] if rows else (), columns)
+    path, label = (rows[0].index(name) for name in columns)
     split = rows[0].index(SPLIT) if SPLIT in rows[0] else None
     files: list[File] = []
     missing: list[str] = []
@@ -214,14 +216,17 @@ def list_csv(file: Path, root: Path | None, val_fraction: float) -> FolderListin
     if missing:
         raise DataError(
             f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
-            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder."
+            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder; one "
+            "without a suffix is tried with those of images."
         )
     return listing_of(root, files, val_fraction, f"data.csv={file}")
 
 
 def _found(root: Path, name: str) -> tuple[str, os.stat_result | None]:
     """The name of a file as the system has it, which may have bytes that the CSV escapes; None: no file."""
-    for each in dict.fromkeys((name, ESCAPED.sub(lambda byte: chr(int(byte[1], 16)), name))):
+    named = dict.fromkeys((name, ESCAPED.sub(lambda byte: chr(int(byte[1], 16)), name)))
+    by_suffix = () if _suffix(name) in SUFFIXES else (f"{name}{suffix}" for suffix in sorted(SUFFIXES))
+    for each in (*named, *by_suffix):  # of a column image_id, say
         with contextlib.suppress(OSError):
             return each, (root / each).stat()
     return name, None
@@ -389,11 +394,12 @@ def _rows(file: Path) -> list[list[str]]:
         raise DataError(f"data.csv={file} cannot be read: {error}") from error
 
 
-def _check_columns(file: Path, header: Sequence[str]) -> None:
-    if lacking := [name for name in COLUMNS if name not in header]:
+def _check_columns(file: Path, header: Sequence[str], columns: tuple[str, str]) -> None:
+    if lacking := [name for name in columns if name not in header]:
         raise DataError(
             f"data.csv={file} has no column {' and '.join(lacking)}. Its first line has: "
-            f"{listed(list(header), 20) or 'nothing'}. A column split (train or val) is optional."
+            f"{listed(list(header), 20) or 'nothing'}. Name those of the paths and the labels with "
+            "data.image_column=NAME data.label_column=NAME. A column split (train or val) is optional."
         )
 
 

@@ -102,6 +102,11 @@ class Categorical:
     def fit(cls, table: Table, name: str) -> Categorical:
         return cls(name, tuple(sorted({category(c) for c in table.column(name) if not is_absent(c)})))
 
+    def num_unseen(self, table: Table) -> int:
+        """Rows with a category that is none of the training rows'."""
+        known = set(self.categories)
+        return sum(not is_absent(c) and category(c) not in known for c in table.column(self.name))
+
     @property
     def size(self) -> int:
         """How many codes there are."""

@@ -7,11 +7,13 @@ line or row. Values are as the file has them: what text means (a number, a label
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import math
 import re
 import sys
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,8 +80,10 @@ class Table:
         raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
 
 
-def read_table(file: Path, wanted: Wanted = None) -> Table:
+def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) -> Table:
     """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
+
+    All but parquet may end in .gz too. With a `separator` the text files are CSV with it between the cells.
 
     TSV and CSV begin with the names of the columns. TSV has no quoting: a quote is a character like others.
     So has .txt, which is read as TSV. Of a parquet file in parts the first is given, and all are read; whole
@@ -87,13 +91,26 @@ def read_table(file: Path, wanted: Wanted = None) -> Table:
     CSV quotes as RFC 4180 says. Text is UTF-8. A row of JSON or parquet may lack a value, which is None.
     Raises DataError for a file that cannot be read, has no rows, or lacks a column that is wanted.
     """
-    suffix = file.suffix.lower()
-    if suffix not in READERS:
+    if not is_table(file):
         raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(READERS)}.")
-    table = READERS[suffix](file, wanted)
+    reader = READERS[_suffix(file)]
+    if separator is not None and reader in (_read_csv, _read_tsv):
+        table = _from_rows(file, _csv_rows(file, separator), wanted, repr(separator))
+    else:
+        table = reader(file, wanted)
     if not len(table):
         raise DataError(f"{file} has no rows below the names of its columns: {shown(list(table.columns))}.")
     return table
+
+
+def is_table(file: Path) -> bool:
+    """Whether the file is one that `read_table` reads, by its name."""
+    return _suffix(file) in READERS and not (_suffix(file) == ".parquet" != file.suffix.lower())
+
+
+def _suffix(file: Path) -> str:
+    name = file.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
 
 
 def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
@@ -108,7 +125,7 @@ def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
         return path, None
     if not path.is_dir():
         raise ConfigError(f"data.path={path} is neither a file nor a folder.")
-    tables = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
+    tables = sorted(file for file in path.iterdir() if is_table(file))
     train = part_named(tables, TRAINING_NAMES, of)
     if train is None:
         found = listed(sorted(entry.name for entry in path.iterdir()), NAMES_SHOWN) or "nothing"
@@ -151,14 +168,15 @@ def no_such_column(key: str, name: str, file: Path, there: Sequence[str]) -> Lau
 
 def _other_separator(file: Path, there: Sequence[str]) -> str:
     """What to do about a first line that has been taken for one name; empty where it looks like one."""
-    expected = {".csv": ",", ".tsv": "\t"}.get(file.suffix.lower())
+    expected = {".csv": ",", ".tsv": "\t", ".txt": "\t"}.get(_suffix(file))
     found = [each for each in ";,\t|" if expected and each != expected and each in there[0]]
     if len(there) != 1 or not found:
         return ""
     named = {"\t": "tabs", ",": "commas"}
     return (
         f" Its names seem to be separated by {named.get(found[0], repr(found[0]))}, but those of a "
-        f"{file.suffix} are by {named[str(expected)]}: write it with these."
+        f"{_suffix(file)} are by {named[str(expected)]}: write it with these, or set data.separator "
+        "(of data=table)."
     )
 
 
@@ -171,8 +189,9 @@ def read_text(file: Path) -> str:
     """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
     try:
         data = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}.") from error
+        data = gzip.decompress(data) if file.suffix.lower() == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     try:
         return data.decode("utf-8").removeprefix(BOM)
     except UnicodeDecodeError as error:
@@ -194,8 +213,8 @@ def _read_csv(file: Path, wanted: Wanted) -> Table:
     return _from_rows(file, _csv_rows(file), wanted, "commas")
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True)
+def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True, delimiter=separator)
     line = 1
     with _cells_of_any_length():
         try:
@@ -234,7 +253,7 @@ def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted
         if len(cells) != len(names):
             raise DataError(
                 f"{file}, line {line}: it has {len(cells)} cells separated by {separator}, the first line "
-                f"{len(names)}: {shown(names)}."
+                f"{len(names)}: {shown(names)}.{_other_separator(file, names)}"
             )
         places.append(line)
         for column, index in zip(columns, kept, strict=True):

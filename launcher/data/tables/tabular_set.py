@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
+from launcher.data.tables.cells import row_numbers, understood
 from launcher.data.tables.features import (
     IMPUTE,
     REFUSE,
@@ -33,6 +34,7 @@ from launcher.data.tables.files import Table, missing_columns, no_such_column, r
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
 
+SHOWN = 12  # columns of a kind
 MOST_CLASSES = 20  # of whole numbers that are taken for classes
 TASKS = ("auto", "regression", "classification")
 
@@ -48,6 +50,8 @@ class Options:
     categorical: tuple[str, ...] = ()  # columns that are read as categories though they have numbers
     leave_out: tuple[str, ...] = ()  # columns that are not read, such as numbers of rows
     missing: str = REFUSE
+    separator: str | None = None  # between the cells of a text file; None: by the suffix
+    decimal: str = "."
 
     @classmethod
     def of(cls, config: DataConfig) -> Options:
@@ -58,6 +62,8 @@ class Options:
             "categorical": [],
             "leave_out": [],
             "missing": REFUSE,
+            "separator": None,
+            "decimal": ".",
         }
         for name in config.options.keys() - known.keys():
             raise ConfigError(
@@ -65,7 +71,7 @@ class Options:
                 f"has {', '.join(known)}."
             )
         values = known | config.options
-        for name, allowed in (("task", TASKS), ("missing", (REFUSE, IMPUTE))):
+        for name, allowed in (("task", TASKS), ("missing", (REFUSE, IMPUTE)), ("decimal", (".", ","))):
             if values[name] not in allowed:
                 raise ConfigError(f"data.{name}={values[name]!r}: must be one of {', '.join(allowed)}.")
         for name in ("categorical", "leave_out"):
@@ -73,6 +79,11 @@ class Options:
                 raise ConfigError(
                     f"data.{name}={values[name]!r}: must be a list of columns, such as [colour,size]."
                 )
+        separator = values["separator"]
+        if separator is not None and (not isinstance(separator, str) or len(separator) != 1):
+            raise ConfigError(
+                f"data.separator={separator!r}: must be null or one character, such as ';' or \"\\t\"."
+            )
         lists = {name: tuple(values[name]) for name in ("categorical", "leave_out")}
         if not isinstance(target := values["target"] or "", str):
             raise ConfigError(
@@ -104,15 +115,48 @@ def load_table(config: DataConfig) -> TabularSet:
             f"{', '.join(SOURCES)}."
         )
     options = Options.of(config)
-    train, validation, names, classifies = _split_tables(config, options)
+    train, validation, names, classifies, kinds = _split_tables(config, options)
     _handle_absent((train, validation), names, options.missing)
     features = Features.fit(train, names, options.categorical)
     build = classification if classifies else regression
-    return build(train, validation, features, options.target, config.name)
+    found = build(train, validation, features, options.target, config.name)
+    left_out = [name for name in train.columns if name not in (*names, options.target)]
+    about = _about(features, kinds, left_out, options.target, classifies, validation)
+    return replace(found, train=replace(found.train, about=about))
 
 
-def _split_tables(config: DataConfig, options: Options) -> tuple[Table, Table, list[str], bool]:
-    """Training and validation rows, the columns to learn from, and whether the target is a class."""
+def _about(
+    features: Features,
+    kinds: Mapping[str, str],
+    left_out: Sequence[str],
+    target: str,
+    classifies: bool,
+    validation: Table,
+) -> str:
+    """How each column was read, in words."""
+    read: dict[str, list[str]] = {}
+    for column in features.numeric:
+        read.setdefault(kinds.get(column.name) or "numbers", []).append(column.name)
+    read["categories"] = [f"{each.name} ({len(each.categories):,})" for each in features.categorical]
+    read["left out"] = [name or "the one without a name" for name in left_out]
+    parts = [f"{kind}: {listed(names, SHOWN)}" for kind, names in read.items() if names]
+    kind = "a class" if classifies else kinds.get(target) or "a number"
+    parts.append(f"target: {target}, {kind}")
+    if unseen := {each.name: each.num_unseen(validation) for each in features.categorical}:
+        counts = [f"{name} ({count:,} rows)" for name, count in unseen.items() if count]
+        if counts:
+            parts.append(
+                f"categories in the validation rows that the training rows lack: {listed(counts, SHOWN)}"
+            )
+    return "; ".join(parts)
+
+
+def _split_tables(
+    config: DataConfig, options: Options
+) -> tuple[Table, Table, list[str], bool, dict[str, str]]:
+    """Training and validation rows, the columns to learn from, whether the target is a class, and the kinds
+    of columns whose cells stand for numbers.
+    """
     train, validation = SOURCES[config.name](config)
     names = feature_names(train, options)
     if validation is not None and (
@@ -122,10 +166,13 @@ def _split_tables(config: DataConfig, options: Options) -> tuple[Table, Table, l
     for table in (train, validation):
         if table is not None and (counts := absent_in(table, [options.target])):
             refuse_absent_target(table, options.target, counts[options.target])
+    tables = [table for table in (train, validation) if table is not None]
+    read = [name for name in (*names, options.target) if name not in options.categorical]
+    kinds = {name: kind for name in read if (kind := understood(tables, name, options.decimal))}
     classifies = is_classification(train, options)
     if validation is None:
         train, validation = split_rows(train, options.target if classifies else None, config.val_fraction)
-    return train, validation, names, classifies
+    return train, validation, names, classifies, kinds
 
 
 def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) -> None:
@@ -156,7 +203,8 @@ def feature_names(table: Table, options: Options) -> list[str]:
     for key, name in ((key, name) for key, columns in named.items() for name in columns):
         if name not in table.columns:
             raise no_such_column(f"data.{key}", name, table.file, list(table.columns))
-    names = [name for name in table.columns if name != options.target and name not in options.leave_out]
+    out = {options.target, *options.leave_out, *row_numbers(table)}
+    names = [name for name in table.columns if name not in out]
     if not names:
         raise ConfigError(
             f"no column is left to learn from: {table.file} has {shown(list(table.columns))}, of which "
@@ -260,7 +308,9 @@ def of_file(config: DataConfig) -> tuple[Table, Table | None]:
     if config.path is None:
         raise ConfigError("data=table needs data.path=FILE or a folder with train.* and validation.* files.")
     train, validation = split_files(Path(config.path))
-    return read_table(train), None if validation is None else read_table(validation)
+    separator = config.options.get("separator")
+    tables = [read_table(file, separator=separator) for file in (train, validation) if file is not None]
+    return tables[0], tables[1] if validation else None
 
 
 def of_sklearn(load: str, target: str) -> Callable[[DataConfig], tuple[Table, None]]:

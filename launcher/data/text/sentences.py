@@ -22,11 +22,11 @@ from torch import Tensor
 from launcher.config.schema import DataConfig
 from launcher.data.images.folder import stratified
 from launcher.data.tables.files import (
-    READERS,
     VALIDATION_NAMES,
     MissingColumnsError,
     Table,
     Wanted,
+    is_table,
     part_named,
     read_table,
     split_files,
@@ -214,7 +214,7 @@ def _validation_file(folder: Path, name: str) -> Path:
     """The file of this name, or that of the folder whose name has the words of it: validation for dev too."""
     if (folder / name).is_file() or Path(name).suffix:
         return folder / name
-    tables = sorted(file for file in folder.iterdir() if file.suffix.lower() in READERS)
+    tables = sorted(file for file in folder.iterdir() if is_table(file))
     rest = " ".join(word for word in re.findall(r"[a-z]+", name.lower()) if word not in VALIDATION_NAMES)
     return part_named(tables, VALIDATION_NAMES, rest) or folder / name
 

@@ -15,7 +15,8 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper
-from launcher.recipe.contract import Recipe
+from launcher.errors import listed
+from launcher.recipe.contract import ONLY_SET, Recipe
 from launcher.training.build import (
     TORCH_OPTIMIZERS,
     compiles_update,
@@ -26,6 +27,8 @@ from launcher.training.build import (
 )
 from launcher.training.setup.compilation import kinds_of_blocks
 from launcher.training.setup.parameter_groups import parameter_groups
+
+SHOWN = 8  # classes
 
 
 def decisions(
@@ -40,6 +43,9 @@ def decisions(
     kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
     backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
     yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
+    yield "data", _data(recipe)
+    if about := getattr(recipe.train, "about", ""):
+        yield "columns", about
     yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
     yield "batch", _division(plan)
     numel = stepper.num_trainable
@@ -84,6 +90,24 @@ def decisions(
         )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on this kind of device"
+
+
+def _data(recipe: Recipe) -> str:
+    held_out = ", ".join(
+        f"{_size(data)} to validate on{'' if name == ONLY_SET else f' ({name})'}"
+        for name, data in recipe.validation_sets.items()
+    )
+    classes = recipe.classes or ()
+    named = f"; {len(classes):,} classes: {listed(list(classes), SHOWN)}" if classes else ""
+    return f"{_size(recipe.train)} to train on, {held_out or 'none to validate on'}{named}"
+
+
+def _size(data: object) -> str:
+    """The number of samples of a data set; a stream does not know it."""
+    try:
+        return f"{len(data):,} samples"  # type: ignore[arg-type]
+    except TypeError:
+        return "a stream"
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:

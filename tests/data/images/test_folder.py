@@ -1,5 +1,6 @@
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,21 @@ def test_a_csv_may_lie_beside_the_images_and_leave_the_split_to_the_fraction(tmp
     (tmp_path / "mine.csv").write_bytes("\n".join(["\ufefflabel,path", *rows]).encode())
     listing = list_csv(tmp_path / "mine.csv", None, 0.25)
     assert (listing.classes, len(listing.files), listing.num_train) == (("x", "y"), 16, 12)
+
+
+def test_the_columns_of_a_csv_may_have_any_name_and_its_files_no_suffix(tmp_path):
+    write_classes(tmp_path / "train_images", ("cat", "dog"), count=2)
+    rows = [f"{name}/{number},{name}" for name in ("cat", "dog") for number in range(2)]
+    (tmp_path / "train.csv").write_text("\n".join(["image_id,breed", *rows]) + "\n")
+    columns = {"image_column": "image_id", "label_column": "breed"}
+    config = data_config("imagefolder", path=str(tmp_path / "train_images"), val_fraction=0.5)
+    options = {"csv": str(tmp_path / "train.csv"), "cache": "none"}
+    images = load_images(replace(config, options=options | columns))
+    assert (images.classes, len(images.train), len(images.validation)) == (("cat", "dog"), 2, 2)
+    with pytest.raises(
+        DataError, match=r"no column path and label\. .*image_id, breed\. .*data\.image_column=NAME"
+    ):
+        load_images(replace(config, options=options))
 
 
 @pytest.mark.parametrize(

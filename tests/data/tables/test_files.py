@@ -135,7 +135,11 @@ def test_a_missing_column_lists_those_that_are_there(tmp_path, name, data):
 @pytest.mark.parametrize(
     ("name", "data", "hint"),
     [
-        ("x.csv", "a;b\n1;2", "separated by ';', but those of a .csv are by commas: write it with these."),
+        (
+            "x.csv",
+            "a;b\n1;2",
+            "separated by ';', but those of a .csv are by commas: write it with these, or set data.separator",
+        ),
         ("x.csv", "a\tb\n1\t2", "separated by tabs, but those of a .csv are by commas"),
         ("x.tsv", "a,b\n1,2", "separated by commas, but those of a .tsv are by tabs"),
         ("x.csv", "word\n1", "It has: word."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from launcher.config.schema import DataConfig
+from launcher.data.tables.cells import amount
 from launcher.data.tables.tabular_set import load_table
 from launcher.errors import ConfigError, DataError
 from launcher.telemetry.events import read_events
@@ -53,6 +55,76 @@ def test_categories_that_training_lacks_have_a_code_of_their_own(tmp_path) -> No
         ("colour", ("a", "b")),
     ]
     assert table.validation.columns["categorical"].tolist() == [[2, 0], [0, 1], [3, 2]]
+
+
+def test_what_stands_for_a_number_is_read_as_one_and_said(tmp_path) -> None:
+    """Amounts of money, percentages, thousands and dates are no categories; pandas' index is left out."""
+    rows = [
+        f'{i},"$1,{i:03}.50",{i % 9}.5%,2024-01-{i % 28 + 1:02},{i % 12 + 1}/{i % 28 + 1}/2023,'
+        f"{'ab'[i % 2]},{i * 2}"
+        for i in range(40)
+    ]
+    written(tmp_path, rows[:30], "train.csv", ",cost,rate,day,seen,kind,price")
+    written(
+        tmp_path,
+        [*rows[30:], "40,$2.00,1%,2024-02-01,1/1/2023,c,5"],
+        "validation.csv",
+        ",cost,rate,day,seen,kind,price",
+    )
+    table = load_table(data_of(tmp_path))
+    assert [column.name for column in table.features.numeric] == ["cost", "rate", "day", "seen"]
+    assert table.features.numeric[0].mean == pytest.approx(1000.5 + 14.5)
+    assert table.features.numeric[2].std == pytest.approx(8.05, abs=0.5), "in days"
+    assert table.train.about == (
+        "money: cost; percent: rate; dates, as days: day; dates, as days, %m/%d/%Y: seen; categories: "
+        "kind (2); left out: the one without a name; target: price, a number; categories in the validation "
+        "rows that the training rows lack: kind (1 rows)"
+    )
+
+
+def test_a_file_of_europe_in_a_compressed_form(tmp_path) -> None:
+    rows = [f"{i},5;{'ab'[i % 2]};1.{i:03},25" for i in range(40)]
+    (tmp_path / "set.csv.gz").write_bytes(gzip.compress("\n".join(["size;kind;price", *rows]).encode()))
+    options = {"separator": ";", "decimal": ","}
+    table = load_table(data_of(tmp_path / "set.csv.gz", **options))
+    assert table.features.numeric[0].mean == pytest.approx(20, abs=3)
+    assert table.target_mean == pytest.approx(1019.75, abs=3)
+    with pytest.raises(ConfigError, match=r"has numbers such as '0,5', with ',' before .*data\.decimal=','"):
+        load_table(data_of(tmp_path / "set.csv.gz", separator=";"))
+    with pytest.raises(DataError, match=r"or set data\.separator"):
+        load_table(data_of(tmp_path / "set.csv.gz"))
+    (tmp_path / "torn.csv.gz").write_bytes((tmp_path / "set.csv.gz").read_bytes()[:60])
+    with pytest.raises(DataError, match=r"torn\.csv\.gz cannot be read"):
+        load_table(data_of(tmp_path / "torn.csv.gz"))
+
+
+@pytest.mark.parametrize(
+    ("cell", "decimal", "value"),
+    [
+        ("1,234.5", ".", 1234.5),
+        ("1.234,5", ",", 1234.5),
+        ("-$3", ".", -3),
+        ("$-3.25", ".", -3.25),
+        ("(12 EUR)", ".", -12),
+        ("99 %", ".", 99),
+        (".5", ".", 0.5),
+        ("1e3", ".", 1000),
+        ("1,5", ".", None),
+        ("1.5", ",", None),
+        ("12 Main St", ".", None),
+        ("$", ".", None),
+        ("", ".", None),
+    ],
+)
+def test_amounts(cell, decimal, value) -> None:
+    assert amount(cell, decimal) == value
+
+
+def test_what_only_looks_like_dates_stays_categories(tmp_path) -> None:
+    rows = [f"{i},{'2024-01-01' if i else 'never'},{i % 3}-{i % 2}-x,{i}" for i in range(1, 41)]
+    table = load_table(data_of(written(tmp_path, [*rows, "41,never,0-0-x,41"], header="id,day,code,price")))
+    assert [column.name for column in table.features.categorical] == ["day", "code"]
+    assert table.train.about.endswith("left out: id; target: price, a number") is False
 
 
 def test_parquet_and_csv_give_the_same(tmp_path) -> None:
