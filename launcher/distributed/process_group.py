@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.messages import first_line
@@ -469,9 +470,23 @@ def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, de
 
 
 def _divide_threads(launch: LaunchEnv) -> None:
-    """Share the cores among the ranks of this machine, unless the user has set OMP_NUM_THREADS > 1."""
+    """Share the cores among the ranks of this machine, unless the user has set OMP_NUM_THREADS."""
     import torch
 
-    # torchrun sets OMP_NUM_THREADS=1 if it is unset, so 1 may not be the user's choice.
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if not own_thread_count():
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+
+
+def own_thread_count() -> str:
+    """OMP_NUM_THREADS, if it is the user's own; else empty.
+
+    torchrun sets it to 1 for its workers if it is unset. What torchrun itself was started with is in /proc.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return given
+    try:
+        inherited = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return given if b"OMP_NUM_THREADS=1" in inherited else ""

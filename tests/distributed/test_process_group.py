@@ -1,5 +1,6 @@
 """Reading what started this process: torchrun's variables, a scheduler's, or nothing."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -24,6 +25,23 @@ TORCHRUN = {
 def test_without_rank_the_process_is_alone() -> None:
     assert LaunchEnv.from_environ({"WORLD_SIZE": "4"}) == LaunchEnv()
     assert LaunchEnv() == LaunchEnv(0, 1, 0, 1, 0, "none")
+
+
+ASK = "from launcher.distributed.process_group import own_thread_count; print(own_thread_count())"
+AS_TORCHRUN = f"""
+import os, subprocess, sys
+environ = {{"OMP_NUM_THREADS": "1"}} | dict(os.environ) | {{"TORCHELASTIC_RUN_ID": "none"}}
+subprocess.run([sys.executable, "-c", {ASK!r}], env=environ)
+"""
+
+
+@pytest.mark.parametrize("code", [ASK, AS_TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("given", [None, "1", "2"])
+def test_the_users_number_of_threads_is_respected_and_torchruns_is_not_taken_for_it(code, given) -> None:
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environ |= {} if given is None else {"OMP_NUM_THREADS": given}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.stdout.strip() == (given or ""), done.stderr
 
 
 def test_torchruns_variables() -> None:

@@ -16,7 +16,8 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
 from launcher.data.streamed import StreamData
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, Stepper
+from launcher.engine import SGD, Policy, Stepper
+from launcher.engine.precision.policy import choose_emulation
 from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
 from launcher.training.build import apply_switches, batch_plan, build_model, compiles_update, rates_of
@@ -84,6 +85,17 @@ def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size
     lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, recipe, stepper, plan))
     after = "gradients are reduced after the backward pass, and are all in"
     assert lines.get("compile", "").startswith(after) == said
+
+
+def test_a_batch_larger_than_the_data_and_slow_arithmetic_are_said() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    stepper = Stepper(mlp(), SGD(0.1), policy=Policy.fp16(), emulate=False)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    plan = BatchPlan(12, 512, None, 1, 0, 0, False)
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, stepper, plan))
+    assert "but the training set has 12 samples: each update is of these" in lines["batch"]
+    if choose_emulation(Policy.fp16(), torch.device("cpu"), None).used:
+        assert "though this CPU has no fp16 arithmetic: products take 50 to 100 times" in lines["precision"]
 
 
 def test_what_was_understood_of_the_data_is_said() -> None:

@@ -101,6 +101,12 @@ class Emulation:
     reason: str
 
 
+OF_SLOW = (
+    ", though this CPU has no {kind} arithmetic: products take 50 to 100 times as long as emulated ones "
+    "(emulate=auto)"
+)
+
+
 def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = None) -> Emulation:
     """Decide between native and emulated half arithmetic; `wish` (not None) overrides the default.
 
@@ -112,7 +118,8 @@ def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = N
     if kind is None:
         return Emulation(False, "fp32 arithmetic needs none")
     if wish is not None:
-        return Emulation(wish, "as requested")
+        slow = not wish and device.type == "cpu" and not _cpu_has(policy.arithmetic)
+        return Emulation(wish, f"as requested{OF_SLOW.format(kind=kind) if slow else ''}")
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         return _on_gpu(kind, torch.cuda.get_device_capability(device))
     if device.type != "cpu":

@@ -13,7 +13,7 @@ import torch
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.process_group import WorkerEnv, own_thread_count
 from launcher.engine import Stepper
 from launcher.errors import listed
 from launcher.recipe.contract import ONLY_SET, Recipe
@@ -75,6 +75,8 @@ def decisions(
             "wire",
             "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator",
         )
+    if env.device.type == "cpu" and (threads := own_thread_count()):
+        yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
     if config.train.compile == BLOCKS:
         yield (
             "compile",
@@ -135,6 +137,11 @@ def _division(plan: BatchPlan) -> str:
     parts = f"{plan.batch_size} samples per update over {plan.world_size} rank(s)"
     if plan.micro_batches > 1:
         parts += f", up to {plan.micro_batches} micro-batches of {plan.micro_batch} each"
+    if plan.num_samples < plan.batch_size:
+        parts += (
+            f"; but the training set has {plan.num_samples} samples: each update is of these, an epoch is "
+            "one step (lower data.batch_size for more)"
+        )
     return parts
 
 

@@ -41,7 +41,8 @@ def test_emulation_follows_the_wish_or_the_processor_and_says_why(policy, wish, 
     if policy.arithmetic == FP32:
         assert (chosen.used, chosen.reason) == (False, "fp32 arithmetic needs none")
     elif wish is not None:
-        assert (chosen.used, chosen.reason) == (wish, "as requested")
+        assert chosen.used == wish
+        assert chosen.reason.startswith("as requested")
     else:
         assert not (device == "cuda" and chosen.used)
         assert chosen.reason.endswith("arithmetic")
