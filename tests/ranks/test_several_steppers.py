@@ -138,8 +138,8 @@ def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
             generator = torch.Generator().manual_seed(env.rank)
             names["data"] = [(torch.randn(8, 4, generator=generator), None) for _ in range(steps)]
             exec(compile(code.replace("Wire()", wire), "README.md", "exec"), names)
-            for stepper in (names["for_critic"], names["for_generator"]):
-                found.append(torch.cat([master.flatten() for master in stepper.named_masters().values()]))
+            masters = [names[name].named_masters().values() for name in ("for_critic", "for_generator")]
+            found += [torch.cat([master.flatten() for master in each]) for each in masters]
     return found
 
 
