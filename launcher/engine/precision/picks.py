@@ -47,24 +47,23 @@ def pick(operator: OpOverload, table: Tensor, *args: Any, **kwargs: Any) -> Any:
     index = args[0] if operator is INDEX else args
     repeats = any(is_tensor(each) and each.dtype not in (torch.bool, torch.uint8) for each in index)
     sparse = kwargs.get("sparse_grad") or (operator is EMBEDDING and args[3:4] == (True,))
-    if table.dtype in HALF and table.requires_grad and torch.is_grad_enabled() and repeats and not sparse:
+    added = table.dtype in HALF and table.requires_grad and torch.is_grad_enabled() and repeats and not sparse
+    if (
+        table.dtype in HALF and torch._C._are_functorch_transforms_active()
+    ):  # no autograd function works there
+        return operator(table.float(), *args, **kwargs).to(table.dtype)
+    if added:
         return _Pick.apply(operator, table, *index)  # type: ignore[no-untyped-call]
     return operator(table, *args, **kwargs)
 
 
 class _Pick(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(operator: OpOverload, table: Tensor, *index: Any) -> Any:
-        return operator(table, index) if operator is INDEX else operator(table, *index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        operator, table, *index = inputs
+    def forward(ctx: Any, operator: OpOverload, table: Tensor, *index: Any) -> Any:
         ctx.operator, ctx.shape, ctx.dtype = operator, table.shape, table.dtype
         ctx.rest = [None if is_tensor(each) else each for each in index]
         ctx.save_for_backward(*(each if is_tensor(each) else None for each in index))
+        return operator(table, index) if operator is INDEX else operator(table, *index)
 
     @staticmethod
     def backward(ctx: Any, picked: Tensor) -> tuple[Tensor | None, ...]:

@@ -254,6 +254,18 @@ class Attention(nn.Module):
         return self.layer(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
+class Tokens(nn.Module):
+    """An embedding, of whose rows some are picked again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x.argmax(-1))
+        return self.layer(rows[:, torch.tensor([0, 0, 1])] + rows.index_select(1, torch.tensor([2, 2, 3])))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -269,6 +281,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "GRU": lambda: Recurrent(nn.GRU(8, 8, batch_first=True, bidirectional=False)),
     "RNN": lambda: Recurrent(nn.RNN(8, 8, batch_first=True)),
     "MultiheadAttention": Attention,
+    "embedding": Tokens,
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "re-entrant checkpoint": lambda: Checkpointed(use_reentrant=True),

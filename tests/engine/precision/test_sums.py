@@ -80,3 +80,21 @@ def test_a_gradient_is_the_sum(function: str, name: str, emulate: bool) -> None:
     found.sum(dtype=torch.float32).backward()
     assert p.grad is not None
     assert p.grad.item() == MANY
+
+
+@WAYS
+@pytest.mark.parametrize("pick", PICKS)
+def test_picks_have_second_derivatives_and_transforms(pick: str, emulate: bool) -> None:
+    table = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16)
+
+    def loss(table: Tensor) -> Tensor:
+        with Policy.fp16().forward(torch.device("cpu"), emulate):
+            return (PICKS[pick](table, torch.tensor([1, 1])).float() ** 3).sum()
+
+    leaf = table.clone().requires_grad_()
+    first = torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0]
+    first.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [[0, 0], [36, 48]]  # 2 x 6 x
+    assert torch.equal(torch.func.grad(loss)(table), first)
+    assert torch.equal(torch.func.vmap(torch.func.grad(loss))(table[None])[0], first)
