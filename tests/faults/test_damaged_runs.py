@@ -30,7 +30,7 @@ from launcher.engine import Stepper
 from tests.checkpoint.test_checkpoint import Canary
 from tests.faults.launching import EPOCH, WORDS, Ended, Started, run
 from tests.faults.noisy import Noisy
-from tests.faults.saving import MS_BIND, MS_RDONLY, MS_REMOUNT, _mount, _mount_alone, outcome_of
+from tests.faults.saving import MS_BIND, MS_RDONLY, MS_REMOUNT, _mount, mount_alone, outcome_of
 from tests.faults.test_checkpoint_files import flip, truncate, unfinished
 from tests.faults.usercode import is_here, own_rank, slowly, stop_after
 from tests.forked import launch_forked
@@ -182,7 +182,7 @@ def terminate() -> None:
 
 def own_mounts() -> None:
     """Before there is any thread: mounts are seen by this process alone."""
-    _mount_alone(b"/tmp", Path("/tmp"), None, MS_BIND, None)
+    mount_alone(b"/tmp", Path("/tmp"), None, MS_BIND, None)
 
 
 def read_only(network: Any, batch: Any, directory: Path, passes: int) -> None:
