@@ -9,19 +9,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, StorageError, listed
+from launcher.errors import ConfigError, DataError, LauncherError, StorageError, listed
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.differences import another_run, other_training
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import (
     CHECKPOINTS,
     CONFIG,
+    METRICS,
     RESULT,
     describe,
     foreign_to_a_run,
@@ -32,6 +34,7 @@ from launcher.run_dir.status import FILE_NAME
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
+FIRST_EVENTS = 1_000_000  # bytes of metrics.jsonl that hold the start of every run
 SHOWN = 8  # settings that differ
 
 
@@ -69,8 +72,34 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
             raise _unwritable(config, error) from error
         try:
             yield Claim(resolved, finished)
+        except LauncherError as error:
+            give_up_reserve(directory)
+            if not config.run.dir and _says_all(error, directory):
+                _remove(directory)
+            raise
         finally:
             give_up_reserve(directory)
+
+
+def _says_all(error: LauncherError, directory: Path) -> bool:
+    """Whether an error of config or data ended the run before its start, and names no file of it."""
+    if error.exit_code not in (ConfigError.exit_code, DataError.exit_code) or str(directory) in str(error):
+        return False
+    try:
+        with open(directory / METRICS, "rb") as events:
+            return b'"event":"start"' not in events.read(FIRST_EVENTS).replace(b" ", b"")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _remove(directory: Path) -> None:
+    """Remove the directory that this process has made and named, and those around it that are empty then."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.parent.rmdir()
+        directory.parent.parent.rmdir()
 
 
 def _unwritable(config: Config, error: OSError) -> StorageError:

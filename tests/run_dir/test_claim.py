@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError, DataError, LauncherError, StalledError, StorageError
 from launcher.run_dir import claim, differences, records
 from launcher.run_dir.claim import claimed
+from launcher.telemetry.events import EventLog
 from tests.run_dir.test_records import sample_config
 
 
@@ -88,6 +89,7 @@ from pathlib import Path
 from launcher.config.schema import from_dict
 from launcher.errors import ConfigError
 from launcher.run_dir.claim import claimed
+from launcher.telemetry.events import EventLog
 from tests.run_dir.test_records import sample_config
 print("ready", flush=True)
 sys.stdin.read()
@@ -420,3 +422,32 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
     with pytest.raises(StorageError, match="Permission denied"):
         prepared(sample_config(str(tmp_path / "locked" / "run")), [])
+
+
+@pytest.mark.parametrize(
+    ("error", "started", "named", "stays"),
+    [
+        (DataError("data.path has no train*.parquet"), False, False, False),
+        (ConfigError("model.weights: there is no such file"), False, False, False),
+        (DataError("a sample cannot be read"), True, False, True),
+        (DataError("The full traceback is in {directory}/logs/rank0.log."), False, False, True),
+        (DataError("data.path has no train*.parquet"), False, True, True),  # the user's own directory
+        (StalledError("a rank is missing"), False, False, True),
+    ],
+)
+def test_an_error_before_the_start_that_says_all_leaves_no_directory(
+    error: LauncherError, started: bool, named: bool, stays: bool, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = None
+    with suppress(type(error)), claimed(sample_config("mine" if named else ""), []) as own:
+        directory = Path(own.config.run.dir)
+        events = EventLog(directory / "metrics.jsonl")
+        events.write({"event": "decision", "step": 0})
+        if started:
+            events.write({"event": "start", "step": 0})
+        events.close()
+        raise type(error)(str(error).format(directory=directory))
+    assert directory is not None
+    assert directory.is_dir() == stays
+    assert stays or list(tmp_path.iterdir()) == []

@@ -38,9 +38,10 @@ class Console:
         self._times = TimeTotals()  # of the whole run, for the verdict at its end
         self._widths: dict[str, int] = {}  # by title, of the table of the last printed line
         self._report = self._sync = ""
+        self._started = False
         self._shows: dict[str, Callable[[Record], None]] = {
             "decision": self._decision,
-            "start": self._progress.start,
+            "start": self._start,
             "step": self._step,
             "eval": self._evaluation,
             "after_evaluation": self._after_evaluation,
@@ -63,6 +64,10 @@ class Console:
     def _decision(self, record: Record) -> None:
         self._sync = record.get("sync") or self._sync
         self._print(f"{record['topic']} {record['text']}")
+
+    def _start(self, record: Record) -> None:
+        self._started = True
+        self._progress.start(record)
 
     def _step(self, record: Record) -> None:
         self._times.add(record)
@@ -91,6 +96,8 @@ class Console:
         report = narrowed(self._report, WIDEST_REPORT if columns is None else columns)
         if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
             report = ""  # a table that wraps cannot be read; it is in the run's files
+        if record.get("state") == "failed" and not self._started:
+            return  # its error says it all: no file of such a run is worth reading
         shares = time_at_end(record) or self._times.shares()
         self._print(*end_lines(record, report, shares, self._run_dir, self._sync))
 
