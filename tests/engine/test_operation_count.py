@@ -207,3 +207,14 @@ def test_rows_of_a_half_table_are_picked_without_a_copy_of_the_table(
             with Written() as backward:
                 picked.sum(dtype=torch.float32).backward()
             assert backward.bytes <= 6.1 * table.numel(), backward.bytes
+
+
+def test_a_further_micro_batch_adds_two_kernels_a_bucket_to_its_passes() -> None:
+    """Its gradients are copied to the message and added to the sums, which widens them all at once."""
+    alone, two, three = (counted(ours(resnet18, micro_batches=k))[1] for k in (1, 2, 3))
+    model, (x, classes) = resnet18().half(), batch()
+    with Operations() as passes, Autocast():
+        F.cross_entropy(model(x.half()).float(), classes, reduction="sum").backward()
+    added = three - two
+    buckets, counts, slope = 2, 6, 1
+    assert added <= passes.counts()[1] + 2 * buckets + counts + slope, (alone, two, three, passes.counts())

@@ -26,7 +26,7 @@ def test_they_give_the_values_of_batch_norm(
     exact = passes(norm(len(shape), affine).to(device).double(), x.double(), weight.double())
     module = synchronised(norm(len(shape), affine).to(device), group_of_one)
     found = passes(module, x, weight)
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
     for name, expected in exact.items():
         torch.testing.assert_close(found[name].double(), expected.double(), rtol=tolerance, atol=tolerance)
     assert found["output"].stride() == x.stride()

@@ -38,6 +38,11 @@ class Inbox:
         self._slots = [(slot, parameters[slot.name], slot.view(written)) for slot in run.slots]
         self._parameters = [parameter for _, parameter, _ in self._slots]
         self._places = [place for _, _, place in self._slots]
+        # The message, which nothing reads before it is complete, takes further micro-batches as they are.
+        on_gpu = segment.grad.device.type != "cpu"
+        self._landing = (
+            [slot.view(segment.grad) for slot in run.slots] if totals is not None and on_gpu else []
+        )
         self._strides = [slot.stride for slot in run.slots]
         self._indices = {slot.index for slot in run.slots}
         self._filled: set[int] = set()  # slots that hold a gradient of this step
@@ -65,8 +70,17 @@ class Inbox:
         if first[0]:
             _write(*first, factor)
         if again[0]:
-            places, gradients = again
-            torch._foreach_add_(places, _exact(gradients, places[0].dtype), alpha=factor)
+            self._add(*again, factor)
+
+    def _add(self, places: list[Tensor], gradients: list[Tensor], factor: float) -> None:
+        """Add to what the step has at these places, computed in its dtype."""
+        kept, given = places[0].dtype, gradients[0].dtype
+        widens = self._landing and kept != given == self._sent.dtype
+        if widens and self._totals is not None and len(gradients) == len(self._slots):
+            torch._foreach_copy_(self._landing, gradients)
+            self._totals.add_(self._sent)  # widens all of them in one kernel
+        else:
+            torch._foreach_add_(places, _exact(gradients, kept), alpha=factor)
 
     def _drain_usual(self) -> bool:
         """The first pass of a step, if all gradients are there as they are sent: a third of the time."""
