@@ -403,6 +403,8 @@ def _finish(
         result["stopped_early"] = {"reason": evaluator.stopped, **asdict(run.config.early_stopping)}
     if gpus is not None and (joules := gpus.finish()) is not None:
         result["energy_kwh"] = joules / 3.6e6  # of the GPUs of this node
+        if gpus.incomplete:
+            result["energy_incomplete"] = True
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     result["micro_batch"] = plan.largest_micro_batch
     if run.env.is_leader:

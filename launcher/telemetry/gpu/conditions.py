@@ -33,17 +33,32 @@ class Conditions:
         self._warn = warn
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._windows = 0
+        self._ecc: dict[str, tuple[float, float]] = {}  # by GPU: errors at its first window, and as reported
 
     def after(self, windows: Sequence[tuple[Gpu, Mapping[str, Any], Values]], seconds: float) -> None:
         """Each GPU with the numbers of its window and the limits of its link."""
         self._windows += 1
         for gpu, numbers, limits in windows:
+            self._after_ecc(gpu, numbers.get("ecc_errors"))
             for kind, short, advice in _conditions(gpu, numbers, limits, seconds):
                 text = f"{name(gpu)} {short}"
                 seen = self._seen.setdefault((gpu.uuid, kind), _Seen(text))
                 seen.windows += 1
                 if seen.windows == 1:
                     self._warn(f"{text}. {advice} Further intervals are counted.")
+
+    def _after_ecc(self, gpu: Gpu, count: float | None) -> None:
+        """Report errors that the GPU has had before, and those that are new."""
+        if count is None:
+            return
+        before, reported = self._ecc.setdefault(gpu.uuid, (count, 0.0))
+        if count > reported:
+            self._ecc[gpu.uuid] = before, count
+            new = f", {count - before:.0f} of them in this run" if count > before else ""
+            self._warn(
+                f"{name(gpu)} has {count:.0f} uncorrected ECC error(s) since the driver was loaded{new}: "
+                "values in its memory may be wrong. nvidia-smi -q -d ECC has details; reset or replace it."
+            )
 
     def lost(self, gpu: Gpu, error: Exception) -> None:
         self._warn(
@@ -95,6 +110,12 @@ def _conditions(
             "link",
             f"has a slower link than it could ({', '.join(link)})",
             "Reseat it, or check the slot, the riser and the BIOS.",
+        )
+    if numbers.get("incomplete"):
+        yield (
+            "incomplete",
+            "does not always tell its power",
+            "Its power and energy, and those of the run, are incomplete.",
         )
     if others := numbers.get("other_processes"):
         yield (

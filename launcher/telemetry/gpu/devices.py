@@ -116,7 +116,7 @@ def _entries(nvml: ModuleType) -> Iterator[_Entry]:
 
 
 def _slices(nvml: ModuleType, index: int, handle: Any, uuid: str) -> Iterator[_Entry]:
-    with contextlib.suppress(nvml.NVMLError):  # most GPUs know no MIG
+    with contextlib.suppress(nvml.NVMLError, AttributeError):  # most GPUs know no MIG, nor do old libraries
         if not nvml.nvmlDeviceGetMigMode(handle)[0]:
             return
         for number in range(MAX_SLICES):

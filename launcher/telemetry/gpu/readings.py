@@ -1,7 +1,7 @@
 """What NVML can be asked about one GPU: values of the moment, and counters since the driver was loaded.
 
-Owns names, units and NVML's calls. Each call may be unsupported: its value is then absent, and it is not made
-again. Raises `GpuLostError` for a GPU that no longer answers.
+Owns names, units and NVML's calls. Each call may be unsupported, by the GPU or by this version of NVML: its
+value is then absent, and it is not made again. Raises `GpuLostError` for a GPU that no longer answers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ REASONS = {
     "sw_thermal": 0x20,
     "hw_thermal": 0x40,
     "hw_power_brake": 0x80,
+}
+
+MEMBERS = {
+    "DOUBLE": "dVal",
+    "UNSIGNED_INT": "uiVal",
+    "UNSIGNED_LONG": "ulVal",
+    "UNSIGNED_LONG_LONG": "ullVal",
+    "SIGNED_LONG_LONG": "sllVal",
+    "SIGNED_INT": "siVal",
 }
 
 
@@ -55,14 +64,18 @@ class Reader:
         """energy_j, ecc_errors, remapped_rows, seconds `throttled_<reason>_s`, bytes over the links."""
         return self._read(self._counters) | self._field_values()
 
+    @property
+    def tells_power(self) -> bool:
+        """Whether the GPU supports it, be it that it does not answer now."""
+        return "power_w" in self._momentary or "energy_j" in self._counters
+
     def rates(self) -> Values:
         """Bytes per second over PCIe, measured for 20 ms each, for GPUs without byte counters."""
         return self._read(self._rates)
 
     def processes(self) -> list[int] | None:
         """The ids of the processes that compute on the GPU; None if NVML does not say."""
-        call = {"processes": self._nvml.nvmlDeviceGetComputeRunningProcesses}
-        found = self._read(call)
+        found = self._read({"processes": lambda gpu: self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)})
         return [process.pid for process in found["processes"]] if found else None
 
     def _read(self, calls: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
@@ -70,6 +83,8 @@ class Reader:
         for name, call in list(calls.items()):
             try:
                 found[name] = call(self._handle)
+            except AttributeError:  # this version of NVML lacks the call or a constant
+                del calls[name]
             except self._nvml.NVMLError as error:
                 self._refuse_loss(error)
                 if type(error).__name__ in NOT_HERE:
@@ -84,6 +99,9 @@ class Reader:
         try:
             fields = [self._fields[name][0] for name in names]
             values = self._nvml.nvmlDeviceGetFieldValues(self._handle, fields)
+        except AttributeError:
+            self._fields.clear()
+            return {}
         except self._nvml.NVMLError as error:
             self._refuse_loss(error)
             if type(error).__name__ in NOT_HERE:
@@ -110,59 +128,65 @@ def _momentary(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
         "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         "sm_clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
         "memory_clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-        "pcie_gen": nvml.nvmlDeviceGetCurrPcieLinkGeneration,
-        "pcie_width": nvml.nvmlDeviceGetCurrPcieLinkWidth,
-        "reasons": nvml.nvmlDeviceGetCurrentClocksEventReasons,
+        "pcie_gen": lambda gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+        "pcie_width": lambda gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+        "reasons": lambda gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
     }
 
 
 def _limits(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
     return {
-        "pcie_gen": nvml.nvmlDeviceGetMaxPcieLinkGeneration,
-        "pcie_width": nvml.nvmlDeviceGetMaxPcieLinkWidth,
+        "pcie_gen": lambda gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
+        "pcie_width": lambda gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
     }
 
 
 def _counters(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
-    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     return {
         "energy_j": lambda gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
-        "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, uncorrected, volatile),
+        "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
+            gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
         "remapped_rows": lambda gpu: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]),
     }
 
 
 def _rates(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
-    sent, received = nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES
     return {
-        "pcie_tx_bytes_per_s": lambda gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, sent) * 1e3,
-        "pcie_rx_bytes_per_s": lambda gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, received) * 1e3,
+        "pcie_tx_bytes_per_s": lambda gpu: (
+            nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES) * 1e3
+        ),
+        "pcie_rx_bytes_per_s": lambda gpu: (
+            nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1e3
+        ),
     }
 
 
 def _fields(nvml: ModuleType) -> dict[str, tuple[Any, float]]:
     """Name -> NVML's number (with a scope, where it has one), and the factor to the unit of the name."""
+    of_reason = "CLOCKS_EVENT_REASON_{}"
+    known = {
+        "throttled_sw_power_cap_s": (of_reason.format("SW_POWER_CAP"), 1e-9),
+        "throttled_sync_boost_s": (of_reason.format("SYNC_BOOST"), 1e-9),
+        "throttled_sw_thermal_s": (of_reason.format("SW_THERM_SLOWDOWN"), 1e-9),
+        "throttled_hw_thermal_s": (of_reason.format("HW_THERM_SLOWDOWN"), 1e-9),
+        "throttled_hw_power_brake_s": (of_reason.format("HW_POWER_BRAKE_SLOWDOWN"), 1e-9),
+        "pcie_tx_bytes": ("PCIE_COUNT_TX_BYTES", 1.0),
+        "pcie_rx_bytes": ("PCIE_COUNT_RX_BYTES", 1.0),
+        "nvlink_tx_bytes": ("NVLINK_THROUGHPUT_DATA_TX", 1024.0),
+        "nvlink_rx_bytes": ("NVLINK_THROUGHPUT_DATA_RX", 1024.0),
+    }
+    numbers = {name: getattr(nvml, f"NVML_FI_DEV_{field}", None) for name, (field, _) in known.items()}
     return {
-        "throttled_sw_power_cap_s": (nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP, 1e-9),
-        "throttled_sync_boost_s": (nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SYNC_BOOST, 1e-9),
-        "throttled_sw_thermal_s": (nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN, 1e-9),
-        "throttled_hw_thermal_s": (nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN, 1e-9),
-        "throttled_hw_power_brake_s": (nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN, 1e-9),
-        "pcie_tx_bytes": (nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, 1.0),
-        "pcie_rx_bytes": (nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, 1.0),
-        "nvlink_tx_bytes": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, ALL_LINKS), 1024.0),
-        "nvlink_rx_bytes": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, ALL_LINKS), 1024.0),
+        name: ((number, ALL_LINKS) if name.startswith("nvlink") else number, known[name][1])
+        for name, number in numbers.items()
+        if number is not None
     }
 
 
 def _number(nvml: ModuleType, field: Any) -> float:
     """The value of a field; its type says which member of the union holds it."""
-    members: Mapping[int, str] = {
-        nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
-        nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
-        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
-        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
-        nvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
-        nvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+    members: Mapping[int | None, str] = {
+        getattr(nvml, f"NVML_VALUE_TYPE_{kind}", None): member for kind, member in MEMBERS.items()
     }
     return float(getattr(field.value, members.get(field.valueType, "ullVal")))

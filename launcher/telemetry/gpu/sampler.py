@@ -70,6 +70,7 @@ class GpuSampler:
         self._wake = threading.Event()
         self._ending = False
         self._energy_j: float | None = None  # of this process
+        self.incomplete = False  # a GPU did not always tell its power: the energy is too low
         self._conditions = Conditions(telemetry.warn)
         self._thread = threading.Thread(target=self._work, name="gpu-sampler", daemon=True)
         self._thread.start()
@@ -172,7 +173,7 @@ class GpuSampler:
         rates = {} if "pcie_tx_bytes" in counters else reader.rates()
         now_s = time.monotonic()
         lane.window.add(reader.momentary(), now_s)
-        numbers = lane.window.closed(counters, rates, now_s)
+        numbers = lane.window.closed(counters, rates, now_s, reader.tells_power)
         lane.window = Window(counters, now_s)
         if not lane.gpu.is_sliced and (pids := reader.processes()) is not None:
             numbers["other_processes"] = other_processes(lane.gpu, pids)
@@ -190,6 +191,8 @@ class GpuSampler:
             total["run_energy_j"] = self._before_j + self._energy_j
             if own_samples := samples * self._share([gpu for gpu, _ in found]):
                 total["joules_per_sample"] = total["energy_j"] / own_samples
+        if any(numbers.get("incomplete") for numbers in each):
+            total["incomplete"] = self.incomplete = True
         gpus = [{"index": gpu.index, "uuid": gpu.uuid, **numbers} for gpu, numbers in found]
         self._telemetry.emit("gpu", step, **total, gpus=gpus)
 

@@ -13,6 +13,7 @@ MEANS = ("utilisation_percent", "power_w", "sm_clock_mhz", "memory_clock_mhz")
 PEAKS = ("memory_bytes", "temperature_c")
 LAST = ("pcie_gen", "pcie_width")
 LINKS = ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
+COMPLETE = 0.95  # of a window in which the power was told
 SINCE_DRIVER = ("ecc_errors", "remapped_rows")
 
 
@@ -28,8 +29,13 @@ class Window:
         self._readings.append((reading, now_s - self._latest_s))
         self._latest_s = now_s
 
-    def closed(self, counters: Values, rates: Values, now_s: float) -> dict[str, Any]:
-        """The numbers of the window. What the GPU does not report is absent."""
+    def closed(
+        self, counters: Values, rates: Values, now_s: float, tells_power: bool = True
+    ) -> dict[str, Any]:
+        """The numbers of the window. What the GPU does not report is absent.
+
+        `incomplete` where a GPU that tells its power did so for a part of the window only.
+        """
         seconds = now_s - self._began_s
         moved = self._moved(counters)
         numbers: dict[str, Any] = {key: self._mean(key) for key in MEANS}
@@ -37,6 +43,9 @@ class Window:
         numbers |= {key: next(iter(reversed(self._all(key))), None) for key in LAST}
         numbers |= {key: counters.get(key) for key in SINCE_DRIVER}
         numbers["energy_j"] = moved.get("energy_j", self._integral("power_w"))
+        told_s = sum(s for reading, s in self._readings if "power_w" in reading)
+        if tells_power and told_s < COMPLETE * seconds and ("energy_j" not in moved or told_s):
+            numbers["incomplete"] = True
         numbers["throttled_s"] = self._throttled_s(moved) or None
         numbers |= {f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved and seconds > 0}
         return {key: value for key, value in (rates | numbers).items() if value is not None}

@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1: two GPUs whose behaviour the file $NVML_STANDIN sets, read at each call.
    It holds words: "lost1" (GPU 1 falls off the bus), "hot0", "narrow0", "shared0", "old" (no energy counter, no field
-   values), "nodriver", "mig" (GPU 1 is sliced). Power is 100 W and 200 W; counters follow the clock since start. */
+   values), "nodriver", "ecc0", "deaf0" (no power and no energy for now), "mig" (GPU 1 is sliced). Power is 100 W and 200 W; counters follow the clock since start. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +12,7 @@ typedef struct { int index; } Device;
 static Device devices[3] = {{0}, {1}, {2}};  /* 2: the slice of GPU 1 */
 static const char *uuids[3] = {"GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000",
                                "MIG-cccccccc-0000-0000-0000-000000000000"};
-enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, SHORT = 7, DRIVER_NOT_LOADED = 9, LOST = 15 };
+enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, SHORT = 7, DRIVER_NOT_LOADED = 9, TIMED_OUT = 10, LOST = 15 };
 
 static int set(const char *word) {
     char text[256] = "";
@@ -51,7 +51,8 @@ typedef struct { unsigned gpu, memory; } Utilization;
 int nvmlDeviceGetUtilizationRates(Device *d, Utilization *u) { ALIVE(d); u->gpu = 80 + d->index; return OK; }
 typedef struct { unsigned long long total, free, used; } Memory;
 int nvmlDeviceGetMemoryInfo(Device *d, Memory *m) { ALIVE(d); m->used = (d->index + 1) * 1000ull; return OK; }
-int nvmlDeviceGetPowerUsage(Device *d, unsigned *mw) { ALIVE(d); *mw = (d->index + 1) * 100000; return OK; }
+static int deaf(Device *d) { return d->index == 0 && set("deaf0"); }
+int nvmlDeviceGetPowerUsage(Device *d, unsigned *mw) { ALIVE(d); if (deaf(d)) return TIMED_OUT; *mw = (d->index + 1) * 100000; return OK; }
 int nvmlDeviceGetTemperature(Device *d, int sensor, unsigned *c) { ALIVE(d); *c = 60 + d->index; return OK; }
 int nvmlDeviceGetClockInfo(Device *d, int type, unsigned *mhz) { ALIVE(d); *mhz = type == 1 ? 1500 : 2600; return OK; }
 int nvmlDeviceGetCurrPcieLinkGeneration(Device *d, unsigned *v) { ALIVE(d); *v = 4; return OK; }
@@ -66,13 +67,14 @@ int nvmlDeviceGetCurrentClocksEventReasons(Device *d, unsigned long long *bits) 
 int nvmlDeviceGetTotalEnergyConsumption(Device *d, unsigned long long *mj) {
     ALIVE(d);
     if (set("old")) return NOT_SUPPORTED;
+    if (deaf(d)) return TIMED_OUT;
     *mj = (unsigned long long)(now() * (d->index + 1) * 100e3);
     return OK;
 }
 int nvmlDeviceGetTotalEccErrors(Device *d, int type, int counter, unsigned long long *n) {
     ALIVE(d);
     if (d->index == 1) return NOT_SUPPORTED;
-    *n = 3;
+    *n = set("ecc0") ? 3 : 0;
     return OK;
 }
 int nvmlDeviceGetRemappedRows(Device *d, unsigned *a, unsigned *b, unsigned *c, unsigned *e) {
