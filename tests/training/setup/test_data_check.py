@@ -14,8 +14,14 @@ import launcher.training.setup.data_check as data_check
 from launcher.data.indexed import IndexedData
 from launcher.data.loader import Loading
 from launcher.data.tensors import TensorData
-from launcher.errors import DataWarning
-from launcher.training.setup.data_check import warn_unless_repeatable
+from launcher.errors import DataError, DataWarning
+from launcher.recipe import Recipe
+from launcher.training.setup.data_check import (
+    fingerprint,
+    refuse_other_data,
+    warn_unless_repeatable,
+    weighted_sum,
+)
 
 
 class Samples(Dataset):
@@ -41,6 +47,31 @@ class OwnGenerator:
 
 def indexed(draw):
     return IndexedData(Samples(draw), None, Loading(0, torch.device("cpu"), 0), "training")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int64, torch.float32, torch.bool])
+def test_any_row_that_differs_is_noticed(monkeypatch, dtype):
+    """On all rows, also where chunks and words end, and in any order."""
+    monkeypatch.setattr(data_check, "CHUNK", 7)
+    column = (torch.arange(4000 * 3) % 251).reshape(4000, 3).to(dtype)
+    before = weighted_sum(column)
+    assert weighted_sum(column.clone()) == before
+    for row in (0, 1, 27, 28, 1999, 3998, 3999):
+        other = column.clone()
+        other[row, 2] = other[row, 2] + 1 if dtype != torch.bool else ~other[row, 2]
+        assert weighted_sum(other) != before
+    assert weighted_sum(column.flip(0)) != before
+    assert weighted_sum(column[:0]) != before
+
+
+def test_one_row_of_many_that_differs_between_ranks_is_named():
+    columns = {"x": torch.randn(4000, 2), "label": torch.zeros(4000)}
+    other = {**columns, "x": columns["x"].clone()}
+    other["x"][1234, 1] += 1e-3
+    recipe = Recipe(lambda: None, TensorData(columns), TensorData(columns), None)
+    found = [fingerprint(recipe, TensorData(each), {}) for each in (columns, other, columns)]
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column x, all rows \("):
+        refuse_other_data(found)
 
 
 def test_a_data_set_with_a_generator_of_its_own_is_warned_of():
