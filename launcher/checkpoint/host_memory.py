@@ -39,15 +39,30 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []  # of what was gathered, in the order of the calls of `allocate`
+        self._given = 0  # of them, since the latest `copy`
         self._stream: torch.cuda.Stream | None = None
+
+    def allocate(self, numel: int, pinned: bool) -> Tensor:
+        """fp32 [numel] for values that belong to the next set of copies, and need no copy then."""
+        number, self._given = self._given, self._given + 1
+        if number == len(self._blocks):
+            self._blocks.append(torch.empty(0))
+        if len(self._blocks[number]) < numel:
+            self._blocks[number] = torch.empty(0)  # freed first, so that both never exist at once
+            self._blocks[number] = torch.empty(numel, dtype=torch.float32, pin_memory=pinned)
+        return self._blocks[number][:numel]
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Copies:
         """Copy tensors of any strides from any device. Overwrites the result of the previous call.
 
         Views of the same memory, such as those of a flat buffer, are copied as one block, of which the
-        results are views. Copies from a GPU are asynchronous.
+        results are views. Copies from a GPU are asynchronous. Tensors in memory of `allocate` stay there.
         """
-        stretches = _stretches(tensors)
+        self._given = 0
+        blocks = {block.untyped_storage()._cdata for block in self._blocks}
+        here = {name: t.detach() for name, t in tensors.items() if t.untyped_storage()._cdata in blocks}
+        stretches = _stretches({name: tensor for name, tensor in tensors.items() if name not in here})
         gpu = next((s.flat.device for s in stretches if s.flat.is_cuda), None)
         self._reserve(sum(stretch.size_bytes for stretch in stretches), pinned=gpu is not None)
         homes = list(self._homes(stretches))
@@ -55,7 +70,7 @@ class HostMemory:
         if gpu is None:
             for stretch, home in zip(stretches, homes, strict=True):
                 home.copy_(stretch.flat)
-        copied = {
+        copied = here | {
             name: home.as_strided(view.shape, view.stride(), home.storage_offset() + offset)
             for stretch, home in zip(stretches, homes, strict=True)
             for name, view, offset in stretch.members()

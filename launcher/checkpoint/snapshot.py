@@ -17,7 +17,7 @@ import launcher.checkpoint.generators as generators
 from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.process_group import LEADER, WorkerEnv
 from launcher.engine import AverageState, Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -198,9 +198,9 @@ def stage(
     until `memory` is used again.
     """
     random = _random_states(env)
-    state = stepper.state()
+    state = stepper.state(LEADER, memory.allocate)
     buffers = _buffers_by_rank(state.buffers, env)
-    averages = None if average is None else average.state()
+    averages = None if average is None else average.state(LEADER, memory.allocate)
     averaged_buffers = {} if averages is None else _buffers_by_rank(averages.buffers, env)
     if not env.is_leader:
         return None

@@ -42,6 +42,7 @@ OF_ANOTHER = re.compile(
 )
 ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
 PRINT_S = 0.3
+LEADER = 0  # the rank that writes files, and has what is gathered for them
 LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class WorkerEnv:
     @property
     def is_leader(self) -> bool:
         """Whether this rank writes files and console output. Never a reason to skip a collective."""
-        return self.rank == 0
+        return self.rank == LEADER
 
 
 def is_of_another(error: BaseException) -> bool:

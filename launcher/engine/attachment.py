@@ -46,7 +46,7 @@ class Attachment:
             slot.view(segment.weight) for segment in layout.segments for slot in segment.slots
         ]
         self._trained = [layout.parameters[slot.name] for slot in layout.slots]
-        self._holds_others = 0  # contexts, which may be nested
+        self._holds_others = False
         self._accept()
 
     def check(self) -> None:
@@ -72,12 +72,12 @@ class Attachment:
     @contextmanager
     def holding_others(self) -> Iterator[None]:
         """The context within which the flat memory holds other weights than the rounded masters."""
-        self.refuse_taken_over()
-        self._holds_others += 1
+        self.refuse_other_weights()
+        self._holds_others = True
         try:
             yield
         finally:
-            self._holds_others -= 1
+            self._holds_others = False
 
     def _accept(self) -> None:
         """Compare with the present model from now on."""

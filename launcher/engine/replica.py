@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from launcher.engine.optim.torch_optimizer import AdaptedUpdater
 from launcher.engine.optim.updater import Updater
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.state import EngineState, counters_of, exact, refuse_numbers, refuse_other_model
-from launcher.engine.wire.shards import Shards
+from launcher.engine.wire.shards import Allocate, Shards, on_host
 
 
 @dataclass(eq=False)
@@ -38,19 +39,22 @@ class Replica:
         self._trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
         self._start()
 
-    def masters(self) -> dict[str, Tensor]:
-        """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
-        return self.shards.collect(self.shards.masters())
+    def masters(self, rank: int | None = None, allocate: Allocate = on_host) -> dict[str, Tensor]:
+        """fp32 values of the trainable parameters by name, as `Shards.collect`."""
+        return self.shards.collect(self.shards.masters(), rank, allocate)
 
-    def state(self, reference_count: int | None) -> EngineState:
+    def state(
+        self, reference_count: int | None, rank: int | None = None, allocate: Allocate = on_host
+    ) -> EngineState:
         """Everything needed to resume bit for bit, views where possible. Waits for the device.
 
-        A collective where the optimizer is sharded.
+        A collective where the optimizer is sharded: `rank` and `allocate` are those of `Shards.collect`.
         """
+        collect = partial(self.shards.collect, rank=rank, allocate=allocate)
         frozen = {n: exact(p) for n, p in named_parameters(self.model).items() if not p.requires_grad}
         return EngineState(
-            weights=frozen | self.masters(),
-            optimizer=self.updater.named_states(self.shards),
+            weights=frozen | self.masters(rank, allocate),
+            optimizer=self.updater.named_states(collect),
             buffers=named_buffers(self.model),
             counters=counters_of(self.scale),
             reference_count=reference_count,

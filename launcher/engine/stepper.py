@@ -45,6 +45,7 @@ from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step_result import StepResult
 from launcher.engine.verdict import Numbers, Terms, next_rate
 from launcher.engine.wire.choice import Wire
+from launcher.engine.wire.shards import Allocate, on_host
 from launcher.engine.wire.step_counts import Reference
 
 
@@ -436,22 +437,28 @@ class Stepper:
         """
         self._read = read
 
-    def named_masters(self) -> dict[str, Tensor]:
-        """fp32 values of the trainable parameters by name. A collective where the masters are sharded."""
+    def named_masters(self, rank: int | None = None) -> dict[str, Tensor]:
+        """fp32 values of the trainable parameters by name. A collective where the masters are sharded.
+
+        Those are gathered in host memory, on all ranks or only on `rank` of the group, as in `state`.
+        """
         self._parts.attachment.refuse_other_weights()
         self._parts.in_place.take()
-        return self._parts.replica.masters()
+        return self._parts.replica.masters(rank)
 
-    def state(self) -> EngineState:
+    def state(self, rank: int | None = None, allocate: Allocate = on_host) -> EngineState:
         """Everything needed to resume bit for bit, by name. Views where possible: clone() to keep it.
 
-        Between steps only. A collective where the optimizer is sharded. Waits for the device.
+        Between steps only. A collective where the optimizer is sharded, which gathers masters and states in
+        host memory, a few MB at a time: on all ranks, or only on `rank` of the group, where a state is saved
+        by one. The others' state then lacks the sharded parameters. `allocate(numel, pinned)` gives the
+        memory, fp32, for a caller that reuses it. Waits for the device.
         """
         self._refuse_within_step("state()")
         self._parts.attachment.check()
         self._parts.in_place.take()
         self._parts.in_place.refuse_unseen()
-        return self._parts.replica.state(self._reference.count)
+        return self._parts.replica.state(self._reference.count, rank, allocate)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Resume from `state`, which may come from another number of ranks or another wire.
@@ -468,13 +475,13 @@ class Stepper:
         self._reference.count = self._reference.count or state.reference_count
         return start
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) can read.
 
         References, like torch's state dicts: save or copy them before the next step. For safetensors:
         `save_file(stepper.state().tensors(), path)`. A collective where `state()` is one.
         """
-        return self.state().as_dict()
+        return self.state(rank).as_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> ScaleStart:
         """Resume from a `state_dict()`; from safetensors: `load(EngineState.from_tensors(...))`.
@@ -546,7 +553,10 @@ class Stepper:
         return self.layout.gradients()
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """As `reduced_gradients`, but only the elements that this rank updates: flat."""
+        """As `reduced_gradients`, but only the elements that this rank updates: flat.
+
+        With `Wire(shard=True)` WeightAverage.in_model() ends their validity, too.
+        """
         return self.reducer.own_gradients()
 
     @property

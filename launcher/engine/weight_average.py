@@ -20,6 +20,7 @@ from launcher.engine.flat.names import named_buffers
 from launcher.engine.limits import is_whole
 from launcher.engine.state import refuse_dtype, refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
+from launcher.engine.wire.shards import Allocate, on_host
 
 COUNTERS = ("applied",)
 CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less than the activations free by then
@@ -107,7 +108,8 @@ class WeightAverage:
 
     def _in_model(self) -> Iterator[None]:
         segments, buffers = self._stepper.layout.segments, self._stepper.buffers
-        kept = [(flat, flat.clone()) for flat in (*(s.weight for s in segments), *buffers.floats())]
+        kept = [(segment.weight, self._stepper.shards.keep_weights(segment)) for segment in segments]
+        kept += [(flat, flat.clone()) for flat in buffers.floats()]
         try:
             for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
                 piece.weight.copy_(average)
@@ -121,10 +123,13 @@ class WeightAverage:
                 flat.copy_(values)
             buffers.snapshot()
 
-    def state(self) -> AverageState:
-        """Views where possible. A collective where the optimizer is sharded. Waits for the device."""
+    def state(self, rank: int | None = None, allocate: Allocate = on_host) -> AverageState:
+        """Views where possible. A collective where the optimizer is sharded. Waits for the device.
+
+        `rank` and `allocate` are those of `Stepper.state`.
+        """
         self._follow_loads()
-        weights = self._stepper.shards.collect(self._weights)
+        weights = self._stepper.shards.collect(self._weights, rank, allocate)
         return AverageState(weights, self._named_buffers(), {"applied": int(self._applied)})
 
     @torch.no_grad()

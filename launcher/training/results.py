@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from launcher.config.schema import Config
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.process_group import LEADER, WorkerEnv
 from launcher.engine import Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.replica import size_bytes
@@ -44,25 +45,29 @@ PAGE_FILES: dict[str, Callable[[Path], object]] = {  # the page is last: it cont
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
 
 
-def weights_sha256(stepper: Stepper) -> str:
-    """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes."""
-    return _digest(_parameters(stepper) | stepper.named_masters() | named_buffers(stepper.model))
+def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
+    """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes.
+
+    A collective: all ranks get that of the leader, where alone sharded masters are gathered.
+    """
+    weights = _frozen(stepper) | stepper.named_masters(LEADER)
+    return _digest(weights | named_buffers(stepper.model), env)
 
 
-def ema_sha256(stepper: Stepper, average: WeightAverage) -> str:
+def ema_sha256(stepper: Stepper, average: WeightAverage, env: WorkerEnv) -> str:
     """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
-    return _digest(_parameters(stepper) | average.state().weights)
+    return _digest(_frozen(stepper) | average.state(LEADER).weights, env)
 
 
-def _parameters(stepper: Stepper) -> dict[str, Tensor]:
-    return {name: p.float() for name, p in named_parameters(stepper.model).items()}
+def _frozen(stepper: Stepper) -> dict[str, Tensor]:
+    return {name: p.float() for name, p in named_parameters(stepper.model).items() if not p.requires_grad}
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def _digest(tensors: Mapping[str, Tensor], env: WorkerEnv) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return exchange_texts(env, digest.hexdigest())[LEADER]
 
 
 def result(
@@ -97,11 +102,11 @@ def result(
         "wire_bytes_per_step": totals.wire_bytes_per_step,
         "parameters": sum(p.numel() for p in stepper.model.parameters()),
         "state_bytes": stepper.state_bytes(),
-        "weights_sha256": weights_sha256(stepper),
+        "weights_sha256": weights_sha256(stepper, env),
     }
     if average is not None:
         content["evaluated_weights"] = "ema"
-        content["ema_sha256"] = ema_sha256(stepper, average)
+        content["ema_sha256"] = ema_sha256(stepper, average, env)
         content["state_bytes"] += size_bytes(average.tensors())
     confusion = confusion_of(evaluations)
     if confusion is not None:

@@ -22,7 +22,7 @@ from launcher.engine.flat.groups import Grouping, Rates
 from launcher.engine.flat.layout import Layout, Piece, half_in
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.updater import Stretches, Updater
+from launcher.engine.optim.updater import Collect, Stretches, Updater
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import refuse_dtype, refuse_misfits
 from launcher.engine.wire.shards import Shards
@@ -229,7 +229,7 @@ class AdaptedUpdater:
             if piece.half and piece.master is not None:
                 piece.weight.copy_(piece.master)
 
-    def named_states(self, shards: Shards) -> dict[str, Tensor]:
+    def named_states(self, collect: Collect) -> dict[str, Tensor]:
         """The optimizer's tensors and numbers by `state/parameter`; empty before the first update.
 
         Raises UnusableError for states of other kinds, which would be lost.

@@ -21,6 +21,7 @@ from launcher.engine.optim.fused import Optimizer, Scalars, tensor_of
 from launcher.engine.state import refuse_misfits
 from launcher.engine.wire.shards import Shards
 
+Collect = Callable[[Sequence[Tensor]], dict[str, Tensor]]  # Shards.collect
 CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; smaller ones cost more calls
 DEVICE_CHUNK = 1 << 25  # elements on a GPU: 128 MB, less than the activations that are free by then
 
@@ -152,12 +153,12 @@ class Updater:
             for piece, states in zip(share.pieces, share.states, strict=True):
                 run(self.optimizer, piece, states, own[share.rates])
 
-    def named_states(self, shards: Shards) -> dict[str, Tensor]:
-        """fp32 values by `state/parameter`. A collective where they are sharded."""
+    def named_states(self, collect: Collect) -> dict[str, Tensor]:
+        """fp32 values by `state/parameter`, by way of `collect`: a collective where they are sharded."""
         return {
             f"{state}/{name}": value
             for position, state in enumerate(self.optimizer.states)
-            for name, value in shards.collect([states[position] for states in self.states]).items()
+            for name, value in collect([states[position] for states in self.states]).items()
         }
 
     def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:

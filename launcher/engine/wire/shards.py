@@ -6,15 +6,24 @@ divides the memory of masters and optimizer states by the number of ranks; vecto
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretch
+import launcher.engine.works as works
+from launcher.engine.flat.layout import Layout, Piece, Run, Segment, Slot, Stretch
 from launcher.engine.flat.one_thread import one_thread
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
+
+Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
+CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
+
+
+def on_host(numel: int, pinned: bool) -> Tensor:
+    """New memory for `Shards.collect`."""
+    return torch.empty(numel, dtype=torch.float32, pin_memory=pinned)
 
 
 class Shards:
@@ -50,12 +59,26 @@ class Shards:
             for part in self._parts(segment)
         ]
 
-    def collect(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def collect(
+        self, tensors: Sequence[Tensor], rank: int | None = None, allocate: Allocate = on_host
+    ) -> dict[str, Tensor]:
         """fp32 values by parameter name from one flat tensor per piece.
 
-        Views if every rank holds all; otherwise gathered copies, which is a collective.
+        Views where every rank holds all. Sharded ones are copied to the host memory that `allocate` gives, on
+        all ranks, or only on `rank` of the group: the others' result leaves those parameters out. That is a
+        collective, and takes CHUNK elements on the device, however large the model is.
         """
-        return self._layout.named([self._whole(segment, tensors) for segment in self._layout.segments])
+        found: dict[str, Tensor] = {}
+        for segment in self._layout.segments:
+            own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
+            whole: Tensor | None = own[0]
+            if self._divides(segment):
+                whole = self._gathered(segment, own, rank, allocate)
+            if whole is not None:
+                found |= {slot.name: slot.view(whole) for slot in segment.slots}
+        if self.sharded and self._layout.device.type == "cuda":
+            torch.cuda.current_stream(self._layout.device).synchronize()  # the copies are asynchronous
+        return found
 
     def masters(self) -> list[Tensor]:
         """fp32 values by piece: the masters, or widened weights where there are none."""
@@ -65,16 +88,13 @@ class Shards:
         """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
         for segment in self._layout.segments:
             own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
-            divided = isinstance(self._transports[segment.name], ShardedSum)
-            whole = own[0]
-            if divided:
-                whole = torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
             with one_thread():
-                for slot in segment.slots:
-                    slot.view(whole).copy_(named[slot.name])
-            if divided:
-                for tensor, part in zip(own, self._parts(segment), strict=True):
-                    tensor.copy_(whole[part])
+                if self._divides(segment):
+                    for run, tensor, part in zip(segment.runs, own, self._parts(segment), strict=True):
+                        _spread_run(run, named, tensor, part)
+                else:
+                    for slot in segment.slots:
+                        slot.view(own[0]).copy_(named[slot.name])
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
@@ -119,6 +139,19 @@ class Shards:
             if isinstance(transport, ShardedSum):
                 transport.gather_weights(segment)
 
+    def keep_weights(self, segment: Segment) -> Tensor:
+        """A copy of its weights, to be put back between two steps.
+
+        Where the optimizer is sharded memory is short: the copy is in that of the gradients, which nothing
+        reads until the next step writes them, or on the host where those are smaller.
+        """
+        weight, gradient = segment.weight, segment.grad
+        if not self._divides(segment):
+            return weight.clone()
+        if gradient.element_size() == weight.element_size():
+            return gradient.view(weight.dtype).copy_(weight)
+        return weight.to("cpu", copy=True)
+
     def _masters_and_weights(self, segment: Segment, slot: Slot) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of a parameter's masters, flat, with the weights of the same elements."""
         own = [piece for owner, piece in zip(self._owners, self.pieces, strict=True) if owner is segment]
@@ -144,20 +177,50 @@ class Shards:
 
     def _parts(self, segment: Segment) -> list[slice]:
         """Which elements of a segment this rank's pieces are."""
-        if not isinstance(self._transports[segment.name], ShardedSum):
+        if not self._divides(segment):
             return [slice(0, segment.numel)]
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         return [run.piece(rank, world_size) for run in segment.runs]
 
-    def _whole(self, segment: Segment, tensors: Sequence[Tensor]) -> Tensor:
-        own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
-        if not isinstance(self._transports[segment.name], ShardedSum):
-            return own[0]
+    def _divides(self, segment: Segment) -> bool:
+        """Whether each rank owns a piece of each run, not all of them."""
+        return isinstance(self._transports[segment.name], ShardedSum)
+
+    def _gathered(
+        self, segment: Segment, own: Sequence[Tensor], rank: int | None, allocate: Allocate
+    ) -> Tensor | None:
+        """All ranks' values of a segment on the host; None on a rank that is not to have them."""
         assert self._group is not None
-        whole = torch.empty(segment.numel, dtype=torch.float32, device=self._layout.device)
+        world_size, whole = dist.get_world_size(self._group), None
+        if rank is None or rank == dist.get_rank(self._group):
+            whole = allocate(segment.numel, self._layout.device.type == "cuda")
+        step = max(1, CHUNK // world_size)
         for run, tensor in zip(segment.runs, own, strict=True):
-            all_gather(whole[run.start : run.end], tensor, self._group)
+            rows = None if whole is None else whole[run.start : run.end].view(world_size, -1)
+            for start in range(0, len(tensor), step):
+                part = tensor[start : start + step]
+                received = None if rows is None else part.new_empty(world_size, len(part))
+                if rank is not None:
+                    parts = None if received is None else list(received.unbind())
+                    work = dist.gather(part, parts, group=self._group, group_dst=rank, async_op=True)
+                    works.run(work, part)
+                elif received is not None:
+                    all_gather(received.view(-1), part, self._group)
+                if rows is not None and received is not None:
+                    for row, values in zip(rows, received, strict=True):  # contiguous, so without a wait
+                        row[start : start + step].copy_(values, non_blocking=True)
         return whole
+
+
+def _spread_run(run: Run, named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
+    """Copy into `tensor` the elements `part` of what the parameters of a run are."""
+    for slot in run.slots:
+        start, end = max(part.start, slot.offset), min(part.stop, slot.offset + slot.numel)
+        if start < end:
+            value = named[slot.name]
+            flat = value.new_empty(slot.numel)  # in the order of the layout
+            flat.as_strided(slot.shape, slot.stride).copy_(value)
+            tensor[start - part.start : end - part.start].copy_(flat[start - slot.offset : end - slot.offset])
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
