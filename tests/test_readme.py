@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.commands.arguments import parse
 from launcher.commands.compare import as_sweep
 from tests.faults.parent import Parent
 from tests.forked import launch_forked
+from tests.meta_device import MetaDevice
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("", "launcher/engine", "launcher/telemetry", "recipes", "conf", "scripts", "tests")
@@ -217,6 +220,33 @@ def test_the_engine_trains_on_two_ranks_under_torchrun(tmp_path) -> None:
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::launcher.engine.EngineWarning")  # all values are read as zeros
+def test_the_loop_of_many_ranks_runs_on_the_gpu_of_its_rank(monkeypatch) -> None:
+    """On a device that refuses tensors of another one, in the place of the GPU."""
+    code = next(code for code in OF_ENGINE if "init_process_group" in code).replace('"cuda"', '"meta"')
+    code = code.replace("Policy.fp16(),", "Policy.fp16(), emulate=True,")  # `meta` has no autocast
+    init, backends, bound = dist.init_process_group, [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    def connect(backend: str) -> None:
+        backends.append(backend)
+        init("fake", store=FakeStore(), rank=0, world_size=1)
+
+    monkeypatch.setattr(dist, "init_process_group", connect)
+    names: dict[str, Any] = {}
+    try:
+        with MetaDevice():
+            exec(compile(code, "README.md", "exec"), names)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert (backends, bound) == (["nccl"], [torch.device("meta", 1)])
+    assert all(p.is_meta for p in names["model"].parameters())
+    assert names["outputs"].is_meta
 
 
 @pytest.mark.parametrize("command", COMMANDS)
