@@ -120,8 +120,9 @@ def main(argv: Sequence[str] | None = None, known: Sequence[Benchmark] | None = 
     reached = sum(goal.reached for goal in goals)
     print(f"{reached} of {len(goals)} reached; on a loaded machine none of this holds: see load_average.")
     content = {"machine": machine(), "versions": versions(), "quick": arguments.quick, "benchmarks": found}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    if file := arguments.json or (None if arguments.quick else RESULTS):  # where a result would lie
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=2) + "\n")
     return int(any("failed" in result for result in found.values()))
 
 
@@ -138,7 +139,7 @@ def parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="two repeats of each, to test the benchmarks")
     parser.add_argument("--only", nargs="+", choices=names, help="these benchmarks")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the numbers")
+    parser.add_argument("--json", type=Path, help="where to write the numbers; --quick alone writes none")
     return parser.parse_args(argv)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import all_goals
 from scripts.bench.all_goals import Benchmark, benchmarks, goals_in, main
 from scripts.bench.interleaved import Goal
 
@@ -52,6 +53,13 @@ def test_a_benchmark_without_a_result_fails_and_the_next_one_runs(command, said,
     printed = capsys.readouterr().out
     assert f"bad failed: {said}" in printed
     assert "1 of 1 reached" in printed
+
+
+@pytest.mark.parametrize(("words", "writes"), [([], True), (["--quick"], False)])
+def test_a_quick_run_leaves_nothing_where_a_result_would_lie(tmp_path, monkeypatch, words, writes) -> None:
+    monkeypatch.setattr(all_goals, "RESULTS", tmp_path / "all.json")
+    assert main(words, [Benchmark("one", writing(REACHED), 20)]) == 0
+    assert (tmp_path / "all.json").exists() == writes
 
 
 def test_what_the_machine_lacks_is_skipped_with_the_reason(tmp_path, capsys) -> None:

@@ -12,8 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from scripts.bench import gpu_session
 from scripts.bench.gpu_session import SKIPPED, Part, failures_first, main, parse, parts, session
+from scripts.bench.gpu_speed import BYTES_PER_PHOTOGRAPH, Bench, Task, flops_of
 from tests.limits import at_most
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +45,12 @@ def test_failures_come_first_and_each_part_leaves_its_trace(tmp_path, capsys) ->
     assert [outcome.part for outcome in failures_first(outcomes)] == [p["part"] for p in content["parts"]]
     assert {"gpus", "versions", "date", "python"} <= set(content["machine"])
     wait_until_gone(int(found["leaves a child"]["told"]))
-    assert capsys.readouterr().out.count("\n") == len(todo)
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if " s  " in line] == [
+        part.name.split()[0] for part in todo
+    ]
+    failure = printed.index("ValueError: no kernel image", printed.index("breaks, exit code 1:"))
+    assert failure < printed.index("leaves a child"), "a session that is cut off has said it"
 
 
 def wait_until_gone(pid: int) -> None:
@@ -89,7 +98,59 @@ def test_wheels_are_installed_first_and_without_network(tmp_path) -> None:
     first, *rest = parts(parse(["--wheels", str(tmp_path)]))
     assert first.command[:5] == ("-m", "pip", "install", "--no-index", "--no-deps")
     assert first.command[-1].endswith("hydra_core-1.3.8-py3-none-any.whl")
-    assert [part.name for part in rest][:5] == ["kernels", "launcher", "restart", "wires", "tests/gpu"]
+    assert [part.name for part in rest][4:9] == ["kernels", "launcher", "restart", "wires", "tests/gpu"]
+
+
+def test_what_is_asked_for_first_fits_into_the_session_however_slow() -> None:
+    first = parts(arguments := parse([]))[:4]
+    assert [part.name for part in first] == ["H3", "H2", "H5", "H8"]
+    assert sum(part.limit_s for part in first) <= 60 * arguments.minutes
+    assert all(part.limit_s >= 90 for part in first), "a cold start"
+
+
+@pytest.mark.parametrize(("words", "writes"), [([], True), (["--dry-run"], False)])
+def test_a_dry_run_leaves_nothing_where_a_result_would_lie(tmp_path, monkeypatch, words, writes) -> None:
+    monkeypatch.setattr(gpu_session, "RESULTS", tmp_path / "gpu.json")
+    monkeypatch.setattr(gpu_session, "parts", lambda arguments: [Part("measures", ("-c", ""), 20)])
+    assert main(words) == 0
+    assert (tmp_path / "gpu.json").exists() == writes
+
+
+def bench(memory_bytes: float) -> Bench:
+    return Bench(torch.device("cuda"), dry_run=False, memory_bytes=int(memory_bytes))
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "batch", "sequences"),
+    [(14.6 * 2**30, 64, 4), (15.8 * 2**30, 64, 4), (23.7 * 2**30, 128, 8), (79.2 * 2**30, 256, 8)],
+    ids=["T4", "V100", "RTX 3090", "H100"],
+)
+def test_batches_fit_a_small_gpu(memory_bytes, batch, sequences) -> None:
+    assert bench(memory_bytes).photographs == batch
+    assert len(bench(memory_bytes).text(causal=True).inputs) == sequences
+
+
+def test_a_photograph_takes_as_much_as_the_batches_are_chosen_by() -> None:
+    """What ResNet-50 keeps for its backward pass, in fp32, beside its weights."""
+    task = bench(80e9).resnet("resnet50", 224, 2)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        held.append(tensor)
+        return tensor
+
+    held: list[torch.Tensor] = []
+    model = task.model().to("meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(task.inputs.to("meta")).sum()
+    weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    assert (sum(kept.values()) - weights) / 2 == pytest.approx(BYTES_PER_PHOTOGRAPH, rel=0.15)
+
+
+def test_operations_are_counted_without_memory() -> None:
+    task = Task(lambda: nn.Linear(8, 4), torch.randn(3, 8), torch.zeros(3, dtype=torch.int64))
+    assert flops_of(task) == 2 * 2 * 3 * 8 * 4  # forward, and the gradient of the weights
 
 
 def test_without_a_gpu_the_parts_are_skipped(tmp_path, capsys) -> None:
