@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
+NO_GRADIENTS_HERE = (
+    "gradients are switched off here, by torch.no_grad() or torch.inference_mode(): move the call, and the "
+    "forward pass, out of that context."
+)
 
 NO_COUNT = (
     "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the Stepper with "
@@ -51,7 +55,7 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
             "sum over the samples."
         )
     if not loss_sum.requires_grad:
-        raise UnusableError(NO_GRADIENT)
+        raise UnusableError(NO_GRADIENT if torch.is_grad_enabled() else NO_GRADIENTS_HERE)
     refuse_count(count)
 
 

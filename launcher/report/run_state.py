@@ -55,7 +55,7 @@ class RunState:
         if state := self.ending.get("state"):
             return str(state)
         if self.holder_has_ended:
-            return KILLED
+            return NO_RESULT if self.holder is not None and self.holder.is_copy else KILLED
         if not self._may_go_on:
             return NO_RESULT
         return str(self.status["state"]) if self.status.get("state") in GOING else "running"
@@ -114,6 +114,8 @@ class RunState:
     def _foreign(self) -> str:
         if self.holder is None:
             return "no process holds this run"
+        if self.holder.is_copy:
+            return f"this is a copy of a run, to whose original process {self.holder.pid} wrote"
         return (
             f"process {self.holder.pid} of this run is of another machine, or of an earlier boot of this one"
         )

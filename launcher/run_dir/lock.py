@@ -35,14 +35,18 @@ def locked(directory: Path) -> io.FileIO:
         ) from None
     os.register_at_fork(after_in_child=lock.close)  # a child would hold it after this process has ended
     lock.truncate(0)
-    lock.write(str(Holder.this()).encode())
+    lock.write(f"{Holder.this()} {os.fstat(descriptor).st_ino}".encode())
     return lock
 
 
 def holder_of(directory: Path) -> Holder | None:
     """The process that took the lock last; it may have ended. None without one. Raises OSError."""
     path = directory / LOCK
-    return Holder.of(read_regular(path).decode(errors="replace")) if path.exists() else None
+    if not path.exists():
+        return None
+    text = read_regular(path).decode(errors="replace")
+    inode = (*text.split(), "", "", "", "")[3]
+    return dataclasses.replace(Holder.of(text), is_copy=inode not in ("", str(path.stat().st_ino)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Holder:
     pid: int
     started: str  # in clock ticks since boot
     machine: str  # boot id and pid namespace
+    is_copy: bool = False  # the lock is one of a copied directory: the process writes to the original
 
     @classmethod
     def this(cls) -> Holder:
@@ -69,6 +74,8 @@ class Holder:
     @property
     def has_ended(self) -> bool | None:
         """Whether the process no longer exists; None if unknown, as on another machine."""
+        if self.is_copy:
+            return True
         if not self.started or self.machine != _machine():
             return None
         started = _start_of(self.pid)

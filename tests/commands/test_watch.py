@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -28,7 +29,7 @@ from launcher.report.run_table import run_table
 from launcher.report.text_plot import plot_lines
 from launcher.report.watching import SETTLE_S, Watched, job_line, run_line, run_screen, sweep_screen
 from launcher.run_dir.atomic import json_line, write_json
-from launcher.run_dir.lock import LOCK, Holder, _start_of
+from launcher.run_dir.lock import LOCK, Holder, _start_of, locked
 from launcher.telemetry.events import FORMAT, EventLog
 
 pytestmark = pytest.mark.timeout(60)
@@ -120,6 +121,20 @@ def ended_process() -> Holder:
     process.kill()
     process.wait()
     return holder
+
+
+def test_a_copy_of_a_live_run_is_not_taken_for_running(run_dir, tmp_path):
+    """Its lock names a process that lives, and writes elsewhere."""
+    with locked(run_dir):
+        write_status(run_dir, "running", age_s=1.0)
+        assert Watched(run_dir).view(NOW).state == "running"
+        copied = tmp_path / "copy"
+        shutil.copytree(run_dir, copied)
+        view = Watched(copied).view(NOW)
+        assert (view.state, view.has_ended) == ("ended without a result", True)
+        assert "this is a copy of a run" in view.record.note
+        moved = run_dir.rename(tmp_path / "moved")
+        assert Watched(moved).view(NOW).state == "running"
 
 
 def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):

@@ -122,6 +122,18 @@ def test_what_a_step_refuses_is_refused_here_too() -> None:
         stepper.calibrate(lambda: torch.zeros(()))
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_off_the_loss_is_not_blamed(context) -> None:
+    model = nn.Linear(2, 1)
+    stepper = Stepper(model, SGD(0.1), Policy.fp16(), reference_count=4)
+    with (
+        context(),
+        pytest.raises(UnusableError, match=r"^gradients are switched off here, by torch\.no_grad"),
+    ):
+        stepper.calibrate(lambda: model(torch.ones(4, 2)).float().sum())
+    assert stepper.calibrate(lambda: model(torch.ones(4, 2)).float().sum()) is not None
+
+
 def test_a_loss_that_no_parameter_shares_in_says_nothing() -> None:
     stepper = Stepper(Planted(), SGD(0.1), Policy.fp16(), reference_count=4)
     x = torch.ones(3, requires_grad=True)
