@@ -393,6 +393,8 @@ class Stepper:
             Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
         )
         self.shards.gather_weights()
+        if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
+            self._parts.in_place.count_update()
         if failed:
             self.buffers.restore()
         else:
@@ -420,6 +422,7 @@ class Stepper:
         self._refuse_within_step("replay()")
         self._parts.attachment.check()
         self._parts.in_place.take()
+        self._parts.in_place.count_update()  # a replay counts nothing
         self._wait_for_readers()
 
     def tensors(self) -> list[Tensor]:
@@ -471,6 +474,7 @@ class Stepper:
         self._refuse_within_step("load()")
         self._parts.attachment.check()
         start = self._parts.replica.load(state)
+        self._parts.in_place.count_update()
         self._parts.in_place.forget()
         self._reference.count = self._reference.count or state.reference_count
         return start

@@ -1,0 +1,144 @@
+"""A graph that was recorded before an update cannot be differentiated after it, as with torch.optim."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.engine import (
+    SGD,
+    AdamW,
+    ParameterGroup,
+    Policy,
+    Scaling,
+    StepGraph,
+    Stepper,
+    TorchOptimizer,
+    Wire,
+)
+from tests.meta_device import fake_group
+from tests.models import features, loss_sum, mlp
+from tests.recording import Tape
+
+BATCH = features(4, 0)
+CHANGED = "modified by an inplace operation"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "on the device": {"capturable": True},
+    "AdamW": {"optimizer": AdamW(0.1)},
+    "of torch": {"optimizer": TorchOptimizer(torch.optim.Adam, 0.1)},
+    "groups": {"groups": [ParameterGroup("*.bias", lr_scale=0.5)]},
+    "compiled": {"compiled": True},
+    "compiled, on the device": {"compiled": True, "capturable": True},
+}
+
+
+def stepper_of(policy: str = "fp32", **settings: Any) -> Stepper:
+    defaults = {
+        "optimizer": SGD(0.1),
+        "scaling": Scaling("static", 1),
+        "reference_count": 4,
+        "emulate": False,
+    }
+    return Stepper(mlp(), policy=Policy.named(policy), **defaults | settings)
+
+
+def loss_of(stepper: Stepper) -> Tensor:
+    x, classes = BATCH
+    with stepper.forward():
+        return loss_sum(stepper.model(x), classes)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16", "pure_fp16"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "compiled" not in name])
+def test_an_update_makes_earlier_graphs_stale(name, policy) -> None:
+    if name == "of torch" and policy == "pure_fp16":
+        pytest.skip("an optimizer of torch needs masters")
+    refuses_the_stale(stepper_of(policy, **SETTINGS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "compiled" in name])
+def test_a_compiled_update_makes_earlier_graphs_stale(name) -> None:
+    refuses_the_stale(stepper_of(**SETTINGS[name]))
+
+
+@pytest.mark.parametrize(
+    "wire", [Wire(), Wire(sum="fp32"), Wire(shard=True)], ids=["native", "fp32", "sharded"]
+)
+def test_an_update_on_several_ranks_makes_earlier_graphs_stale(wire) -> None:
+    with fake_group(2) as group:
+        refuses_the_stale(stepper_of("fp16", group=group, wire=wire))
+
+
+def refuses_the_stale(stepper: Stepper) -> None:
+    stale = loss_of(stepper)
+    for _ in range(2):
+        stepper.backward(loss_of(stepper), 4)
+        assert not stepper.step().read().skipped
+    with pytest.raises(RuntimeError, match=CHANGED):
+        stepper.backward(stale, 4)
+    assert stepper.abandon().read().abandoned_ranks == (0,)
+    stepper.backward(loss_of(stepper), 4)
+    assert not stepper.step().read().skipped
+
+
+def test_a_replay_makes_earlier_graphs_stale() -> None:
+    stepper = stepper_of(capturable=True)
+    graph = StepGraph(stepper, Tape())
+    graph.record(lambda: stepper.backward(loss_of(stepper), 4))
+    stale = loss_of(stepper)
+    graph.replay()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        stepper.backward(stale, 4)
+
+
+def test_a_loaded_state_makes_earlier_graphs_stale() -> None:
+    stepper = stepper_of()
+    stale = loss_of(stepper)
+    stepper.load(stepper.state())
+    with pytest.raises(RuntimeError, match=CHANGED):
+        stepper.backward(stale, 4)
+
+
+def test_a_step_that_the_host_skips_or_abandons_leaves_graphs_as_they_are() -> None:
+    stepper = stepper_of()
+    earlier = loss_of(stepper)
+    stepper.backward(loss_of(stepper) * torch.inf, 4)
+    assert stepper.step().read().skipped
+    stepper.abandon()
+    stepper.backward(earlier, 4)
+    assert not stepper.step().read().skipped
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_changes_of_weights_are_told_from_updates(changed) -> None:
+    """By the same counters, over several updates."""
+    stepper = stepper_of("fp16")
+    weight = stepper.model[0].weight
+    for _ in range(3):
+        stepper.backward(loss_of(stepper), 4)
+        stepper.step()
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        if changed:
+            weight.fill_(0.25)
+        masters = stepper.named_masters()
+    assert len(caught) == changed
+    assert bool((masters["0.weight"] == 0.25).all()) == changed
+
+
+def test_an_update_counts_all_parameters_in_one_call(monkeypatch) -> None:
+    """It is on the path of every step."""
+    calls: list[list[nn.Parameter]] = []
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda tensors: calls.append(tensors))
+    stepper = stepper_of("fp16")
+    calls.clear()
+    stepper.backward(loss_of(stepper), 4)
+    stepper.step()
+    (counted,) = calls
+    assert {id(p) for p in counted} == {id(p) for p in stepper.model.parameters()}
