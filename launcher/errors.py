@@ -154,6 +154,11 @@ def _notes(error: BaseException) -> list[str]:
     return [visible(str(note)) for note in getattr(error, "__notes__", ())]
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:
     """The first `shown` of the names, and how many more there are."""
     more = f" and {len(names) - shown:,} more" if len(names) > shown else ""

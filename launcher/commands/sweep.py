@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.run import report_failure, run_one
 from launcher.distributed.handoff import Leader
-from launcher.errors import STOPPED, CollectiveError, StalledError
+from launcher.errors import STOPPED, CollectiveError, StalledError, counted
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request
@@ -56,14 +56,14 @@ def run_sweep(
     progress = SweepProgress(len(configs), leader)
     directory = hydra_sweep.run_sweep(request, configs, progress.run)
     done = progress.started - len(progress.exit_codes)
-    print(f"sweep: {done} of {len(configs)} jobs done", flush=True)
+    print(f"sweep: {done} of {counted(len(configs), 'job')} done", flush=True)
     compare_jobs(directory)
     return next((code for code in progress.exit_codes if code not in findings), 0)
 
 
 def compare_jobs(directory: Path) -> None:
     """Write the plot, tables and page of a sweep; a failure is a warning, because the jobs are done."""
-    from launcher.report.comparison import SIDE_BY_SIDE, job_directories, write_comparison
+    from launcher.report.comparison import SIDE_BY_SIDE, TABLE, job_directories, write_comparison
     from launcher.report.page import write_sweep_report
 
     try:
@@ -73,6 +73,9 @@ def compare_jobs(directory: Path) -> None:
         for path in written:
             if path.name == SIDE_BY_SIDE:
                 print(f"\n{path.read_text(encoding='utf-8')}")
+            elif path.name == TABLE:
+                rows = path.read_text(encoding="utf-8").splitlines()
+                print("", *(row for row in rows if row.startswith(("|", "Best: "))), "", sep="\n")
             print(f"sweep: {path}", flush=True)
     except Exception as error:
         print(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", file=sys.stderr)

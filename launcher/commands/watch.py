@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
@@ -117,6 +118,7 @@ class Sweep:
         self._directory = directory
         self._runs: dict[Path, Run] = {}
         self._quiet_since: float | None = None
+        self._over = False
 
     def poll(self) -> bool:
         """Read what is new; whether all jobs have ended and the comparison is written."""
@@ -130,12 +132,22 @@ class Sweep:
         now = time.monotonic()
         self._quiet_since = (self._quiet_since or now) if ended else None
         compared = (self._directory / TABLE).exists()
-        return ended and (compared or now - (self._quiet_since or now) > QUIET_S)
+        self._over = ended and (compared or now - (self._quiet_since or now) > QUIET_S)
+        return self._over
 
     def screen(self, columns: int, rows: int) -> list[str]:
         from launcher.report.watching import sweep_screen
 
-        return sweep_screen([run.view for run in self._runs.values()], columns, rows)
+        rest = [line for text in self.rest() for line in wrap(text, columns, break_long_words=False)]
+        views = [run.view for run in self._runs.values()]
+        return [*sweep_screen(views, columns, rows - len(rest)), *rest]
+
+    def rest(self) -> list[str]:
+        """Of a sweep that has ended before its last job: what is left, and the command that runs it."""
+        from launcher.report.watching import rest_of_sweep
+
+        views = {path.name: run.view for path, run in self._runs.items()}
+        return rest_of_sweep(self._directory, views) if self._over else []
 
     def warnings(self) -> list[str]:
         """None: `report` prints those of the jobs."""
@@ -145,14 +157,15 @@ class Sweep:
         from launcher.report.watching import sweep_screen
 
         views = [run.view for run in self._runs.values()]
-        return sweep_screen(views, 400, len(self._runs) + 3)
+        return [*sweep_screen(views, 400, len(self._runs) + 3), *self.rest()]
 
     def exit_code(self) -> int:
         """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
         from launcher.report.comparison import compares_precisions
 
         findings = (0, DIVERGED) if compares_precisions([*self._runs]) else (0,)
-        return next((code for run in self._runs.values() if (code := run.exit_code()) not in findings), 0)
+        failed = (code for run in self._runs.values() if (code := run.exit_code()) not in findings)
+        return next(failed, 1 if self.rest() else 0)
 
 
 Source = Run | Sweep

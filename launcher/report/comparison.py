@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
+from launcher.config.messages import program
 from launcher.report.comparison_plot import Line, Panel, draw
 from launcher.report.reading import Warn, silent, text_of, training_seconds_of
 from launcher.report.run_record import MARKS, RunRecord, is_run
@@ -94,12 +97,13 @@ def read_job(directory: Path, warn: Warn = silent) -> Job:
     overrides, result = overrides_of(directory), {**run.result, "state": run.state}
     config = config_of(run)
     seed = overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
+    words = tuple(f"{key}={value}" for key, value in overrides.items())
     loss, name = run.recording.steps["loss"], run.metric_name
     return Job(
         directory,
         overrides,
         result,
-        measured(seed, result, run.recording, config),
+        measured(seed, result, run.recording, config, words),
         name,
         loss.last,
         Line.of(loss),
@@ -175,12 +179,38 @@ def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
     varied = [key for key in varied_keys([job for s in settings for job in s.jobs]) if key != REPEATED]
     of_rows = varied[0] if len(varied) == 1 else "setting"
-    head = [of_rows, "runs", metric_title(name) or "metric", "training loss, last", "skipped steps", "time"]
+    title = metric_title(name) or "metric"
+    head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
     lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
-    lines += [markdown_row(cells(setting, name)) for setting in settings]
-    return "\n".join(
-        [*lines, "", "Mean ± standard deviation over the seeds.", "", f"![curves]({COMPARISON})", ""]
-    )
+    ranked = best_first(settings, name)
+    lines += [markdown_row(cells(setting, name)) for setting in ranked]
+    lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
+    if len(ranked) > 1 and mean_metric(ranked[0]) is not None:
+        lines += [f"Best: `{command_of(ranked[0])}`", ""]
+    return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
+
+
+def best_first(settings: Sequence[Setting], metric_name: str) -> list[Setting]:
+    """By the mean of what the runs are compared by; those without it are last, in the order they ran."""
+    results = [job.result for setting in settings for job in setting.jobs]
+    known = [each["higher_is_better"] for each in results if isinstance(each.get("higher_is_better"), bool)]
+    sign = -1.0 if (known[0] if known else not metric_name.endswith("loss")) else 1.0
+    means = {setting.label: mean_metric(setting) for setting in settings}
+    return sorted(settings, key=lambda each: math.inf if (mean := means[each.label]) is None else sign * mean)
+
+
+def mean_metric(setting: Setting) -> float | None:
+    """Over the jobs that are done; None where none has it, or where it is no number."""
+    values = [job.result.get("metric") for job in setting.jobs if job.result["state"] == "done"]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    mean = statistics.fmean(numbers) if numbers else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def command_of(setting: Setting) -> str:
+    """What runs this setting alone, without the seed."""
+    given = setting.jobs[0].overrides.items()
+    return f"{program()} {shlex.join(f'{key}={value}' for key, value in given if key != REPEATED)}"
 
 
 def cells(setting: Setting, metric_name: str) -> list[str]:
@@ -193,6 +223,7 @@ def cells(setting: Setting, metric_name: str) -> list[str]:
         setting.label,
         ended,
         spread(values, lambda value: metric(metric_name, value)),
+        spread([job.measured.loss for job in done if job.measured.loss is not None], number),
         spread(losses, number),
         number(sum(job.result.get("skipped_steps") or 0 for job in done)) if done else "-",
         duration(statistics.fmean(seconds)) if seconds else "-",

@@ -7,23 +7,28 @@ precision is what the others are compared with.
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.config.messages import program
+from launcher.errors import counted
 from launcher.report.reading import training_seconds_of
 from launcher.report.recording import Recording
 from launcher.report.spread import Spread, joined
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
-from launcher.telemetry.step_time import TimeShares
+from launcher.telemetry.step_time import FEW_STEPS, TimeShares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
-FEW_STEPS = 5  # with fewer measured ones nothing is said of the time
 WAITS = 0.4  # a part of the step with this share bounds it
 # Student's t at 95 %, by the number of pairs less one: standard errors from which on a difference is one.
 CERTAIN = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 DATA, COMPUTE, WIRE, UPDATE = "data_ms", "compute_ms", "wire_ms", "update_ms"
+# Of the error of a run that diverged: a module made what is not finite from inputs that were.
+OUT_OF_RANGE = re.compile(r"first module whose output was not finite: [^;\n]*from inputs between [^;\n]*")
 PARTS = {
     DATA: "waiting for data",
     COMPUTE: "forward and backward",
@@ -50,7 +55,8 @@ class Measured:
     skipped_steps: int
     emulated: bool
     cache_is_off: bool  # of data that can be cached
-    error: str  # why it failed, in one line
+    error: str  # why it failed
+    words: tuple[str, ...] = ()  # the overrides of the run
 
     @property
     def step_ms(self) -> float | None:
@@ -121,8 +127,13 @@ def verdicts(first: Side, other: Side) -> Iterator[str]:
     """What the other precision changes against the first, each in one sentence with its reason."""
     for side in (first, other):
         for run in side.runs:
-            if run.state != "done":
-                reason = run.error or f"it has no result ({run.state})"
+            if run.state != "done" and (place := beyond_half(first, run)):
+                yield (
+                    f"{side.name} with seed {run.seed} exceeds the range of fp16, which ends at 65504, where "
+                    f"{first.name} stays finite: {place}. To compute such modules in fp32: {rescue_of(run)}"
+                )
+            elif run.state != "done":
+                reason = run.error.partition("\n")[0] or f"it has no result ({run.state})"
                 yield f"{side.name} with seed {run.seed} has failed: {reason}"
     if not (first.done and other.done):
         return
@@ -130,6 +141,18 @@ def verdicts(first: Side, other: Side) -> Iterator[str]:
     if (sentence := memory_verdict(first, other)) is not None:
         yield sentence
     yield metric_verdict(first, other)
+
+
+def beyond_half(first: Side, run: Measured) -> str:
+    """Where a run left the range of fp16, if another precision is finite on the same data; else empty."""
+    found = OUT_OF_RANGE.search(run.error)
+    finite = any(other.seed == run.seed and other is not run for other in first.done)
+    return found[0] if finite and found is not None else ""
+
+
+def rescue_of(run: Measured) -> str:
+    words = [word for word in run.words if not word.startswith("precision.rescue=")]
+    return f"{program()} {shlex.join([*words, 'precision.rescue=true'])}"
 
 
 def time_verdict(first: Side, other: Side) -> str:
@@ -140,8 +163,8 @@ def time_verdict(first: Side, other: Side) -> str:
     took = f"a step takes {number(after)} ms against {number(before)} ms ({share:.2f})"
     if (fewest := min(side.fewest_steps for side in (first, other))) < FEW_STEPS:
         return (
-            f"Nothing can be said of the time: {took}, from {fewest} measured step(s) of a run. At least "
-            f"{FEW_STEPS} are needed after the first, which compiles."
+            f"Nothing can be said of the time: {took}, from {counted(fewest, 'measured step')} of a run. At "
+            f"least {FEW_STEPS} are needed after the first, which compiles."
         )
     waiting = max((first, other), key=lambda side: side.share(DATA))
     if waiting.share(DATA) >= WAITS:
@@ -150,7 +173,7 @@ def time_verdict(first: Side, other: Side) -> str:
         return f"{other.name} gains no time over {first.name}: {took}. {reason_of(first, other)}"
     differs, why = time_differs(first, other)
     if not differs:
-        return f"No difference in time between {first.name} and {other.name} was found: {took}, {why}."
+        return f"Too noisy to say which of {first.name} and {other.name} is faster: {took}, {why}."
     word = "faster" if share < 1 else "slower"
     return f"{other.name} is {word} than {first.name}: {took}, {why}. {reason_of(first, other)}"
 
@@ -342,7 +365,11 @@ def size(value: float) -> str:
 
 
 def measured(
-    seed: str, result: Mapping[str, Any], recording: Recording, config: Mapping[str, Any]
+    seed: str,
+    result: Mapping[str, Any],
+    recording: Recording,
+    config: Mapping[str, Any],
+    words: tuple[str, ...] = (),
 ) -> Measured:
     """From a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
     data = config.get("data")
@@ -366,5 +393,6 @@ def measured(
         skipped_steps=int(result.get("skipped_steps") or 0),
         emulated=any("emulated" in str(text) for text in choices),
         cache_is_off=isinstance(data, dict) and data.get("cache") == "none",
-        error=str((end or {}).get("error") or "").partition("\n")[0],
+        error=str((end or {}).get("error") or ""),
+        words=words,
     )

@@ -6,20 +6,24 @@ owns the terminal and the clock.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from launcher.config.messages import program
+from launcher.errors import counted, listed
 from launcher.report.reading import text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.report.run_table import first_line, printable, shortened
 from launcher.report.text_plot import plot_lines
-from launcher.run_dir.records import CONFIG
+from launcher.run_dir.atomic import read_json
+from launcher.run_dir.records import CONFIG, SWEEP
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, number, scale_text
 
@@ -27,6 +31,7 @@ STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
 BAR = 20  # characters
 MIN_NAME = 10
+SHOWN_JOBS = 5  # that are left
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def run_line(view: View) -> str:
 def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
     """One line per job; those that have ended are left out first where there is no room."""
     counts = {state: sum(view.state == state for view in views) for state in STATES}
-    head = f"{len(views)} jobs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    head = f"{counted(len(views), 'job')}: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     going = [view for view in views if not view.has_ended]
     ended = [view for view in views if view.has_ended]
     room = max(0, rows - 3)
@@ -127,6 +132,27 @@ def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
     left_out = len(views) - len(lines)
     more = [f"and {left_out} more"] if left_out else []
     return [_cut(line, columns) for line in [head, *lines, *more]][:rows]
+
+
+def rest_of_sweep(directory: Path, views: Mapping[str, View]) -> list[str]:
+    """What a sweep has planned and not done, and the command that continues it; empty if nothing is left.
+
+    Jobs that have failed are not left: the same command would fail again.
+    """
+    try:
+        plan = read_json(directory / SWEEP)
+        jobs, words = [str(name) for name in plan["jobs"]], [str(word) for word in plan["continue"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # of another version, or damaged
+    left = [
+        name for name in jobs if name not in views or views[name].state in (KILLED, NO_RESULT, "preempted")
+    ]
+    if not left:
+        return []
+    return [
+        f"{counted(len(jobs), 'job')} planned, {len(left)} left: {printable(listed(left, SHOWN_JOBS))}",
+        printable(f"to continue: {program()} {shlex.join(words)}"),
+    ]
 
 
 def job_line(view: View, columns: int, longest_name: int = 0) -> str:

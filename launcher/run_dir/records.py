@@ -35,6 +35,7 @@ from launcher.run_dir.status import FILE_NAME, Status
 
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
 METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"
+SWEEP = "sweep.json"  # of a sweep: its jobs, and the words that continue it
 FILES = (
     CONFIG,
     OVERRIDES,

@@ -37,6 +37,8 @@ from launcher.config.messages import first_line
 from launcher.config.resolve import swept_keys
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError
+from launcher.run_dir.atomic import write_json
+from launcher.run_dir.records import SWEEP
 
 ROOT = Path("multirun")
 SECTION = "hydra.sweep"
@@ -61,9 +63,19 @@ def run_sweep(request: Request, configs: Sequence[Config], run_one: RunOne) -> P
             subdirectory(request, master, settings, number, lines)
             for number, lines in enumerate(jobs_of(request))
         ]
+    write_json(directory / SWEEP, {"jobs": names, "continue": words_to_continue(request, directory)})
     for config, name, lines in zip(configs, names, jobs_of(request), strict=True):
         run_one(placed(config, made(directory / name), directory.name), lines)
     return directory
+
+
+def words_to_continue(request: Request, directory: Path) -> list[str]:
+    """What to type to run the jobs of a sweep that are left; those that are done are found done."""
+    place = str(directory) if re.fullmatch(r"[\w./-]+", str(directory)) else quoted(str(directory))
+    own = [line for line in request.overrides if not line.startswith(f"{SECTION}.dir=")]
+    tree = [] if request.config_dir is None else ["--config-dir", str(request.config_dir)]
+    name = [] if request.config_name == "config" else ["--config-name", request.config_name]
+    return ["-m", *own, f"{SECTION}.dir={place}", *tree, *name]
 
 
 def sweep_settings(request: Request, recipes: Sequence[str]) -> list[str]:

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from launcher.distributed.heartbeat import STEP_PARTS
+from launcher.errors import counted
 from launcher.telemetry.stream import Record
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
 TIMES = ("step_ms", *PARTS)
 OVERHEAD = "overhead"
 LIMIT = 0.3  # a part with this share is reported, even where computing takes longer
+FEW_STEPS = 5  # with fewer measured ones nothing is said of the time
 OVERHEAD_LIMIT = 0.4
 OTHERS_WAIT = 0.1  # of a step: with this share of waiting ranks the slowest one is named
 
@@ -79,6 +81,9 @@ class TimeShares:
     @property
     def verdict(self) -> str:
         """What bounds the step, and what to change."""
+        if self.num_steps < FEW_STEPS:
+            few = counted(self.num_steps, "step")
+            return f"unknown: {few} measured, and {FEW_STEPS} are needed to say what bounds one"
         bound = self.bound
         share = self.overhead_share if bound == OVERHEAD else self.share(bound)
         of = "" if self.rank is None else f" of rank {self.rank}, for which the others wait,"

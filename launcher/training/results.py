@@ -124,6 +124,7 @@ def _measured(evaluations: Mapping[str, Evaluation], compare_by: str | None) -> 
     compared = comparison(compare_by, evaluations)
     sets = {name: {"loss": found.loss, **found.metrics} for name, found in evaluations.items()}
     measured = {"metric_name": compared.name, "metric": compared.value, "metrics": next(iter(sets.values()))}
+    measured["higher_is_better"] = not compared.lower_is_better
     return measured if ONLY_SET in sets else measured | {"sets": sets}
 
 

@@ -27,7 +27,15 @@ from launcher.report.run_record import RunRecord
 from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.run_table import run_table
 from launcher.report.text_plot import plot_lines
-from launcher.report.watching import SETTLE_S, Watched, job_line, run_line, run_screen, sweep_screen
+from launcher.report.watching import (
+    SETTLE_S,
+    Watched,
+    job_line,
+    rest_of_sweep,
+    run_line,
+    run_screen,
+    sweep_screen,
+)
 from launcher.run_dir.atomic import json_line, write_json
 from launcher.run_dir.lock import LOCK, Holder, _start_of, locked
 from launcher.telemetry.events import FORMAT, EventLog
@@ -161,7 +169,7 @@ def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     assert sentence in run_line(view)
     assert f"To resume: the same command with run.dir={run_dir}" in run_line(view)
     assert sentence in "\n".join(run_screen(view, 100, 24)), "wrapped between words, not cut off"
-    assert sweep_screen([view], 100, 24)[0] == "1 jobs: 1 killed"
+    assert sweep_screen([view], 100, 24)[0] == "1 job: 1 killed"
 
 
 UNKNOWN = Holder.of("123")  # of an older version, or of another machine
@@ -633,3 +641,42 @@ def test_a_reader_that_leaves_ends_it(run_dir):
     assert os.read(reading, 10)
     os.close(reading)
     assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("codes", "rest"),
+    [
+        ((0, 0, 0), []),
+        ((0, 75), ["3 jobs planned, 2 left: 1_seed=1, 2_seed=2", "to continue: python -m launcher -m"]),
+        ((0, 7), ["3 jobs planned, 1 left: 2_seed=2", "to continue: python -m launcher -m"]),
+        ((0,), ["3 jobs planned, 2 left: 1_seed=1, 2_seed=2", "to continue: python -m launcher -m"]),
+    ],
+)
+def test_a_sweep_whose_parent_was_killed_says_what_is_left(
+    tmp_path, capsys, monkeypatch, codes, rest
+) -> None:
+    monkeypatch.setattr("launcher.commands.watch.QUIET_S", 0.0)
+    names = [f"{number}_seed={number}" for number in range(3)]
+    write_json(tmp_path / "sweep.json", {"jobs": names, "continue": ["-m", "hydra.sweep.dir='/a b'"]})
+    for name, code in zip(names, codes, strict=False):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+        state = {0: "done", 75: "preempted"}.get(code, "failed")
+        write_status(tmp_path / name, state, exit=code, age_s=1000.0)
+    code = main(["watch", str(tmp_path), "--every=0.05"])
+    lines = capsys.readouterr().out.splitlines()
+    found = [line for line in lines if " planned, " in line or line.startswith("to continue")]
+    assert len(found) == len(rest)
+    assert all(line.startswith(text) for line, text in zip(found, rest, strict=True))
+    assert code == next((each for each in codes if each), 1 if rest else 0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3, "continue": []}', '{"jobs": ["a"]}'])
+def test_a_damaged_plan_of_a_sweep_is_none(tmp_path, text) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    assert rest_of_sweep(tmp_path, {}) == []
+
+
+def test_one_job_is_one_job(tmp_path) -> None:
+    write_status(tmp_path, "done", exit=0)
+    assert sweep_screen([Watched(tmp_path).view(NOW)], 80, 24)[0] == "1 job: 1 done"

@@ -256,3 +256,24 @@ def test_dollars_in_overrides_are_no_formulas(tmp_path) -> None:
     for number, name in enumerate((r"$\frac{x$", "b")):
         write_job(tmp_path, number, [f"model.name={name}"])
     assert tmp_path / comparison.COMPARISON in write_comparison(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metric_name", "higher", "order"),
+    [("accuracy", True, ["2", "3", "1"]), ("rmse", False, ["1", "3", "2"]), ("loss", None, ["1", "3", "2"])],
+)
+def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_name, higher, order) -> None:
+    values = {"1": 0.1, "2": 0.9, "3": 0.5}
+    for number, (lr, value) in enumerate(values.items()):
+        directory = write_job(tmp_path, number, ["recipe=resnet18", f"optim.lr={lr}", "seed=0"])
+        result = {"state": "done", "metric_name": metric_name, "metric": value, "metrics": {"loss": 0.25}}
+        write_json(
+            directory / "result.json", result | ({} if higher is None else {"higher_is_better": higher})
+        )
+    write_job(tmp_path, 3, ["recipe=resnet18", "optim.lr=4", "seed=0"], state="failed")
+    text = write_comparison(tmp_path)[1].read_text()
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    assert rows == ["optim.lr", "---", *order, "4"]
+    assert "| loss, held out |" in text
+    assert "| 0.25 |" in text
+    assert f"Best: `python -m launcher recipe=resnet18 optim.lr={order[0]}`" in text

@@ -13,7 +13,15 @@ import pytest
 
 from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
 from launcher.report.recording import Recording
-from launcher.report.side_by_side import Measured, Side, measured, metric_verdict, side_by_side, time_verdict
+from launcher.report.side_by_side import (
+    Measured,
+    Side,
+    measured,
+    metric_verdict,
+    side_by_side,
+    time_verdict,
+    verdicts,
+)
 from launcher.report.spread import Spread, joined
 from launcher.run_dir.atomic import json_line, read_json, write_json
 from launcher.telemetry.step_time import TimeShares
@@ -67,7 +75,11 @@ def side(name: str, *metrics: float, **parts: float) -> Side:
         ({}, {"compute": 120.0, "emulated": 1.0}, ["is slower", "emulated here", "computes no faster"]),
         ({}, {"compute": 80.0, "emulated": 1.0}, ["is faster", "faster arithmetic is not the reason"]),
         ({}, {"compute": 50.0, "steps": 1}, ["Nothing can be said of the time", "(0.50)", "1 measured step"]),
-        ({}, {"compute": 107.0, "noise": 9.0}, ["No difference in time", "(1.07)", "within the spread"]),
+        (
+            {},
+            {"compute": 107.0, "noise": 9.0},
+            ["Too noisy to say which of", "(1.07)", "within the spread"],
+        ),
     ],
 )
 def test_the_time_has_a_reason(before: dict[str, Any], after: dict[str, Any], said: list[str]) -> None:
@@ -105,7 +117,7 @@ def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
     ("times", "said"),
     [
         ((110.0, 120.0, 115.0), "fp16 is slower than fp32: a step takes 115 ms against 100 ms (1.15), in 3"),
-        ((80.0, 90.0, 170.0), "No difference in time between fp32 and fp16 was found"),
+        ((80.0, 90.0, 170.0), "Too noisy to say which of fp32 and fp16 is faster"),
         ((110.0, 130.0), "that vary as much"),  # two pairs prove little
     ],
 )
@@ -205,3 +217,33 @@ def test_markup_in_the_name_of_a_metric_is_shown_and_ends_no_cell(tmp_path: Path
         tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
         for table in tables:
             assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
+
+
+BEYOND = (
+    "the loss was not finite in 3 steps in a row, the last being step 3. Check the input for NaN.\n"
+    "The batch of that step, run again:\n  rank 0: micro-batch of 8 samples 0, 1; first module whose "
+    "output was not finite: 0 (Scale), inf, from inputs between -4 and 4; weights not finite: a"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            run_of(0),
+            "fp16 with seed 0 exceeds the range of fp16, which ends at 65504, where fp32 stays finite: first "
+            "module whose output was not finite: 0 (Scale), inf, from inputs between -4 and 4. To compute such "
+            "modules in fp32: python -m launcher recipe=mine 'a=b c' precision=fp16 precision.rescue=true",
+        ),
+        (run_of(0, metric=None), "fp16 with seed 0 has failed: the loss was not finite in 3 steps in a row"),
+        (run_of(1), "fp16 with seed 0 has failed: the loss was not finite in 3 steps in a row"),
+    ],
+)
+def test_what_only_half_cannot_hold_is_said_with_the_command_that_helps(first: Measured, said: str) -> None:
+    """Where the other precision is finite on the same data, the data is not the cause."""
+    words = ("recipe=mine", "a=b c", "precision=fp16")
+    run = replace(run_of(0, metric=None), error=BEYOND, words=words)
+    found = [text for text in verdicts(Side("fp32", (first,)), Side("fp16", (run,))) if "fp16 with" in text]
+    assert len(found) == 1
+    assert found[0].startswith(said)
+    assert "NaN" not in found[0] or "has failed" in said
