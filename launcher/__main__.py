@@ -6,7 +6,6 @@ before there is anything to save, and the ties that end this process and its chi
 
 from __future__ import annotations  # an older Python, too, has to read this file
 
-import contextlib
 import os
 import shlex
 import signal
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 NEEDED = ("torch", "hydra", "numpy", "safetensors")  # no command trains or reads a run without them
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run"  # of a clone
@@ -58,23 +56,18 @@ def _problem_of_environment(argv: Sequence[str]) -> str:
 
 def _take_early_signals() -> None:
     """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save, while there is nothing to save
+    from launcher.process.signals import FATAL, SAVING, STOPPING, exit_early, saving_stops
+
+    # Before the config is read. To save is no request while there is nothing to save.
+    stopping = set(STOPPING) - {signal.SIGINT} | set(SAVING if saving_stops("auto") else ())
+    for number in SAVING:
+        signal.signal(number, signal.SIG_IGN)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return  # torchrun reports it, and a handler would have to wait for store calls
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, _stop)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """Exit as the signal would, with a reason. An exception might not pass through an import."""
-    text = (
-        f"error: stopped by {signal.Signals(number).name} while nothing was trained; no progress is lost. "
-        "To start or resume, run the same command again.\n"
-    )
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
-    os._exit(128 + number)
+    for number in (*stopping, *FATAL):
+        # nohup ignores SIGHUP
+        if number in SAVING or signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, exit_early)
 
 
 if __name__ == "__main__":

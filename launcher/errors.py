@@ -13,7 +13,10 @@ LONGEST = 2_000  # characters of an exception's text; the rank's log has all of 
 LONGEST_OF_OURS = 4 * LONGEST  # of a message that names several ranks, each with an exception
 DIVERGED = 5
 INTERRUPTED = 130
-STOPPED = (75, 129, INTERRUPTED, 131, 143)  # exit codes by a signal, saved or not
+STOPPED = frozenset({75, *range(129, 193)})  # exit codes of a run that a signal ended, saved or not
+
+
+TO_RESUME = "To resume: the same command with"
 
 
 class LauncherError(Exception):

@@ -42,6 +42,7 @@ from launcher.distributed.watchdog import Watchdog
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.process.allocator import keep_freed_memory
+from launcher.process.signals import saving_stops
 from launcher.process.torch_private import warn_if_unchecked
 from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
@@ -111,7 +112,7 @@ def run(
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
     with (
-        heeded(alone) as requests,
+        heeded(alone, saving_stops(config.launch.preempt_signals)) as requests,
         rank_log(run_dir, launch.rank, config.launch.log_level),
         _telemetry(config, launch) as telemetry,
     ):

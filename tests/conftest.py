@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from launcher.process.signals import FATAL, HEEDED
 from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
 
 __all__ = ["no_leak_of_a_module", "no_leak_of_a_test"]  # fixtures that every test uses
@@ -29,6 +31,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for name in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(name) is signal.SIG_IGN:
         signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers_restored() -> Iterator[None]:
+    """A run that a signal has stopped leaves signals ignored: its process is about to end."""
+    before = {number: signal.getsignal(number) for number in (*HEEDED, *FATAL)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
 
 NEEDS_GPU = ("gpu", "gpus2")
 

@@ -5,6 +5,7 @@ Owns the printing of what ended a job and its exit code. Imports no torch until 
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.distributed.handoff import JobFailed, Leader
 from launcher.distributed.process_group import LaunchEnv
-from launcher.errors import LauncherError, PreemptedError, escaped
+from launcher.errors import STOPPED, LauncherError, PreemptedError, escaped
 from launcher.process.shortage import shortage_of
 from launcher.process.terminal import columns_of, wrapped
 from launcher.supervisor.worker_count import num_workers
@@ -56,6 +57,8 @@ def report_failure(error: Exception) -> int:
     """Print the error, after the traceback of what it does not explain; returns the exit code."""
     error = shortage_of(error, "this process") or error
     if isinstance(error, LauncherError):
+        if error.exit_code in STOPPED:  # a further Ctrl-C would replace the exit code, or end in a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         kind = "stopped" if error.exit_code == PreemptedError.exit_code else "error"
         text = wrapped(f"{kind}: {error}", columns_of(sys.stderr))
         print(f"{error.traceback}{text}", file=sys.stderr, flush=True)

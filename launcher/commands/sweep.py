@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.run import report_failure, run_one
+from launcher.config.messages import directory_override
 from launcher.distributed.handoff import Leader
-from launcher.errors import STOPPED, CollectiveError, StalledError, counted
+from launcher.errors import (
+    STOPPED,
+    TO_RESUME,
+    CollectiveError,
+    LauncherError,
+    StalledError,
+    counted,
+)
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request
@@ -26,6 +34,7 @@ class SweepProgress:
     leader: Leader
     started: int = 0
     exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
+    stopped: bool = False  # by a signal
     broken: bool = False  # the ranks have lost each other, or a stop was requested: run no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
@@ -39,12 +48,13 @@ class SweepProgress:
             tracked = with_environment(config, overrides, os.environ)
             run_one(in_sweep(tracked, Path(config.run.dir).name, self.started - 1), overrides, self.leader)
         except Exception as error:
-            print(f"sweep: job {self.started} of {self.num_jobs} failed", file=sys.stderr, flush=True)
+            self.stopped = isinstance(error, LauncherError) and error.exit_code in STOPPED
+            how = "stopped" if self.stopped else "failed"
+            print(f"sweep: job {self.started} of {self.num_jobs} {how}", file=sys.stderr, flush=True)
+            error.args = (str(error).partition(f" {TO_RESUME}")[0],)  # the sweep says it, of all its jobs
             self.exit_codes.append(report_failure(error))
-            stopped = self.exit_codes[-1] in STOPPED
-            self.broken = stopped or isinstance(
-                error, StalledError | CollectiveError
-            )  # in parent mode that is a RunFailed
+            # In parent mode a rank that is lost is a RunFailed.
+            self.broken = self.stopped or isinstance(error, StalledError | CollectiveError)
 
 
 def run_sweep(
@@ -57,6 +67,10 @@ def run_sweep(
     directory = hydra_sweep.run_sweep(request, configs, progress.run)
     done = progress.started - len(progress.exit_codes)
     print(f"sweep: {done} of {counted(len(configs), 'job')} done", flush=True)
+    if progress.stopped:
+        rest = "it continues with the jobs that are not done"
+        again = directory_override("hydra.sweep.dir", directory)
+        print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
     compare_jobs(directory)
     return next((code for code in progress.exit_codes if code not in findings), 0)
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
@@ -72,6 +74,14 @@ def as_typed(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**100:
         return f"a number of about {int(value.bit_length() * 0.30103):,} digits"
     return str(value)
+
+
+def directory_override(key: str, directory: Path) -> str:
+    """The override that gives a directory, to be typed in a shell: Hydra reads `=` or a comma as its own."""
+    if re.fullmatch(r"[\w./:%+@-]+", str(directory)):
+        return f"{key}={directory}"
+    escaped = str(directory).replace("\\", "\\\\").replace("'", "\\'")
+    return shlex.quote(f"{key}='{escaped}'")
 
 
 def summary(problems: Sequence[str]) -> str:

@@ -270,6 +270,7 @@ RULES: Mapping[str, Rule] = {
     "launch.init_timeout_s": seconds,
     "launch.stall_s": seconds,
     "launch.grace_s": seconds,
+    "launch.preempt_signals": one_of("auto", "save", "stop"),
     "launch.log_level": one_of("debug", "info", "warning", "error"),
     "recipes.path": optional(text),
 }

@@ -262,6 +262,7 @@ class LaunchConfig:
     init_timeout_s: float  # until all ranks have joined and finished their first step
     stall_s: float  # longest a rank may stay in one phase of a step after that
     grace_s: float  # after SIGTERM, until the workers are killed
+    preempt_signals: str  # what SIGUSR1 and SIGUSR2 ask for: save; stop; auto: stop under Slurm, else save
     log_level: str  # of logs/rank<k>.log, not of the console: debug adds a line per step and rank
 
 

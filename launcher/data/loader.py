@@ -28,11 +28,11 @@ from launcher.data.labels import Labels
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
 from launcher.errors import DataError, LauncherError, StalledError
+from launcher.process.signals import HEEDED
 
 PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
 LOST = re.compile(r"DataLoader worker \(pid\(?s?\)?[ (]*([\d, ]+)\)")
-OF_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PID, READING, ENDS = 0, 1, 2  # columns of what a pool shares with its processes
 
 _pools: list[Pool] = []  # of this process, for their failures to be named
@@ -200,9 +200,9 @@ class Pool:
     def _begin(self, number: int) -> None:
         """In a loader process, once. A signal to all processes of a job is for the worker to act on."""
         signal.set_wakeup_fd(-1)  # it is the worker's
-        for each in OF_THE_JOB:
+        for each in HEEDED:
             signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_JOB)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
         self._number = number
         self._shared[number, PID] = os.getpid()
         # Called for each sample: without a function in Python it takes a third of the time.
@@ -216,7 +216,7 @@ class Pool:
 @contextmanager
 def _starting() -> Iterator[None]:
     """While processes are started. A signal that one gets before it ignores it waits until then."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_JOB)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork beside threads

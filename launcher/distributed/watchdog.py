@@ -42,7 +42,7 @@ from launcher.errors import LauncherError, PreemptedError, StalledError
 from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_result
-from launcher.run_dir.status import FILE_NAME, has_succeeded, mark_failed
+from launcher.run_dir.status import FILE_NAME, mark_failed, state_since
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -267,10 +267,11 @@ class Watchdog:
             with open(open_plain(stacks_path(self._run_dir, rank), flags), "ab") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         # A rank that has missed the end of the run must not write over it.
-        if rank == verdict.writer and not has_succeeded(self._run_dir / FILE_NAME, self._began):
+        ended = state_since(self._run_dir / FILE_NAME, self._began) in ("done", "preempted")
+        if rank == verdict.writer and not ended:
             with contextlib.suppress(OSError):
-                ended = {"state": "failed", "exit": verdict.exit_code, "error": verdict.text}
-                write_result(self._run_dir, ended)
+                result = {"state": "failed", "exit": verdict.exit_code, "error": verdict.text}
+                write_result(self._run_dir, result)
                 mark_failed(self._run_dir / FILE_NAME, verdict.exit_code, self._heartbeat.steps_done)
         if rank == verdict.writer or self._launch.local_rank == 0:
             with contextlib.suppress(OSError):

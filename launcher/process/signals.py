@@ -5,10 +5,23 @@ Imports no torch: parent and workers take the same signals.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+from types import FrameType
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-HEEDED = (*STOPPING, signal.SIGUSR1)
+# SIGXCPU is sent by schedulers before a time limit ends a job.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+SAVING = (signal.SIGUSR1, signal.SIGUSR2)
+HEEDED = (*STOPPING, *SAVING)
+STACKS = signal.SIGRTMIN  # to a worker of parent mode: write the stacks of all its threads
+# Others that would end a process: the one that a run is started from takes them for a request to stop. Left
+# out are those of a crash, which no handler in Python can survive.
+FATAL = tuple(
+    number
+    for name in ("ALRM", "VTALRM", "PROF", "IO", "PWR", "TRAP", "STKFLT")
+    if (number := getattr(signal, f"SIG{name}", None)) is not None
+)
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
 
 
@@ -16,3 +29,27 @@ def obeyed() -> tuple[signal.Signals, ...]:
     """HEEDED, except a SIGHUP that was ignored when this process was started, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in HEEDED if not (ignored and number == signal.SIGHUP))
+
+
+def exit_early(number: int, frame: FrameType | None) -> None:
+    """The handler before a run: exit as the signal would, with a reason.
+
+    An exception might not pass through an import.
+    """
+    text = (
+        f"error: stopped by {signal.Signals(number).name} while nothing was trained; no progress is lost. "
+        "To start or resume, run the same command again.\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(128 + number)
+
+
+def unhandled() -> tuple[signal.Signals, ...]:
+    """Those of FATAL for which nobody, such as a profiler or the user's own timer, has a handler."""
+    return tuple(number for number in FATAL if signal.getsignal(number) in (signal.SIG_DFL, exit_early))
+
+
+def saving_stops(preempt_signals: str) -> bool:
+    """Whether SAVING ask to stop, as launch.preempt_signals says: schedulers send them before the end."""
+    return preempt_signals == "stop" or (preempt_signals == "auto" and "SLURM_JOB_ID" in os.environ)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.config.messages import directory_override
+from launcher.errors import TO_RESUME
 from launcher.run_dir.lock import Holder
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.formatting import duration
@@ -81,7 +83,7 @@ class RunState:
 
     def note(self, directory: Path) -> str:
         """A sentence on a run in `directory` that ended without its end, or may have; "" for others."""
-        resume = f"To resume: the same command with run.dir={directory}"
+        resume = f"{TO_RESUME} {directory_override('run.dir', directory)}"
         if self.name == KILLED and self.holder is not None:
             return (
                 f"process {self.holder.pid} of this run no longer exists, and {self._last_written}: it was "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ class Status:
     updated: float = 0.0  # unix seconds
 
 
-def has_succeeded(path: Path, since: float) -> bool:
-    """Whether the run has ended as it should after `since` (unix seconds): done, or saved and stopped."""
-    try:
+def state_since(path: Path, since: float) -> str:
+    """The state of the run, if it was written after `since` (unix seconds); else empty."""
+    with suppress(OSError, ValueError):
         found = read_json(path)
-    except (OSError, ValueError):
-        return False
-    return found.get("state") in ("done", "preempted") and float(found.get("updated") or 0) >= since
+        if float(found.get("updated") or 0) >= since:
+            return str(found.get("state"))
+    return ""
 
 
 def mark_failed(path: Path, exit_code: int, steps_done: int = 0) -> None:

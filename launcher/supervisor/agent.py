@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
-from launcher.errors import LauncherError, PreemptedError
+from launcher.config.messages import directory_override
+from launcher.errors import TO_RESUME, LauncherError, PreemptedError
 from launcher.process.lifetime import Orphans
+from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
 from launcher.supervisor.root_cause import PREEMPTED, Restarts, RunFailed, Verdict
@@ -92,6 +95,7 @@ class Agent(LocalElasticAgent):
         )
         self._work = work
         self._signals = signals
+        self._run_dir, self._began = run_dir, time.time()
         self._checkpoints = run_dir / FOLDER
         self._restarts = Restarts(max_restarts, self._newest_step())
         self._generation: Generation | None = None
@@ -131,6 +135,11 @@ class Agent(LocalElasticAgent):
 
     def _restart_or_raise(self, verdict: Verdict) -> None:
         newest = self._newest_step()
+        if self._signals.stop is not None and self._is_saved():
+            # Rank 0 has saved the run, and was killed before it had left.
+            again = directory_override("run.dir", self._run_dir)
+            text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
+            raise RunFailed(Verdict(PREEMPTED, text))
         if verdict.exit_code == PREEMPTED or self._signals.stop is not None:
             raise stopped(verdict, self._signals.stop, newest)
         self._restarts.allow(verdict, newest)
@@ -138,6 +147,9 @@ class Agent(LocalElasticAgent):
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
         text = f"{verdict.traceback}restart {count}: {verdict.text}; resuming from {place}"
         print(text, file=sys.stderr, flush=True)
+
+    def _is_saved(self) -> bool:
+        return state_since(self._run_dir / FILE_NAME, self._began) == "preempted"
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from launcher.distributed.handoff import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.process.lifetime import Orphans
-from launcher.supervisor.child import SHOW_STACKS, Work
+from launcher.process.signals import STACKS
+from launcher.supervisor.child import Work
 from launcher.supervisor.root_cause import OVERRUN, PREEMPTED, Fate, Verdict, hang, judge
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
@@ -171,7 +172,7 @@ def _send(process: BaseProcess, number: signal.Signals) -> None:
 
 def _ask_for_stacks(pid: int) -> None:
     """Signal the main thread itself: another one would dump after the main thread has moved on."""
-    ctypes.CDLL(None).tgkill(pid, pid, SHOW_STACKS)
+    ctypes.CDLL(None).tgkill(pid, pid, STACKS)
 
 
 def _is_stopped(process: BaseProcess) -> bool:

@@ -28,11 +28,9 @@ from launcher.distributed.handoff import Departure, departure_of
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.process_group import LaunchEnv
 from launcher.process.lifetime import ParentDeathSignal, end_with
-from launcher.process.signals import HEEDED
+from launcher.process.signals import FATAL, HEEDED, STACKS
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
-
-SHOW_STACKS = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,8 @@ def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:
     """
     for number in HEEDED:
         signal.signal(number, _too_late if number in obeyed else signal.SIG_IGN)
+    for number in FATAL:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _too_late(number: int, frame: FrameType | None) -> None:
@@ -122,7 +122,7 @@ def _too_late(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _stacks_on_request(path: Path) -> Iterator[None]:
-    """Append the stacks of all threads to `path` on SHOW_STACKS, even while C code holds the interpreter."""
+    """Append the stacks of all threads to `path` on STACKS, even while C code holds the interpreter."""
     try:
         make_folder(path.parent)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -130,5 +130,5 @@ def _stacks_on_request(path: Path) -> Iterator[None]:
     except OSError:  # the worker will report it
         yield
         return
-    faulthandler.register(SHOW_STACKS, file=file, all_threads=True)
+    faulthandler.register(STACKS, file=file, all_threads=True)
     yield

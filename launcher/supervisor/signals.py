@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from launcher.process.signals import HEEDED, ONE_REQUEST_S, obeyed
+from launcher.process.signals import HEEDED, ONE_REQUEST_S, SAVING, obeyed, unhandled
 
 
 class Signals:
     """The signals that have arrived, and the first of them that asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, saving_stops: bool = False) -> None:
         self.stop: signal.Signals | None = None
+        self._saving_stops = saving_stops
         self._arrived: list[signal.Signals] = []
         self.obeyed = obeyed()
+        self.unhandled = unhandled()
         self._asked_s = 0.0
         self.impatient = False  # Ctrl-C was pressed again: do not wait for the workers
 
@@ -28,14 +30,14 @@ class Signals:
         """The handler."""
         arrived = signal.Signals(number)
         now = time.monotonic()
-        if arrived != signal.SIGUSR1 and self.stop is None:
+        if self.stop is None and (self._saving_stops or arrived not in SAVING):
             self.stop, self._asked_s = arrived, now
         elif arrived == signal.SIGINT and now - self._asked_s > ONE_REQUEST_S:
             self.impatient = True
-        self._arrived.append(arrived)
+        self._arrived.append(arrived if arrived in HEEDED else signal.SIGTERM)
 
     def take(self) -> list[signal.Signals]:
-        """The signals that have arrived since the last call."""
+        """What the workers are to be sent for the signals that have arrived since the last call."""
         taken, self._arrived = self._arrived, []
         return taken
 
@@ -43,19 +45,25 @@ class Signals:
         """Install the handler, replacing any other."""
         for number in HEEDED:
             signal.signal(number, self.receive if number in self.obeyed else signal.SIG_IGN)
+        for number in self.unhandled:
+            signal.signal(number, self.receive)
 
 
 @contextmanager
-def heeded() -> Iterator[Signals]:
-    """Record signals within the context; those not taken by its end are dropped."""
-    before = {number: signal.getsignal(number) for number in HEEDED}
-    signals = Signals()
+def heeded(saving_stops: bool = False) -> Iterator[Signals]:
+    """Record signals within the context; those not taken by its end are dropped.
+
+    After a request to stop they stay ignored: the run's end is being written, and another Ctrl-C would
+    replace its exit code.
+    """
+    signals = Signals(saving_stops)
+    before = {number: signal.getsignal(number) for number in (*HEEDED, *signals.unhandled)}
     signals.handle()
     try:
         yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if signals.stop is None else signal.SIG_IGN)
 
 
 @contextmanager

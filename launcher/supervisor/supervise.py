@@ -16,6 +16,7 @@ from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import LauncherError, PreemptedError, in_words
 from launcher.process.lifetime import adopting
+from launcher.process.signals import saving_stops
 from launcher.process.torch_private import warn_if_unchecked
 from launcher.run_dir.records import write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
@@ -33,7 +34,7 @@ def supervise(config: Config, num_workers: int) -> None:
     assert threading.current_thread() is threading.main_thread()
     heartbeats = Heartbeats(num_workers)
     try:
-        with heeded() as signals, adopting():
+        with heeded(saving_stops(config.launch.preempt_signals)) as signals, adopting():
             _supervise(config, num_workers, signals, heartbeats)
     except Exception as error:
         if not isinstance(error, PreemptedError):  # that one the leader has written, with the checkpoint

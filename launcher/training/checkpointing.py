@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from launcher.checkpoint import Due, Metric, Report, Staged, Writer
+from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
-from launcher.errors import PreemptedError, StorageError
+from launcher.errors import TO_RESUME, PreemptedError, StorageError
 from launcher.training.monitor import Monitor
 from launcher.training.progress import Course, Measured, Position
 from launcher.training.replica_check import check_replicas
@@ -78,19 +79,18 @@ class Checkpoints:
             if is_best:
                 self._best_step = position.step
             self._save(position, None if measured is None else measured.metric)
+        run_dir = directory_override("run.dir", self.writer.directory.parent)
         if stops or done:
             self._report(self.writer.wait())
             if failure := self._of_leader(self._failure):
                 raise StorageError(
                     f"the run is not saved: {failure} After freeing space, the same command with "
-                    f"run.dir={self.writer.directory.parent} resumes from the newest checkpoint."
+                    f"{run_dir} resumes from the newest checkpoint."
                 )
         if stops:
             self.monitor.log_remaining()
-            run_dir = self.writer.directory.parent
             raise PreemptedError(
-                f"after step {position.step}, on request; checkpoint saved. To resume: the same command with "
-                f"run.dir={run_dir}"
+                f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
             )
 
     def _save(self, position: Position, metric: Metric | None) -> None:

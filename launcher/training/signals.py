@@ -6,6 +6,8 @@ it after the same step. Imports no torch.
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
 import threading
 import time
@@ -14,15 +16,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 from launcher.errors import LauncherError
-from launcher.process.signals import ONE_REQUEST_S, obeyed
+from launcher.process.signals import HEEDED, ONE_REQUEST_S, SAVING, obeyed, unhandled
 
 
 class Requests:
     """The requests received so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, saving_stops: bool = False) -> None:
         self.stop: signal.Signals | None = None  # the first signal that asked for it
+        self._saving_stops = saving_stops
         self._save = False
+        self._interrupted = False
         self._since_s = 0.0
 
     def take_save(self) -> bool:
@@ -31,27 +35,36 @@ class Requests:
         return asked
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler. A second SIGINT interrupts at once; a second SIGTERM changes nothing."""
-        if number == signal.SIGUSR1:
+        """The handler. A second SIGINT interrupts at once; a second SIGTERM and a third SIGINT do nothing."""
+        if number in SAVING and not self._saving_stops:
             self._save = True
         elif self.stop is None:
             self.stop, self._since_s = signal.Signals(number), time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._since_s > ONE_REQUEST_S:
+        elif number == signal.SIGINT and not self._interrupted:
+            if time.monotonic() - self._since_s <= ONE_REQUEST_S:
+                return
+            self._interrupted = True
             raise KeyboardInterrupt
 
 
 @contextmanager
-def heeded(alone: bool) -> Iterator[Requests]:
+def heeded(alone: bool, saving_stops: bool = False) -> Iterator[Requests]:
     """Turn signals into requests within the context. Does nothing outside the main thread.
+
+    `saving_stops`: SIGUSR1 and SIGUSR2 ask to stop too. Processes that user code forks get the default
+    handlers. A process that is `alone` has no parent that would record its end: it takes every signal that
+    would end it for a request, and ignores further ones after a request to stop.
 
     A SIGTERM that came too late is raised again at the end, unless this process is `alone`: torchrun sends it
     to the others if a rank has died, and they would wait for the dead one forever.
     """
-    requests = Requests()
+    requests = Requests(saving_stops)
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
-    before = {number: signal.signal(number, requests.receive) for number in obeyed()}
+    _restore_in_forks()
+    taken = (*obeyed(), *unhandled()) if alone else obeyed()
+    before = {number: signal.signal(number, requests.receive) for number in taken}
     too_late = False
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the parent may have blocked them until now
     try:
@@ -63,6 +76,23 @@ def heeded(alone: bool) -> Iterator[Requests]:
         raise
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            usual = signal.SIG_DFL if handler is None else handler
+            signal.signal(number, signal.SIG_IGN if alone and requests.stop else usual)
         if too_late:
             signal.raise_signal(signal.SIGTERM)
+
+
+@functools.cache
+def _restore_in_forks() -> None:
+    """Take the handlers of this module from forked children: they would swallow what is to end a child.
+
+    `multiprocessing.Pool.terminate` sends SIGTERM and waits. A request to save is not for them: ignored.
+    """
+    os.register_at_fork(after_in_child=_restore)
+
+
+def _restore() -> None:
+    for number in HEEDED:
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), Requests):
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in SAVING else usual)

@@ -224,6 +224,10 @@ def test_signals_are_noted_and_handlers_put_back() -> None:
         assert signals.take() == [signal.SIGTERM, signal.SIGINT]
         assert signals.take() == []
         assert signals.stop == signal.SIGTERM
+    assert {signal.getsignal(number) for number in HEEDED} == {signal.SIG_IGN}, "its end is being written"
+    with heeded() as signals:
+        assert signals.stop is None
+        before = [signal.SIG_IGN] * len(HEEDED)
     assert [signal.getsignal(number) for number in HEEDED] == before
 
 
@@ -251,7 +255,9 @@ def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatie
 
 
 def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
-    return LaunchConfig(nproc, max_restarts, init_timeout_s=1, stall_s=1, grace_s=1, log_level="info")
+    return LaunchConfig(
+        nproc, max_restarts, init_timeout_s=1, stall_s=1, grace_s=1, preempt_signals="auto", log_level="info"
+    )
 
 
 @pytest.mark.parametrize(

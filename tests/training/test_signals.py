@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import DivergedError, PreemptedError
+from launcher.process.signals import SAVING, saving_stops
 from launcher.training.signals import heeded
 
 
@@ -37,12 +40,36 @@ def test_requests_are_flags(usual_course) -> None:
     assert usual_course == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-def test_a_hangup_and_a_quit_are_requests_to_stop(number) -> None:
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGVTALRM])
+def test_what_would_end_a_process_is_a_request_to_stop(number) -> None:
     with heeded(alone=True) as requests:
         signal.raise_signal(number)
         assert requests.stop == number
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(number) == signal.SIG_IGN, "its exit code and its files are being written"
+
+
+@pytest.mark.parametrize("number", SAVING)
+@pytest.mark.parametrize(
+    ("chosen", "under_slurm", "stops"),
+    [("auto", False, False), ("auto", True, True), ("save", True, False), ("stop", False, True)],
+)
+def test_a_request_to_save_is_one_to_stop_where_a_scheduler_is_about_to_end_the_job(
+    monkeypatch, number, chosen, under_slurm, stops
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if under_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with heeded(alone=True, saving_stops=saving_stops(chosen)) as requests:
+        signal.raise_signal(number)
+        assert (requests.stop, requests.take_save()) == ((number, False) if stops else (None, True))
+
+
+def test_a_timer_of_the_users_own_stays_theirs() -> None:
+    own = signal.signal(signal.SIGVTALRM, lambda number, frame: None)
+    mine = signal.getsignal(signal.SIGVTALRM)
+    with heeded(alone=True):
+        assert signal.getsignal(signal.SIGVTALRM) == mine
+    signal.signal(signal.SIGVTALRM, own)
 
 
 def test_a_hangup_that_was_ignored_stays_ignored() -> None:
@@ -108,6 +135,39 @@ def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_passed_on() -> No
         requests._since_s -= 2
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_process_forked_by_user_code_has_the_usual_handlers(number) -> None:
+    """Pool.terminate() sends SIGTERM and waits: a child that only took a note of it was never gone."""
+    with heeded(alone=False) as requests:
+        pipe, ends = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=say_and_sleep, args=(ends,))
+        child.start()
+        assert pipe.recv() == "here"
+        os.kill(child.pid, number)
+        child.join(0.5 if number == signal.SIGUSR1 else 10)
+        try:
+            usual = 1 if number == signal.SIGINT else -number
+            assert child.exitcode == (None if number == signal.SIGUSR1 else usual)
+        finally:
+            child.kill()
+            child.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert requests.stop == signal.SIGTERM, "this process has kept its own"
+
+
+def say_and_sleep(pipe) -> None:
+    sys.stderr = None  # a KeyboardInterrupt is what is expected
+    pipe.send("here")
+    time.sleep(60)
+
+
+def test_pools_of_processes_end(tmp_path) -> None:
+    with heeded(alone=True):
+        for _ in range(5):
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
 
 
 def fail_after_a_sigterm(error: Exception, alone: bool) -> None:

@@ -1,0 +1,100 @@
+"""Every signal that can end a run saves it, or is recorded in its files; further ones change nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from launcher.process.signals import FATAL, STACKS
+from tests.faults.parent import ENDLESS, Parent, is_alive, write_recipe
+
+pytestmark = pytest.mark.timeout(90)
+LONG = "train.epochs=100000"
+USUAL = (signal.SIGXCPU, signal.SIGPROF)
+
+
+def in_slurm() -> None:
+    os.environ["SLURM_JOB_ID"] = "7"
+
+
+def assert_saved_and_stopped(parent: Parent) -> None:
+    assert parent.end(40) == 75
+    status = parent.json("status.json")
+    assert (status["state"], status["exit"]) == ("preempted", 75)
+    assert (parent.run_dir / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [*USUAL, *(pytest.param(each, marks=pytest.mark.slow) for each in FATAL if each not in USUAL)],
+)
+def test_a_signal_that_would_end_the_parent_stops_the_run(tmp_path: Path, number) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG) as parent:
+        parent.rank(0), parent.rank(1)
+        parent.signal(number)
+        assert_saved_and_stopped(parent)
+
+
+def test_sigusr2_saves_and_the_run_continues_and_another_signal_shows_the_stacks(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG) as parent:
+        ranks = [parent.rank(0), parent.rank(1)]
+        parent.signal(signal.SIGUSR2)
+        checkpoints = parent.run_dir / "checkpoints"
+        parent.wait_until(lambda: list(checkpoints.glob("step-*")), 20, "a checkpoint was written")
+        os.kill(ranks[1], STACKS)
+        stacks = parent.run_dir / "logs" / "stacks-rank1.txt"
+        parent.wait_until(lambda: "most recent call first" in stacks.read_text(), 10, "its stacks")
+        assert all(map(is_alive, ranks))
+        assert not (parent.run_dir / "logs" / "stacks-rank0.txt").read_text()
+
+
+def test_sigusr2_under_slurm_stops_the_run(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG, prepare=in_slurm) as parent:
+        parent.rank(0), parent.rank(1)
+        parent.signal(signal.SIGUSR2)
+        assert_saved_and_stopped(parent)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_further_interrupts_while_a_stopped_run_ends_change_nothing(tmp_path: Path, nproc) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with Parent(tmp_path, LONG, nproc=nproc) as parent:
+        parent.rank(0)
+        parent.signal(signal.SIGINT)
+        status = parent.run_dir / "status.json"
+        parent.wait_until(lambda: '"preempted"' in status.read_text(), 20, "the run is saved")
+        while parent._process.exitcode is None:
+            parent.signal(signal.SIGINT)
+            parent._process.join(0.01)
+        assert parent.end() == 75
+        assert "Traceback" not in parent.stderr
+        assert parent.stderr.startswith("stopped: after step ")
+
+
+def test_what_a_stopped_sweep_advises_completes_it(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if os.path.exists('slow'): " + ENDLESS)
+    (tmp_path / "slow").touch()
+    words = ("-m", "train.epochs=10", "seed=0,1")
+    with Parent(tmp_path, *words, "hydra.sweep.dir='lr=1'") as parent:
+        parent.rank(0)
+        parent.signal(signal.SIGTERM)
+        assert parent.end() == 75
+        assert "sweep: job 1 of 2 stopped" in parent.stderr
+        assert "failed" not in parent.stderr
+        assert "run.dir=" not in parent.stderr
+        (advice,) = [
+            line for line in parent.stderr.splitlines() if line.startswith("sweep: stopped. To resume")
+        ]
+        again = advice.partition("the same command with ")[2].partition(": it continues")[0]
+    (tmp_path / "slow").unlink()
+    with Parent(tmp_path, *words, *shlex.split(again), name="again") as parent:
+        assert parent.end(40) == 0
+        assert "sweep: 2 of 2 jobs done" in parent.stdout
+        assert len(list((tmp_path / "lr=1").glob("*/result.json"))) == 2
