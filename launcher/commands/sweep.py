@@ -51,7 +51,8 @@ class SweepProgress:
             self.stopped = isinstance(error, LauncherError) and error.exit_code in STOPPED
             how = "stopped" if self.stopped else "failed"
             print(f"sweep: job {self.started} of {self.num_jobs} {how}", file=sys.stderr, flush=True)
-            error.args = (str(error).partition(f" {TO_RESUME}")[0],)  # the sweep says it, of all its jobs
+            if self.stopped:  # the sweep says how to resume, all its jobs
+                error.args = (str(error).partition(f" {TO_RESUME}")[0],)
             self.exit_codes.append(report_failure(error))
             # In parent mode a rank that is lost is a RunFailed.
             self.broken = self.stopped or isinstance(error, StalledError | CollectiveError)
