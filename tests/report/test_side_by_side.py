@@ -232,8 +232,9 @@ BEYOND = (
         (
             run_of(0),
             "fp16 with seed 0 exceeds the range of fp16, which ends at 65504, where fp32 stays finite: first "
-            "module whose output was not finite: 0 (Scale), inf, from inputs between -4 and 4. To compute such "
-            "modules in fp32: python -m launcher recipe=mine 'a=b c' precision=fp16 precision.rescue=true",
+            "module whose output was not finite: 0 (Scale), inf, from inputs between -4 and 4. To compute "
+            "such modules in fp32: "
+            "python -m launcher recipe=mine 'a=b c' precision=fp16 precision.rescue=true",
         ),
         (run_of(0, metric=None), "fp16 with seed 0 has failed: the loss was not finite in 3 steps in a row"),
         (run_of(1), "fp16 with seed 0 has failed: the loss was not finite in 3 steps in a row"),
