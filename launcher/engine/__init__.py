@@ -6,7 +6,7 @@ from launcher.engine.optim.fused import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
-from launcher.engine.recorder import HostRead, RecordingError
+from launcher.engine.recorder import HostRead, NoMemory, RecordingError
 from launcher.engine.state import EngineState
 from launcher.engine.step_graph import StepGraph
 from launcher.engine.step_result import StepReport, StepResult
@@ -21,6 +21,7 @@ __all__ = [
     "EngineState",
     "EngineWarning",
     "HostRead",
+    "NoMemory",
     "ParameterGroup",
     "Policy",
     "RecordingError",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,10 @@ WAITS = (
 
 class HostRead(RuntimeError):
     """The work that was to be recorded waits for the device. Nothing is broken."""
+
+
+class NoMemory(RuntimeError):
+    """Memory ran out, on this rank (then that is the cause) or on another. Nothing is broken."""
 
 
 class RecordingError(RuntimeError):
@@ -41,7 +45,8 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
         """Record what `work` does on the device, without doing it; the result does it, on each call.
 
-        Memory that `work` allocates is kept, and written again by each call. Random numbers continue the
+        Memory that `work` allocates is kept, and written again by each call. All recordings of a recorder
+        share that memory, except what is still referenced after the recording. Random numbers continue the
         sequence of the device's default generator. RuntimeError where it cannot be recorded.
         """
         ...
@@ -58,6 +63,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None  # torch's handle of the memory of the recordings
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -92,9 +98,13 @@ class CudaRecorder:
         capture_error_mode "thread_local": under "global" a call of another thread that is unsafe in a capture
         makes it fail, and NCCL's watchdog and the threads that pin memory query events all the time.
         """
-        graph = torch.cuda.CUDAGraph()  # with its own memory, and the device's default generator
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        graph = torch.cuda.CUDAGraph()  # with the device's default generator
+        capture = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with capture:
             work()
+        self._pool = graph.pool()  # replays follow each other on one stream
         return graph.replay
 
 

@@ -6,7 +6,9 @@ What a step computes is the Stepper's; how it is recorded is the recorder's.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,14 @@ import launcher.engine.works as works
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE
 from launcher.engine.errors import UnusableError
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
-from launcher.engine.recorder import HostRead, Recorder, RecordingError, causes_of, recorder_of
+from launcher.engine.recorder import (
+    HostRead,
+    NoMemory,
+    Recorder,
+    RecordingError,
+    causes_of,
+    recorder_of,
+)
 from launcher.engine.step_result import StepResult
 from launcher.engine.stepper import Stepper
 
@@ -35,12 +44,19 @@ class StepGraph:
     memory: fill the inputs in place, and copy what `passes` leaves behind before the next replay. Numbers
     that Python computes are those of the recording for ever. Loss scale, skipped steps, learning rate,
     counters and random numbers are on the device and change as in `step()`. Ordinary steps may come between
-    replays, for batches of other shapes. All ranks of the Stepper's group record and replay alike.
+    replays, for batches of other shapes, which need memory of their own. All ranks of the Stepper's group
+    record and replay alike.
 
-    Raises UnusableError on a device without a recorder, and for a Stepper whose steps wait for the device.
+    `ran_out` says of an error whether memory has run out; None: whether it is torch.OutOfMemoryError. Raises
+    UnusableError on a device without a recorder, and for a Stepper whose steps wait for the device.
     """
 
-    def __init__(self, stepper: Stepper, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        recorder: Recorder | None = None,
+        ran_out: Callable[[BaseException], object] | None = None,
+    ) -> None:
         recorder = recorder or recorder_of(stepper.device)
         if recorder is None:
             raise UnusableError(
@@ -50,53 +66,54 @@ class StepGraph:
             raise UnusableError(f"this step cannot be recorded: {reason}.")
         self._stepper = stepper
         self._recorder = recorder
-        self._replay: Callable[[], object] | None = None
-        self._packed: Tensor | None = None  # of the latest replay
-        self._wire_bytes = 0
+        self._ran_out = ran_out or (lambda error: isinstance(error, torch.OutOfMemoryError))
+        self._replays: list[Callable[[], object]] = []
+        self._packed: dict[int, Tensor] = {}  # by recording, of its latest replay
+        self._wire_bytes = 0  # the same whatever the batch
 
-    def record(self, passes: Callable[[], object]) -> None:
+    def record(self, *passes: Callable[[], object]) -> None:
         """Rehearse and record. Weights, states, counters and random numbers are afterwards as they were.
 
-        A collective. Raises HostRead, on all ranks, where `passes` waits for the device on one of them; the
-        Stepper can be used as before. After a RecordingError end the process. Other errors are of `passes`.
+        Several `passes`, for batches of several sizes, are recorded in the same memory: the largest first.
+        A collective. Raises, on all ranks, HostRead where `passes` wait for the device on one of them, and
+        NoMemory where it runs out there; the Stepper can be used as before. After a RecordingError end the
+        process. Other errors are of `passes`.
         """
         kept, generators = _copies(self._stepper.tensors()), _generators(self._stepper.device)
         try:
             with self._recorder.aside():
-                self._rehearse(passes)
+                for each in passes:
+                    self._rehearse(each)
         finally:
             for tensor, copy in kept:
                 tensor.copy_(copy)
             _restore(generators, self._stepper.device)
-        try:
-            self._replay = self._recorder.record(lambda: self._step(passes))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise RecordingError(str(error)) from error
+        self._agree(self._recorded(passes))
         self._stepper.clock.restart()
 
     def release(self) -> None:
-        """Drop the recording. Before the process group is destroyed: NCCL waits for graphs that use it.
+        """Drop the recordings. Before the process group is destroyed: NCCL waits for graphs that use it.
 
         ncclCommDestroy polls until no graph with one of the communicator's kernels is left (init.cc,
         commDestroySync).
         """
-        self._replay = self._packed = None
+        self._replays, self._packed = [], {}
 
-    def replay(self) -> StepResult:
-        """A step on what the inputs hold now; its result is that of `Stepper.step`. A collective."""
-        assert self._replay is not None, "record() comes first"
-        assert self._packed is not None
+    def replay(self, number: int = 0) -> StepResult:
+        """A step on what the inputs hold now, by the recording of that number among the `passes`.
+
+        Its result is that of `Stepper.step`. A collective.
+        """
+        assert self._replays, "record() comes first"
         self._stepper.prepare_replay()
-        self._replay()
+        self._replays[number]()
         for part in (COMPUTE, UPDATE):  # all of it counts as the first: no clock within it would be read
             self._stepper.clock.mark(part)
-        return self._stepper.report(self._packed.clone(), self._wire_bytes)  # read after the next replay
+        return self._stepper.report(self._packed[number].clone(), self._wire_bytes)  # read after the next
 
     def _rehearse(self, passes: Callable[[], object]) -> None:
         """A few real steps, the last of them under a check. All ranks run as many, whatever one finds."""
-        read: HostRead | None = None
+        failure: Exception | None = None
         for number in range(WARM_UP + 1):
             try:
                 if number < WARM_UP:
@@ -104,28 +121,54 @@ class StepGraph:
                 else:
                     with self._recorder.refusing_reads():
                         passes()
+                self._stepper.step_on_device()
             except Exception as error:
-                read = next((each for each in causes_of(error) if isinstance(each, HostRead)), None)
-                if read is None:
+                failure = self._own(error)
+                if failure is None or not self._stepper.can_abandon:
                     raise
                 self._stepper.abandon()
-            else:
-                self._stepper.step_on_device()
-        if self._any_rank(read is not None):
-            raise read or HostRead("another rank waits for the device")
+        self._agree(failure)
 
-    def _step(self, passes: Callable[[], object]) -> None:
+    def _recorded(self, passes: tuple[Callable[[], object], ...]) -> Exception | None:
+        """Record all of them; returns what shows that memory ran out."""
+        for number, each in enumerate(passes):
+            try:
+                self._replays.append(self._recorder.record(partial(self._step, number, each)))
+            except Exception as error:
+                failure = self._own(error)
+                if not isinstance(failure, NoMemory):
+                    raise RecordingError(str(error)) from error
+                self._stepper.forget_step()
+                return failure
+        return None
+
+    def _step(self, number: int, passes: Callable[[], object]) -> None:
         passes()
         packed, self._wire_bytes = self._stepper.step_on_device()
         assert isinstance(packed, Tensor), "a host that decides has no part in a recording"
-        self._packed = packed
+        self._packed[number] = packed
 
-    def _any_rank(self, found: bool) -> bool:
-        group = self._stepper.group
-        number = torch.tensor(int(found), device=self._stepper.device)
-        if group is not None:
-            works.run(dist.all_reduce(number, group=group, async_op=True), number)
-        return bool(number)
+    def _own(self, error: Exception) -> Exception | None:
+        """What `record` raises after this error if the Stepper can be used as before; else None."""
+        read = next((each for each in causes_of(error) if isinstance(each, HostRead)), None)
+        if read is not None or not self._ran_out(error):
+            return read
+        traceback.clear_frames(error.__traceback__)  # they hold what the failed pass has allocated
+        failure = NoMemory(str(error))
+        failure.__cause__ = error
+        return failure
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise on all ranks where one has a failure: its own, or that of another. A collective."""
+        kinds = (HostRead("another rank waits for the device"), NoMemory("memory ran out on another rank"))
+        found = 0 if failure is None else 2 if isinstance(failure, NoMemory) else 1
+        number = torch.tensor(found, device=self._stepper.device)
+        if self._stepper.group is not None:
+            work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._stepper.group, async_op=True)
+            works.run(work, number)
+        if worst := int(number):
+            self.release()
+            raise failure or kinds[worst - 1]
 
 
 def waits_for_device(stepper: Stepper) -> str:

@@ -425,6 +425,12 @@ class Stepper:
         self._parts.in_place.count_update()  # a replay counts nothing
         self._wait_for_readers()
 
+    def forget_step(self) -> None:
+        """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
+        self.reducer.forget_step()
+        self.buffers.restore()
+        self._start_of_step()
+
     def tensors(self) -> list[Tensor]:
         """All memory that a step changes, for a copy that is put back later."""
         return [

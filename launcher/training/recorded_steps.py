@@ -1,6 +1,6 @@
 """Training steps that replay one recording: train.cuda_graph.
 
-Owns the static inputs of the recorded step, the choice of the steps that replay it, and why a run cannot be
+Owns the static inputs of the recorded steps, the choice of the steps that replay one, and why a run cannot be
 recorded. The recording makes a micro-batch of two inputs, the indices of its samples and their random
 numbers, both a function of (seed, epoch, step): the order of a run and its augmentation stay what they are.
 """
@@ -10,21 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from launcher.checkpoint.generators import restore_states, states
 from launcher.config.user_code import place_of
+from launcher.data.batch_plan import BatchPlan
 from launcher.data.tensors import Batch, DeviceBatches
 from launcher.distributed.collectives import exchange_texts
-from launcher.engine import HostRead, RecordingError, StepGraph, StepResult
+from launcher.engine import HostRead, NoMemory, RecordingError, StepGraph, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.engine.recorder import causes_of, recorder_of
 from launcher.engine.step_graph import waits_for_device
 from launcher.errors import ConfigError
+from launcher.process import frames
+from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Loss
 from launcher.training.loop import Learner, Task
+from launcher.training.out_of_memory import free_memory
 from launcher.training.progress import Position
 from launcher.training.run import Run
 
@@ -34,62 +39,80 @@ HOST_GENERATORS = {"python": "random", "numpy": "numpy.random", "cpu": "torch's 
 
 @dataclass
 class RecordedSteps:
-    """Replays the steps of a task that are as large as the first of an epoch; others run as they are."""
+    """Replays the steps of a task: those that are as large as the first of an epoch, or as its last.
+
+    Once the micro-batch has been halved no step is: the recordings and their memory are dropped.
+    """
 
     task: Task
     batches: DeviceBatches
     graph: StepGraph
-    _inputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what the recording reads
-    _learned: list[tuple[Loss, Batch]] = field(default_factory=list)  # what the latest replay has written
+    _plan: BatchPlan | None = None  # that of the recordings; None where there are none
+    _sizes: list[int] = field(default_factory=list)  # by recording, its samples over all ranks
+    _inputs: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)  # what it reads
+    _learned: dict[int, list[tuple[Loss, Batch]]] = field(
+        default_factory=dict
+    )  # what its latest replay wrote
 
     @property
     def network(self) -> nn.Module:
         """As `Learner.network`."""
         return self.task.network
 
-    @property
-    def samples(self) -> int:
-        """Of a replayed step, over all ranks."""
-        return len(self.batches.plan.global_batch(0))
+    def record(self, total_steps: int) -> list[int]:
+        """Record a step of each size of the run; returns how many samples these have, over all ranks.
 
-    def record(self) -> None:
-        """Record a step. Changes nothing else. A collective; see `StepGraph.record`."""
+        Changes nothing else. A collective; see `StepGraph.record`.
+        """
         self.network.train()  # whose modes, too, are those of the recording
-        self._inputs = [(indices.clone(), noise.clone()) for indices, noise in self.batches.inputs(0, 0)]
-        self.graph.record(self._pass)
+        self._plan = plan = self.batches.plan
+        last = plan.steps_per_epoch - 1
+        sizes = {len(plan.global_batch(step)): step for step in (last, 0) if step < total_steps}
+        self._sizes = sorted(sizes, reverse=True)
+        self._inputs = [
+            [(indices.clone(), noise.clone()) for indices, noise in self.batches.inputs(0, sizes[size])]
+            for size in self._sizes
+        ]
+        self.graph.record(*(partial(self._pass, number) for number in range(len(self._sizes))))
+        return self._sizes
+
+    def release(self) -> None:
+        """Drop the recordings, and return their memory."""
+        self.graph.release()
+        self._plan = None
+        self._sizes, self._inputs, self._learned = [], [], {}
+        free_memory(self.task.stepper.device)
 
     def train_on(self, position: Position) -> StepResult:
         """As `Task.train_on`. All ranks replay the same steps: the size of the whole batch decides."""
-        relief = self.task.relief
-        if relief.dropping or not self._is_recorded(position):
+        relief, plan = self.task.relief, self.batches.plan
+        if self._plan is not None and self._plan is not plan:
+            self.release()
+        size = len(plan.global_batch(position.step_of_epoch))
+        if relief.dropping or size not in self._sizes:
             return self.task.train_on(position)
+        number = self._sizes.index(size)
         relief.begin(position)
         clock = self.task.stepper.clock
         clock.restart()
         fresh = self.batches.inputs(position.epoch, position.step_of_epoch)
-        for kept, given in zip(self._inputs, fresh, strict=True):
+        for kept, given in zip(self._inputs[number], fresh, strict=True):
             for place, values in zip(kept, given, strict=True):
                 place.copy_(values)
         clock.mark(DATA)
-        result = self.graph.replay()
-        for of_batch, batch in self._learned:
+        result = self.graph.replay(number)
+        for of_batch, batch in self._learned[number]:
             self.task.answers.count(of_batch, batch)
         return result
 
-    def _is_recorded(self, position: Position) -> bool:
-        """Whether the step is like the recorded one. None is, once the micro-batch has been halved."""
-        plan = self.batches.plan
-        alike = len(plan.micro_positions(position.step_of_epoch)) == len(self._inputs)
-        return alike and len(plan.global_batch(position.step_of_epoch)) == self.samples
-
-    def _pass(self) -> None:
+    def _pass(self, number: int) -> None:
         """All micro-batches of a step. Keeps no loss as it is: it would keep the graph of autograd."""
-        self._learned = []
+        self._learned[number] = learned = []
         # All are made first, as in an ordinary step, which draws random numbers in this order.
-        for batch in [self.batches.batch(*inputs) for inputs in self._inputs]:
+        for batch in [self.batches.batch(*inputs) for inputs in self._inputs[number]]:
             of_batch = self.task.learn_from(batch)
             outputs = of_batch.outputs.detach() if isinstance(of_batch.outputs, Tensor) else None
-            self._learned.append((Loss(of_batch.sum.detach(), of_batch.count, outputs), batch))
+            learned.append((Loss(of_batch.sum.detach(), of_batch.count, outputs), batch))
 
 
 @contextmanager
@@ -110,13 +133,16 @@ def recorded(task: Task, run: Run) -> Iterator[Learner]:
         yield task
         return
     assert isinstance(task.batches, DeviceBatches)
-    steps = RecordedSteps(task, task.batches, StepGraph(task.stepper))
+    steps = RecordedSteps(task, task.batches, StepGraph(task.stepper, ran_out=ran_out))
     try:
-        if reason := _recording_failure(steps, run):
+        sizes, reason = _recorded_sizes(steps, run)
+        if reason:
+            steps.release()
             _refuse_or_report(run, reason)
             yield task
         else:
-            run.telemetry.decision(TOPIC, f"each step of {steps.samples} samples{_rest(steps)}")
+            rest = "".join(f", and the last of an epoch, of {size}, in the same memory" for size in sizes[1:])
+            run.telemetry.decision(TOPIC, f"each step of {sizes[0]} samples{rest}")
             yield steps
     finally:
         steps.graph.release()
@@ -140,17 +166,21 @@ def obstacle(task: Task, run: Run) -> str:
     return waits_for_device(task.stepper)
 
 
-def _recording_failure(steps: RecordedSteps, run: Run) -> str:
-    """Record; returns why that is not possible, the same on all ranks. A collective."""
-    device = run.env.device
+def _recorded_sizes(steps: RecordedSteps, run: Run) -> tuple[list[int], str]:
+    """Record; returns the sizes, and why it is not possible, the same on all ranks. A collective."""
+    device, sizes = run.env.device, list[int]()
     before = states(device)
     try:
-        steps.record()
+        sizes = steps.record(run.config.train.total_steps(steps.batches.plan.steps_per_epoch))
         reason = _drawn_on_host(before, device)
     except HostRead as error:
         reason = (
             f"its loss or transform waits for the device{_at(error)} (.item(), a mask, a copy to the host)"
         )
+    except NoMemory as error:  # without a cause on ranks where it did not run out
+        found = "" if error.__cause__ is None else ran_out(error.__cause__)
+        reason = f"it ran out of {found}. A recording keeps the memory of a whole step" if found else ""
+        frames.release(error)
     except RecordingError as error:
         raise ConfigError(
             f"train.cuda_graph={str(run.config.train.cuda_graph).lower()}: the step could not be "
@@ -158,7 +188,7 @@ def _recording_failure(steps: RecordedSteps, run: Run) -> str:
         ) from error
     finally:
         restore_states(before, device)
-    return next(filter(None, exchange_texts(run.env, reason)), "")
+    return sizes, next(filter(None, exchange_texts(run.env, reason)), "")
 
 
 def _drawn_on_host(before: dict[str, Tensor], device: torch.device) -> str:
@@ -184,13 +214,6 @@ def _refuse_or_report(run: Run, reason: str) -> None:
             "auto records where it can."
         )
     run.telemetry.decision(TOPIC, f"none: {reason}")
-
-
-def _rest(steps: RecordedSteps) -> str:
-    rest = steps.batches.plan.num_samples % steps.samples
-    if steps.batches.plan.drop_last or not rest:
-        return ""
-    return f"; the last of an epoch, of {rest}, runs as an ordinary step (data.drop_last=true leaves it out)"
 
 
 def _at(error: BaseException) -> str:

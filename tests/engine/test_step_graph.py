@@ -12,6 +12,7 @@ from launcher.engine import (
     SGD,
     AdamW,
     HostRead,
+    NoMemory,
     Policy,
     RecordingError,
     Scaling,
@@ -221,6 +222,37 @@ def test_a_read_is_refused_and_the_stepper_can_be_used_as_before() -> None:
         each.passes()
         each.stepper.step()
     assert bits(learner.stepper.tensors()) == bits(untouched.stepper.tensors())
+
+
+@pytest.mark.parametrize("call", [1, 5])
+@pytest.mark.parametrize("place", ["forward", "after backward"])
+def test_where_memory_runs_out_the_stepper_can_be_used_as_before(call, place) -> None:
+    """In a rehearsal, and while recording: before the loss, and with all gradients there."""
+    learner, untouched = Small(Tape()), Small(Tape())
+    calls: list[int] = []
+
+    def lacking() -> None:
+        calls.append(1)
+        if place == "after backward":
+            learner.passes()
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if place == "forward":
+            learner.passes()
+
+    before = bits(learner.stepper.tensors())
+    with pytest.raises(NoMemory, match="CUDA out of memory"):
+        learner.graph.record(lacking)
+    gradients = {id(segment.grad) for segment in learner.stepper.layout.segments}
+    kept = [number for number, each in enumerate(learner.stepper.tensors()) if id(each) not in gradients]
+    after = bits(learner.stepper.tensors())
+    assert [after[number] for number in kept] == [before[number] for number in kept]
+    for each in (learner, untouched):
+        each.passes()
+        each.stepper.step()
+    assert bits(learner.stepper.tensors()) == bits(untouched.stepper.tensors())
+    learner.graph.record(learner.passes)
+    learner.graph.replay()
 
 
 def test_what_fails_only_while_it_is_recorded_is_an_error_of_the_recording() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import HostRead, Policy, StepGraph, Stepper
+from launcher.engine import HostRead, NoMemory, Policy, StepGraph, Stepper
 from launcher.engine.recorder import Recorder
 from tests.configs import composed
 from tests.gpu.conftest import on_cpu
@@ -84,6 +85,63 @@ def test_no_replay_waits_for_the_device(device) -> None:
     with no_synchronisation(device):
         results = [graph.replay() for _ in range(3)]
     assert [result.read().applied_steps + result.read().skipped_steps for result in results] == [2, 3, 4]
+
+
+@pytest.mark.usefixtures("same_bits")
+def test_two_sizes_are_recorded_in_the_memory_of_the_larger(device) -> None:
+    """Their replays alternate and give the bits of ordinary steps."""
+    found = []
+    for records in (True, False):
+        torch.manual_seed(0)
+        stepper = stepper_of(device, Policy.fp16(), capturable=True)
+        inputs = [batch_of(device, 99, size) for size in (64, 40)]
+        works = [partial(forward_backward, stepper, *each) for each in inputs]
+        graph = StepGraph(stepper, recorder())
+        if records:
+            graph.record(works[0])
+            alone = 0 if on_cpu() else torch.cuda.memory_reserved()
+            graph.release()
+            graph.record(*works)
+            if not on_cpu():
+                assert torch.cuda.memory_reserved() < 1.3 * alone
+        for step in range(8):
+            for place, values in zip(
+                inputs[step % 2], batch_of(device, step, (64, 40)[step % 2]), strict=True
+            ):
+                place.copy_(values)
+            if records:
+                graph.replay(step % 2)
+            else:
+                works[step % 2]()
+                stepper.step()
+        found.append(state_on_host(stepper))
+        graph.release()
+    assert str(found[0]) == str(found[1])
+
+
+@pytest.mark.parametrize("call", [2, 5])  # a rehearsal; the capture
+def test_where_memory_runs_out_the_device_can_be_used_as_before(device, call) -> None:
+    stepper = stepper_of(device, Policy.fp16(), capturable=True)
+    x, classes = batch_of(device, 0)
+    calls: list[int] = []
+
+    def lacking() -> None:
+        calls.append(1)
+        forward_backward(stepper, x, classes)
+        if len(calls) == call:
+            if on_cpu():
+                raise torch.OutOfMemoryError
+            torch.empty(1 << 50, dtype=torch.uint8, device=device)
+
+    graph = StepGraph(stepper, recorder())
+    with pytest.raises(NoMemory):
+        graph.record(lacking)
+    forward_backward(stepper, x, classes)
+    stepper.step().read()
+    graph.record(lacking)
+    graph.replay().read()
+    synchronize(device)
+    graph.release()
 
 
 def test_a_read_is_refused_before_the_capture_and_leaves_the_device_usable(device) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, HostRead, Policy, Scaling, StepGraph, Stepper, Wire
+from launcher.engine import SGD, HostRead, NoMemory, Policy, Scaling, StepGraph, Stepper, Wire
 from tests.engine.test_step_graph import bits
 from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks
@@ -67,6 +68,36 @@ def reads_on_rank_1(env: WorkerEnv) -> tuple[str, bool]:
     except HostRead as error:
         return str(error), bits(stepper.tensors()) == before
     return "", False
+
+
+def lacks_memory_on_rank_1(env: WorkerEnv, call: int) -> tuple[str, bool]:
+
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp32(), env.group, capturable=True)
+    x, classes = features(8, env.rank)
+    calls: list[int] = []
+
+    def passes() -> None:
+        calls.append(1)
+        stepper.backward(loss_sum(stepper.model(x), classes), len(classes))
+        if env.rank == 1 and len(calls) == call:
+            raise torch.OutOfMemoryError("no room")
+
+    graph = StepGraph(stepper, Tape())
+    try:
+        graph.record(passes)
+    except NoMemory as error:
+        graph.record(passes)
+        graph.replay()
+        return str(error), stepper.counters()["applied"] == 1
+    return "", False
+
+
+@pytest.mark.parametrize("call", [2, 4])  # the fifth is recorded: on a GPU nothing is sent then
+def test_where_memory_runs_out_on_one_rank_none_records_and_all_may_try_again(call) -> None:
+    assert run_ranks(2, lacks_memory_on_rank_1, call) == [
+        ("memory ran out on another rank", True),
+        ("no room", True),
+    ]
 
 
 def test_a_read_on_one_rank_is_refused_on_all() -> None:

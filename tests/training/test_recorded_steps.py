@@ -147,10 +147,10 @@ def whole_run(parts: Parts) -> tuple[list[tuple], list[list[float]]]:
 def test_recorded_steps_are_the_ordinary_ones(tape, monkeypatch, micro_batch) -> None:
     """Twelve steps of four epochs: votes, skips, an evaluation between, smaller last batches, dropout."""
     replayed = whole_run(Parts(micro_batch=micro_batch))
-    assert tape.recordings == 1
-    assert tape.replays == 8  # the four last steps of the epochs are smaller
+    assert tape.recordings == 2  # the last step of an epoch is smaller
+    assert tape.replays == 12
     ordinary = whole_run(Parts(cuda_graph=False, micro_batch=micro_batch))
-    assert tape.recordings == 1
+    assert tape.recordings == 2
     assert str(replayed) == str(ordinary)
     assert any(report[3] for report in replayed[0][:-2] if isinstance(report, tuple)), "no step was skipped"
     monkeypatch.setitem(recorder.RECORDERS, "cpu", lambda device: Again())
@@ -167,7 +167,7 @@ def test_a_run_that_resumes_records_again_and_ends_with_the_same_bits(tape) -> N
     torch.set_rng_state(generator)
     with recorded(second.task, second.run) as learner:
         found = second.train(learner, second.positions[7:])
-    assert tape.recordings == 2
+    assert tape.recordings == 4
     assert str(found) == str(expected)
     for ours, theirs in zip(second.stepper.tensors(), first.stepper.tensors(), strict=True):
         if ours is not second.stepper.layout.segments[0].grad:
@@ -185,11 +185,7 @@ def test_recording_changes_nothing(tape) -> None:
     assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     assert not parts.stepper.has_trained
     assert parts.telemetry.decisions == [
-        (
-            "cuda graph",
-            "each step of 16 samples; the last of an epoch, of 8, runs as an ordinary step (data.drop_last="
-            "true leaves it out)",
-        )
+        ("cuda graph", "each step of 16 samples, and the last of an epoch, of 8, in the same memory")
     ]
 
 
@@ -290,4 +286,42 @@ def test_no_step_is_replayed_once_the_micro_batch_has_been_halved(tape, tmp_path
             replays = tape.replays
             found.append([first, parts.train(learner, parts.positions[2:])])
             assert tape.replays == replays
+            if cuda_graph:
+                assert learner._inputs == learner._sizes == learner.graph._replays == []
+                assert learner._learned == learner.graph._packed == {}, "its memory is kept"
     assert str(found[0]) == str(found[1])
+
+
+class Lacking:
+    """A loss that runs out of memory in this call: the first four rehearse, the fifth is recorded."""
+
+    def __init__(self, call: int) -> None:
+        self.call, self.calls = call, 0
+
+    def __call__(self, network: nn.Module, batch: Batch) -> Loss:
+        self.calls += 1
+        loss = loss_of_x(network, batch)
+        if self.calls == self.call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss
+
+
+@pytest.mark.parametrize("call", [1, 4, 9, 10])
+def test_where_memory_runs_out_while_recording_auto_trains_as_without(tape, call) -> None:
+    """In a rehearsal of either size, and in either recording."""
+    chosen = Parts(cuda_graph="auto", loss=Lacking(call))
+    found = whole_run(chosen)
+    assert str(found) == str(whole_run(Parts(cuda_graph=False)))
+    assert tape.replays == 0
+    ((topic, text),) = chosen.telemetry.decisions
+    assert topic == "cuda graph"
+    assert text.startswith("none: it ran out of GPU memory: ")
+
+
+def test_where_memory_runs_out_while_recording_true_is_refused(tape) -> None:
+    parts = Parts(loss=Lacking(9))
+    with (
+        pytest.raises(ConfigError, match=r"=true: this run cannot be recorded: it ran out of GPU memory"),
+        recorded(parts.task, parts.run),
+    ):
+        pass

@@ -264,6 +264,13 @@ class Reducer:
         self._sending = _Sending()
         return reduced
 
+    def forget_step(self) -> None:
+        """Forget what has arrived in a step of which nothing was sent."""
+        for inbox in self._parts.inboxes:
+            inbox.drop()
+        self.arrivals.seen.clear()
+        self._sending = _Sending()
+
     def own_gradients(self) -> dict[str, Tensor]:
         """By parameter name, the elements of the reduced gradient that this rank owns, flat.
 

@@ -115,7 +115,7 @@ class DeviceTally:
 
     def restart(self) -> None:
         self._sums.zero_()
-        self._newest = None
+        self._newest = self._work = None
         self._sent, self._is_first = False, True
 
     def _include_newest(self) -> None:
