@@ -109,8 +109,8 @@ class _Normalise(torch.autograd.Function):
             works.run(dist.all_reduce(shared, group=ctx.group, async_op=True), shared)
             of_input = _gradient_of(gradient, x, weight, mean, inverse, shared, count)
         # Those of weight and bias are this rank's, like every other gradient.
-        own = (None, None) if weight is None else (products * inverse, sums)
-        return of_input, *own, None, None
+        of_weight = products * inverse if ctx.needs_input_grad[1] else None
+        return of_input, of_weight, sums if ctx.needs_input_grad[2] else None, None, None
 
 
 def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

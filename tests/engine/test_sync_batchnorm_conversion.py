@@ -69,3 +69,23 @@ def test_parameters_names_sharing_and_mode_survive_the_exchange() -> None:
 def test_other_norms_stay(kind) -> None:
     model = nn.Sequential(nn.Linear(2, 2), kind(4, 4))
     assert type(synchronised(model, None)[1]) is kind
+
+
+@pytest.mark.parametrize("present", [("weight", "bias"), ("weight",), ()])
+def test_it_trains_with_a_weight_or_a_bias_or_neither(present) -> None:
+    """From torch 2.12 on a batch norm may have a weight and no bias."""
+    plain, converted = (nn.BatchNorm1d(4, affine="weight" in present) for _ in range(2))
+    if present == ("weight",):
+        plain.bias = converted.bias = None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        inputs = [torch.arange(12.0).reshape(3, 4).square().requires_grad_() for _ in range(2)]
+        for norm, x in zip((plain, synchronised(converted, group)), inputs, strict=True):
+            norm(x).pow(3).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    for name in present:
+        assert torch.allclose(getattr(plain, name).grad, getattr(converted, name).grad, rtol=1e-4)
+    assert torch.allclose(inputs[0].grad, inputs[1].grad, atol=1e-5)

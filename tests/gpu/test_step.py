@@ -30,13 +30,13 @@ def no_synchronisation(device: torch.device) -> contextlib.AbstractContextManage
 @contextlib.contextmanager
 def _errors_on_synchronisation() -> Iterator[None]:
     with warnings.catch_warnings():
-        # torch says once per process that this mode is a prototype, and warnings are errors here.
+        # torch says whenever it is set that this mode is a prototype, and warnings are errors here.
         warnings.filterwarnings("ignore", message="Synchronization debug mode")
         torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp_fp16", "fp16", "pure_fp16"])
