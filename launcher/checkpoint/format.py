@@ -11,6 +11,7 @@ import base64
 import ctypes
 import itertools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -102,11 +103,19 @@ def read(path: Path) -> Snapshot:
 def read_state(path: Path) -> dict[str, Any]:
     """state.json of a checkpoint. Raises OSError or ValueError."""
     try:
-        value = json.loads(read_regular(path / STATE))
+        value = json.loads(read_regular(path / STATE), parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{STATE} is not a JSON object")
+    return value
+
+
+def _finite(text: str) -> float:
+    """Such as 1e400, which would be infinite: no run has written it."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
     return value
 
 

@@ -7,41 +7,38 @@ errors leave out the name of the file, which the caller knows.
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from launcher.config.messages import program
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, described
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # the zip archive of torch.save, and a bare pickle
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-CONVERSION = (  # of an open file: torch.load reads a path that ends with .safetensors as safetensors
+# Of an open file: torch.load reads a path that ends with .safetensors as safetensors. Training scripts save
+# the state_dict within a dictionary, beside numbers and other dictionaries.
+CONVERSION = (
     "import torch, safetensors.torch as s; f = open({old!r}, 'rb'); "
-    "s.save_file({{k: v.contiguous().clone() for k, v in "
-    "torch.load(f, 'cpu', weights_only=True).items()}}, {new!r}); f.close()"
+    "d = torch.load(f, 'cpu', weights_only=True); "
+    "d = next((d[k] for k in ('state_dict', 'model_state_dict', 'model', 'module', 'net') "
+    "if isinstance(d.get(k), dict)), d); s.save_file({{k: v.contiguous().clone() for k, v in d.items() "
+    "if isinstance(v, torch.Tensor)}}, {new!r}); f.close()"
 )
+INDEX = ".safetensors.index.json"  # of tensors that are divided over several files beside it
 
 
 def sha256_of(file: Path, expected: str | None) -> str:
-    """SHA-256 of a file. Raises ConfigError for a pickle, for what is no file, and for another digest."""
-    try:
-        if file.is_dir():
-            raise ConfigError(_of_directory(file))
-        if file.exists() and not file.is_file():
-            raise ConfigError("it is no plain file. Give a safetensors file.")
-        with open(file, "rb") as content:
-            start = content.read(4)
-            if file.suffix in PICKLES or start.startswith(PICKLE_STARTS):
-                raise ConfigError(_of_pickle(file))
-            content.seek(0)
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise ConfigError(f"there is no such file. Write one: {program()} export RUN FILE") from None
-    except OSError as error:
-        raise ConfigError(f"it cannot be read: {error.strerror}. Give a safetensors file.") from None
+    """SHA-256 of a file, for an index of the digests of all its files.
+
+    Raises ConfigError for a pickle, for what is no file, and for another digest.
+    """
+    parts = parts_of(file)
+    digests = [_digest_of(part) for part in parts]
+    digest = digests[0] if parts == [file] else hashlib.sha256("".join(digests).encode()).hexdigest()
     if expected is not None and digest != expected:
         raise ConfigError(
             f"its SHA-256 is {digest}, but model.weights_sha256={expected}. Give the file with this "
@@ -50,12 +47,53 @@ def sha256_of(file: Path, expected: str | None) -> str:
     return digest
 
 
+def parts_of(file: Path) -> list[Path]:
+    """The safetensors files of an index, in the order of their names; any other file itself."""
+    if not file.name.endswith(INDEX):
+        return [file]
+    try:
+        names = sorted({str(name) for name in json.loads(file.read_bytes())["weight_map"].values()})
+    except FileNotFoundError:
+        raise ConfigError("there is no such file.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"it is no index of safetensors files: {described(error)}.") from None
+    for name in names:
+        if Path(name).name != name or Path(name).suffix != ".safetensors":
+            raise ConfigError(f"it names {name!r}, which is no safetensors file beside it.")
+        if not (file.parent / name).is_file():
+            raise ConfigError(
+                f"it names {name}, which is not beside it. Download all of its {len(names)} files."
+            )
+    return [file.parent / name for name in names]
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        if file.is_dir():
+            raise ConfigError(_of_directory(file))
+        if file.exists() and not file.is_file():
+            raise ConfigError("it is no plain file. Give a safetensors file.")
+        with open(file, "rb") as content:
+            start = content.read(9)
+            # The length of a safetensors header, before its "{", may begin with the byte of a pickle too.
+            if file.suffix in PICKLES or (start.startswith(PICKLE_STARTS) and start[8:] != b"{"):
+                raise ConfigError(_of_pickle(file))
+            content.seek(0)
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise ConfigError(f"there is no such file. Write one: {program()} export RUN FILE") from None
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error.strerror}. Give a safetensors file.") from None
+
+
 def _of_directory(directory: Path) -> str:
+    if indexes := sorted(directory.glob(f"*{INDEX}")):
+        return f"it is a directory. Give its index: model.weights={indexes[0]}"
     inside = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(inside) == 1:
         return f"it is a directory. Give its file: model.weights={directory / inside[0]}"
     if inside:
-        return f"it is a directory with {len(inside)} safetensors files. Merge them into one."
+        return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
     if (directory / "checkpoints").is_dir():
         return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
     return "it is a directory. Give a safetensors file."
@@ -76,12 +114,17 @@ def _converted(file: Path) -> Path:
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, on the CPU. Raises ConfigError for a damaged one."""
+    """The tensors of a safetensors file, or of all those of an index, by name, on the CPU.
+
+    Raises ConfigError for a damaged one.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        tensors: dict[str, Tensor] = load_file(file)
+        tensors: dict[str, Tensor] = {}
+        for part in parts_of(file):
+            tensors |= load_file(part)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"it is damaged, or no safetensors file: {error}. Copy or export it again."

@@ -638,6 +638,16 @@ def test_nonsense_with_a_valid_manifest_is_refused(tmp_path: Path, name, content
         load(path)
 
 
+@pytest.mark.parametrize("word", ["1e400", "-1e999", "NaN", "Infinity"])
+def test_a_number_that_no_run_has_written_is_refused(tmp_path: Path, word) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    text = (path / STATE).read_text()
+    assert '"step": 1' in text
+    forge(path, STATE, text.replace('"step": 1', f'"step": {word}').encode())
+    with pytest.raises(StorageError, match="is no finite number"):
+        load(path)
+
+
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     (path,) = publish_steps(tmp_path, 1)
     content = json.loads((path / MANIFEST).read_bytes())["content"]

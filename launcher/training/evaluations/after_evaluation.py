@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from launcher.errors import RecipeError
 from launcher.evaluation.evaluate import evaluating
 from launcher.evaluation.messages import content_of, message_of
 from launcher.recipe.contract import Recipe
-from launcher.run_dir.atomic import make_folder, write_content
+from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.training.build import seed_generators
 from launcher.training.failures.recipe_errors import guarding
@@ -37,6 +38,7 @@ from launcher.training.run import Run
 EVENT = "after_evaluation"
 STILL_AT_WORK = b"..."  # no message
 BEATS_PER_STALL = 4.0
+MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 
 @dataclass
@@ -91,7 +93,10 @@ class AfterEvaluation:
 
     def _report(self, found: Any, position: Position) -> None:
         texts, numbers, pictures = sorted_by_kind(found)
-        paths = {name: self._written(name, content, position) for name, content in pictures.items()}
+        stems = file_stems(pictures)
+        paths = {
+            name: self._written(name, stems[name], content, position) for name, content in pictures.items()
+        }
         self.run.telemetry.emit(
             EVENT,
             position.step,
@@ -101,10 +106,10 @@ class AfterEvaluation:
             pictures={name: path for name, path in paths.items() if path is not None},
         )
 
-    def _written(self, name: str, content: bytes, position: Position) -> str | None:
+    def _written(self, name: str, stem: str, content: bytes, position: Position) -> str | None:
         """The path of the picture's file; None, with a warning, where it cannot be written."""
         folder = Path(self.run.config.run.dir) / PICTURES
-        path = folder / f"{re.sub(r'[^0-9A-Za-z_-]+', '_', name)}-{position.step:08d}.png"
+        path = folder / f"{stem}-{position.step:08d}.png"
         try:
             make_folder(folder)
             write_content(path, content)
@@ -112,6 +117,22 @@ class AfterEvaluation:
             self.run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
             return None
         return str(path)
+
+
+def file_stems(names: Iterable[str]) -> dict[str, str]:
+    """A part of a file name for each name, in any script, no two of them alike in any case."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        text = encodable(unicodedata.normalize("NFC", name))
+        stem = re.sub(r"[^\w-]+", "_", text).encode()[:MAX_STEM_BYTES].decode(errors="ignore")
+        number, free = 1, stem
+        while free.casefold() in taken:
+            number += 1
+            free = f"{stem}_{number}"
+        taken.add(free.casefold())
+        found[name] = free
+    return found
 
 
 class _SignOfLife:

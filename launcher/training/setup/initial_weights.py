@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
+from launcher.checkpoint.weights_file import FLOATS, parts_of, read, sha256_of
 from launcher.config.messages import program
 from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
@@ -213,12 +213,12 @@ def _prefix_hint(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file:
     )
     if count <= sum(name in own for name in tensors):
         return ""
+    found = f"{count} names would match {'without' if is_extra else 'with'} the prefix {prefix!r}."
+    if parts_of(file) != [file]:
+        return f"{found} Merge its files into one, with the names of the model."
     key = f"k.removeprefix({prefix!r})" if is_extra else f"{prefix!r} + k"
     line = RENAMING.format(key=key, old=str(file), new=str(file.with_stem(f"{file.stem}-renamed")))
-    return (
-        f"{count} names would match {'without' if is_extra else 'with'} the prefix {prefix!r}. To rename "
-        f'them: python -c "{line}"'
-    )
+    return f'{found} To rename them: python -c "{line}"'
 
 
 def settle(loaded: Loaded | None, run: Run, standing: Standing, resumed: bool) -> None:

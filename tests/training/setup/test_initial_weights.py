@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -154,6 +155,74 @@ def test_a_pickle_is_refused_and_the_line_in_the_error_converts_it(tmp_path) -> 
     run_line_of(refused(mlp(), pickled))
     assert pickled.read_bytes() == before
     assert load(mlp(), tmp_path / "p.converted.safetensors").error == ""
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "net"])
+def test_the_line_converts_a_state_dict_within_what_a_training_script_saves(tmp_path, key) -> None:
+    weights = mlp(1).state_dict()
+    optimizer = torch.optim.SGD(mlp(1).parameters(), 0.1, momentum=0.9).state_dict()
+    torch.save({"epoch": 3, "best": 0.5, key: weights, "optimizer": optimizer}, tmp_path / "w.pth")
+    run_line_of(refused(mlp(), tmp_path / "w.pth"))
+    model = mlp()
+    assert load(model, tmp_path / "w.safetensors").error == ""
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("size", [128, 640])
+def test_a_header_whose_length_begins_like_a_pickle_is_none(tmp_path, size) -> None:
+    bias = state_of(mlp(1))["2.bias"]
+    about = {"2.bias": {"dtype": "F32", "shape": list(bias.shape), "data_offsets": [0, 4 * len(bias)]}}
+    header = json.dumps(about).encode().ljust(size)
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(size.to_bytes(8, "little") + header + bias.numpy().tobytes())
+    assert load(mlp(), file, strict=False).loaded == ("2.bias",)
+
+
+def sharded(folder: Path) -> Path:
+    """As large models of the hub are stored."""
+    names = {}
+    for number, name in enumerate(state_of(mlp(1))):
+        names[name] = f"model-0000{number % 2 + 1}-of-00002.safetensors"
+    for part in sorted(set(names.values())):
+        saved(folder / part, {name: value for name, value in state_of(mlp(1)).items() if names[name] == part})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+    return index
+
+
+def test_the_files_of_an_index_are_read_as_one(tmp_path) -> None:
+    index = sharded(tmp_path)
+    model = mlp()
+    loaded = load(model, index)
+    assert loaded.error == ""
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state_of(mlp(1)).items())
+    assert load(mlp(), index, sha256=loaded.sha256).error == ""
+    assert f"Give its index: model.weights={index}" in refused(mlp(), tmp_path)
+    damaged(tmp_path / "model-00002-of-00002.safetensors")
+    assert "its SHA-256 is" in refused(mlp(), index, sha256=loaded.sha256)
+    assert "it is damaged" in refused(mlp(), index)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert "it names model-00002-of-00002.safetensors, which is not beside it" in refused(mlp(), index)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            '{"weight_map": {"a": "../a.safetensors"}}',
+            "it names '../a.safetensors', which is no safetensors file",
+        ),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "it names '/etc/passwd'"),
+        ('{"weight_map": {"a": "a.pth"}}', "it names 'a.pth'"),
+        ('{"weight_map": {"a": 1}}', "it names '1', which is no safetensors file"),
+        ("[]", "it is no index of safetensors files: TypeError"),
+        ("{", "it is no index of safetensors files: JSONDecodeError"),
+    ],
+)
+def test_an_index_that_cannot_be_used(tmp_path, content, text) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    assert text in refused(mlp(), index)
 
 
 def run_line_of(error: str) -> None:
