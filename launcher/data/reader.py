@@ -32,7 +32,7 @@ from launcher.data.random_state import (
     spread_seed,
     states,
 )
-from launcher.data.tensors import Batch
+from launcher.data.tensors import Batch, time_first
 from launcher.errors import DataError, LauncherError, described
 
 TOGETHER = -2  # in place of an index: several samples are read at once
@@ -330,8 +330,9 @@ def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
     found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
     raise DataError(
         f"the recipe's collate was given {num_samples} samples and returned {found}: no column has a row per "
-        "sample. It must return every sample once. To leave samples out, raise an error in the data set and "
-        "set data.max_bad. A packed batch needs one column with a row per sample, such as their lengths."
+        f"sample.{time_first(batch, num_samples)} It must return every sample once. To leave samples out, "
+        "raise an error in the data set and set data.max_bad. A packed batch needs one column with a row per "
+        "sample, such as their lengths."
     )
 
 

@@ -5,7 +5,8 @@ Never reads files, moves nothing between host and device within an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,21 @@ from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.errors import DataError
 
 Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
+
+
+def time_first(columns: Mapping[str, Tensor], num_samples: int) -> str:
+    """What to do about columns whose second dimension has the samples; empty where there are none."""
+    found = [
+        name
+        for name, column in columns.items()
+        if num_samples in column.shape[1:2] and len(column) != num_samples
+    ]
+    if not found:
+        return ""
+    return (
+        f" The second dimension of {', '.join(found)} has the {num_samples} samples, as where time comes "
+        "first: transpose the first two, x.transpose(0, 1); layers of torch then take batch_first=True."
+    )
 
 
 @dataclass(frozen=True)
@@ -32,7 +48,11 @@ class TensorData:
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
-            raise DataError(f"all columns of a data set must have the same number of samples, got {lengths}.")
+            counts = Counter(size for column in self.columns.values() for size in column.shape[:2])
+            raise DataError(
+                f"all columns of a data set must have the same number of samples, got {lengths}."
+                f"{time_first(self.columns, counts.most_common(1)[0][0])}"
+            )
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
