@@ -245,14 +245,22 @@ class Stepper:
             )
         self.reducer.regroup(bucket_bytes)
 
-    def calibrate(self, loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None) -> int | None:
+    def calibrate(
+        self,
+        loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None,
+        *,
+        agree_on_failure: bool = False,
+    ) -> int | None:
         """Choose the initial loss scale from one dry backward pass, before the first step.
 
         `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
         fp32 sum of its losses, with their count if no `reference_count` was given: n0 then comes from this
         pass. `loss` is None on a rank without a micro-batch. Returns the exponent of the new scale, or None
-        if there is no loss scale, the gradients give none, or `loss` has raised on another rank. A
-        collective. Waits for the device. What `loss` raises is raised; it may then be called again.
+        if there is no loss scale or the gradients give none. A collective. Waits for the device.
+
+        What `loss` raises is raised. With `agree_on_failure` the call then returns None on other ranks, so
+        that all may call it again; not for a model whose passes wait for other ranks, such as one with a
+        synchronised batch norm.
         """
         self._refuse_within_step("calibrate()")
         self._parts.attachment.refuse_other_weights()
@@ -261,7 +269,9 @@ class Stepper:
         growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._reference.micro_batches
         try:
             with self.reducer.grad_put_aside():
-                dry = dry_pass(self.model, loss, self.reducer.gradients_aside, growth, self.group)
+                dry = dry_pass(
+                    self.model, loss, self.reducer.gradients_aside, growth, self.group, agree_on_failure
+                )
         finally:
             self.buffers.restore()
         if dry.failed:

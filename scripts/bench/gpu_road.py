@@ -42,7 +42,7 @@ from scripts.bench.group_of_one import collectives_of_one
 
 RUN = ("recipe=resnet18", "data=synthetic", "tracker=none", "train.epochs=1000")
 RUN += ("train.eval_every_epochs=1000",)
-PATIENCE_S = 80.0
+PATIENCE_S = 100.0
 
 
 def kernels(device: torch.device, dry_run: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     few = ("-k", "comparison or recurrent") if arguments.dry_run else ()
     on_cpu = {"LAUNCHER_TEST_DEVICE": "cpu"} if arguments.dry_run else {}
     cifar10 = ("--cifar10", str(arguments.cifar10)) if arguments.cifar10 else ()
-    roads = (("kernels", 100), ("launcher", 150), ("restart", 120), ("wires", 100))
+    roads = (("kernels", 100), ("launcher", 200), ("restart", 150), ("wires", 100))
     # A limit has room for a cold start: imports from a slow disk, Triton's first kernels, cuDNN's trials.
     first, later = ("H3", "H2", "H5", "H8"), (("H6", 100), ("H1", 100), ("H4", 120), ("H9", 120))
     found = [

@@ -109,6 +109,13 @@ def test_a_loss_scale_is_found_in_fp32_where_only_half_precision_has_room_for_it
     assert said in decision["text"]
 
 
+def test_under_sync_bn_a_shortage_in_that_pass_ends_the_run(tmp_path: Path) -> None:
+    """The other rank waits within its pass: to agree with it there would be another collective."""
+    words = (*SHORT, "precision.scale.mode=auto", "model.sync_bn=true")
+    ended = run(tmp_path / "run", *words, ranks=2, user_code=lacking_memory_in_fp32(2, 1))
+    assert ended.codes == [4, 4], ended
+
+
 # train.on_oom
 
 

@@ -58,7 +58,7 @@ def after_a_failure(env: WorkerEnv) -> tuple[object, int | None, bool]:
 
     first: object
     try:
-        first = stepper.calibrate(failing if env.rank == 1 else loss)
+        first = stepper.calibrate(failing if env.rank == 1 else loss, agree_on_failure=True)
     except Lacking:
         first = "raised"
     kept = torch.equal(model[1].running_mean, before)

@@ -46,12 +46,13 @@ def dry_pass(
     gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
     growth: float,
     group: dist.ProcessGroup | None,
+    agree_on_failure: bool = False,
 ) -> DryPass:
     """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` its result.
 
     `loss` is None if the rank has no micro-batch. `growth` is how many times larger a parameter's gradient
-    may be on the wire. A collective; what `loss` raises is raised after it, so that no rank waits for this
-    one.
+    may be on the wire. A collective. With `agree_on_failure` what `loss` raises is raised after it, so that
+    no rank waits for this one.
     """
     largest: float | None = None
     count: int | Tensor | None = 0
@@ -62,6 +63,8 @@ def dry_pass(
         if loss is not None:
             largest, count = _largest_gradient(model, loss, gradients_of, growth)
     except Exception as error:
+        if not agree_on_failure:
+            raise
         failure = error
     agreed.fill_(FAILED if failure else _octave(largest))
     if group is not None:

@@ -30,8 +30,8 @@ def calibrate(
 ) -> None:
     """Choose the loss scale by `first`, this rank's first micro-batch, or none where it has no samples.
 
-    Where a rank runs out of memory, by half as many samples on all ranks, as often as necessary. A
-    collective.
+    Where a rank runs out of memory, by half as many samples on all ranks, as often as necessary; under
+    model.sync_bn on several ranks the run ends there, because their passes wait for each other. A collective.
     """
     config, generators = run.config, states(run.env.device)
     total_steps, whole = config.train.total_steps(plan.steps_per_epoch), plan.largest_micro_batch
@@ -58,9 +58,12 @@ def _attempt(
         of_batch = loss_of(recipe.loss, model, first[0])
         return of_batch.sum * pieces, of_batch.count * pieces
 
+    alone = run.env.group is None or not run.config.model.sync_bn
     try:
-        return run.stepper.calibrate(dry if first else None), ""
+        return run.stepper.calibrate(dry if first else None, agree_on_failure=alone), ""
     except Exception as error:
+        if not alone:
+            raise
         # A smaller one may be too small for a batch norm, which needs two samples.
         failure = ran_out(error) or (in_words(error) if pieces > 1 else "")
         if not failure:
