@@ -318,17 +318,18 @@ def _train(
         if config.wire.bucket_mb == "auto":
             trial.begin(start.step, job.course.total_steps - start.step, is_recorded=steps is not task)
         due = Due(config.checkpoint.every_steps, config.checkpoint.every_s)
-        end = train(
-            job.course,
-            start,
-            steps if run.average is None else Averaged(steps, run.average),
-            Checkpoints(run, job.course, monitor, votes, writer, due, continuity.take),
-            monitor,
-            Replicas(run, job.course),
-            evaluator,
-            relief,
-            voters,
-        )
+        with Checkpoints(run, job.course, monitor, votes, writer, due, continuity.take) as checkpoints:
+            end = train(
+                job.course,
+                start,
+                steps if run.average is None else Averaged(steps, run.average),
+                checkpoints,
+                monitor,
+                Replicas(run, job.course),
+                evaluator,
+                relief,
+                voters,
+            )
     run.heartbeat.beat("finishing")
     seconds = time.perf_counter() - began
     _finish(job, batches.plan, monitor, evaluator, seconds, (start.step, end), gpus)

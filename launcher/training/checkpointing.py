@@ -39,6 +39,13 @@ class Checkpoints:
     _again: bool = False  # that vote was lost
     _best_step: int = -1  # of the latest checkpoint that is the best so far
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Report the checkpoint that is still being written, also where an error ends the run."""
+        self._report(self.writer.wait())
+
     def vote(self, position: Position) -> None:
         """Before a step: cast this rank's votes, which are sent with the counts of the step."""
         run = self.run

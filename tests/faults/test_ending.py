@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -130,6 +131,30 @@ def test_a_checkpoint_that_is_missing_in_the_middle_is_only_a_warning(tmp_path: 
     assert "the checkpoint of step 10 cannot be written" in warning
     assert list(ended.checkpoints) == [5, LAST]
     assert ended.status["state"] == "done"
+
+
+def slow_to_write() -> None:
+    from launcher.checkpoint import async_writer
+
+    publish = async_writer.publish
+
+    def slowly_published(*given: Any) -> Path:
+        time.sleep(1)
+        return publish(*given)
+
+    async_writer.publish = slowly_published
+
+
+def fail(network: Any, batch: Any) -> None:
+    if is_here(network, 7):
+        raise RuntimeError("planted")
+
+
+def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_recorded(tmp_path: Path) -> None:
+    ended = run(tmp_path / "run", *WORDS, user_code=fail, prepare=slow_to_write)
+    assert ended.codes == [1], ended
+    assert list(ended.checkpoints) == [5]
+    assert [event["step"] for event in ended.events("checkpoint")] == [5]
 
 
 FAILED = threading.Event()
