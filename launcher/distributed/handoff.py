@@ -53,6 +53,7 @@ class Patience:
     first_job_s: float = 300.0  # followers: until rank 0 has composed the config
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload
     leave_s: float = 60.0  # all ranks, once one has left a job
+    lost_s: float = 3.0  # rank 0, once it has lost a rank that has not claimed to have failed
     abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once if it is alive
     goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end
     unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be starting
@@ -140,7 +141,7 @@ class Leader:
             raise
         except Exception as error:
             own = departure_of(self.launch.rank, error)
-            departures = self._departures(store, job, own)
+            departures = self._departures(store, job, own, config.launch.stall_s)
             first = self._first_failure(store, job, departures)
             stopped = first.exit_code == PreemptedError.exit_code
             if first is own and (stopped or len(departures) == 1):
@@ -214,15 +215,31 @@ class Leader:
     def _directory_key(self) -> str:
         return f"directory/{self._jobs}"
 
-    def _departures(self, store: dist.Store | None, job: str, own: Departure) -> list[Departure]:
-        """How each rank left the job, in rank order; StalledError if one does not leave."""
+    def _departures(
+        self, store: dist.Store | None, job: str, own: Departure, stall_s: float = 0.0
+    ) -> list[Departure]:
+        """How each rank left the job, in rank order.
+
+        Raises StalledError if one does not leave, JobFailed if it is the one that this rank has lost.
+        """
         if store is None:
             return [own]
         others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
-        if not arrived(store, others, self._patience.leave_s):
+        wait_s = min(self._patience.leave_s, stall_s + 5 if own.error else self._patience.leave_s)
+        # A rank that fails by itself claims so before the others lose it.
+        if own.lost and first_failure(store, job) in (None, own.rank):
+            wait_s = min(wait_s, self._patience.lost_s)
+        if not arrived(store, others, wait_s):
+            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
+            if own.lost:
+                text = (
+                    f"rank {unset(store, others)} was lost, and has not said why within {wait_s:g} s: it was "
+                    f"killed, hangs, or its machine or the link to it is gone. The connection: {own.error}"
+                )
+                raise JobFailed(text, own)
             raise StalledError(
                 f"rank {unset(store, others)} did not leave job {job} within "
-                f"{self._patience.leave_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
+                f"{wait_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
             )
         return [own, *(Departure(**json.loads(store.get(key))) for key in others)]
 

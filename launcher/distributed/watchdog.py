@@ -39,6 +39,7 @@ from launcher.distributed.process_group import (
 )
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
 from launcher.errors import LauncherError, PreemptedError, StalledError
+from launcher.process import guardian
 from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_result
@@ -123,6 +124,9 @@ class Watchdog:
     def tighten(self) -> None:
         """Apply launch.stall_s from now on: the first step is done."""
         self._under_way = True
+        if self._launch.local_world_size < self._launch.world_size:
+            # The other hosts leave then, and this one's torchrun would not notice.
+            guardian.end_if_stopped(self._limits.stall_s + LEEWAY_S)
 
     def _watch(self) -> None:
         from torch.distributed import DistError

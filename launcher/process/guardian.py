@@ -2,16 +2,20 @@
 
 An executed program loses every tie to the process that started it, but inherits its environment. A guardian,
 forked while this process is small, waits for this process to end, then signals every process whose
-environment contains a random value set here. It keeps no file, terminal or extra memory open. It cannot find
-a program that was started with an environment without that value. Needs /proc; imports no torch.
+environment contains a random value set here. It also ends this process if that is stopped for long (SIGSTOP)
+while its parent is not, where that was asked for. It keeps no file, terminal or extra memory open. It cannot
+find a program that was started with an environment without that value. Needs /proc; imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import mmap
 import os
 import select
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +24,7 @@ VARIABLE = "LAUNCHER_ENDS_WITH"  # one value per launcher above this process
 GRACE_S = 0.5  # from SIGTERM to SIGKILL: multiprocessing's resource tracker cleans up in between
 GIVE_UP_S = 10.0  # a process in uninterruptible sleep cannot be killed
 POLL_EVERY_S = 0.02
+LOOK_EVERY_S = 1.0  # whether the process is stopped
 
 
 def start(hangup: int) -> None:
@@ -30,7 +35,8 @@ def start(hangup: int) -> None:
     """
     if not os.path.isdir("/proc/self"):
         return
-    value = os.urandom(16).hex()
+    value, process = os.urandom(16).hex(), os.getpid()
+    _limit()  # shared from the fork on
     closed, ready = os.pipe()  # hangs up when the guardian is ready, or is not there
     try:
         with contextlib.suppress(OSError):  # fork failed, or SIGCHLD is ignored: run without it
@@ -39,7 +45,7 @@ def start(hangup: int) -> None:
                 try:
                     os.setsid()  # a Ctrl-C must not reach it
                     if os.fork() == 0:
-                        _guard(hangup, ready, value.encode())
+                        _guard(process, hangup, ready, value.encode())
                 finally:
                     os._exit(0)
             os.waitpid(child, 0)
@@ -50,7 +56,21 @@ def start(hangup: int) -> None:
     os.environ[VARIABLE] = ":".join(filter(None, (os.environ.get(VARIABLE), value)))
 
 
-def _guard(hangup: int, ready: int, value: bytes) -> None:
+def end_if_stopped(seconds: float) -> None:
+    """Let the guardian kill this process once it has been stopped for so long, and its parent has not.
+
+    For a rank whose parent, torchrun, would wait for it for ever. Ctrl-Z stops both.
+    """
+    _limit()[:] = struct.pack("d", seconds)
+
+
+@functools.cache
+def _limit() -> mmap.mmap:
+    """The seconds of `end_if_stopped`, 0 if not asked for, in memory that is shared with the guardian."""
+    return mmap.mmap(-1, 8)
+
+
+def _guard(process: int, hangup: int, ready: int, value: bytes) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (hangup, ready):
@@ -60,8 +80,26 @@ def _guard(hangup: int, ready: int, value: bytes) -> None:
     os.close(ready)  # last: the process that waits for this may rely on all of the above
     end_of_process = select.poll()
     end_of_process.register(hangup, 0)
-    end_of_process.poll()
+    stopped_s = 0.0  # counted in polls: the guardian may have been stopped too
+    while not end_of_process.poll(1000 * LOOK_EVERY_S):
+        (limit_s,) = struct.unpack("d", _limit()[:])
+        stopped_s = stopped_s + LOOK_EVERY_S if limit_s and _is_alone_stopped(process) else 0.0
+        if stopped_s > limit_s:
+            os.kill(process, signal.SIGKILL)  # it lives: it holds the other end of the pipe
+            break
     _end_all(value)
+
+
+def _is_alone_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        state, parent = _stat(pid)
+        return state == "T" and _stat(int(parent))[0] != "T"
+    return False
+
+
+def _stat(pid: int) -> list[str]:
+    """State and parent of a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
 
 
 def _end_all(value: bytes) -> None:

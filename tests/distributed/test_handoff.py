@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from launcher.distributed.handoff import departure_of
 from launcher.errors import DataError
 from tests.forked import Forked, be_script
+from tests.limits import at_most
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,13 +62,18 @@ case = sys.argv[1]
 def work(config, launch, store, job):
     if case == "stays" and launch.rank == 1:
         time.sleep(60)
+    if case == "lost":
+        if launch.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
     if case == "fails alone":
         if launch.rank == 1:
             raise ValueError("a bug on one rank")
         time.sleep(60)
 
 def lead():
-    leader = Leader(launch, work, patience)
+    leader = Leader(launch, work, Patience(lost_s=1) if case == "lost" else patience)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
         store = open_store(launch, 3)
@@ -210,6 +217,15 @@ def test_a_rank_that_stays_in_a_job_is_named(start) -> None:
     leader, _ = start(ENDS, ["stays"], 2)
     assert leader.wait(30) == 6
     assert "error: rank 1 did not leave job 0 within 2 s after rank 0 did.\n" in leader.stderr
+
+
+def test_a_rank_that_was_lost_without_a_word_is_named(start) -> None:
+    leader, follower = start(ENDS, ["lost"], 2)
+    began = time.monotonic()
+    assert follower.wait(30) == -signal.SIGKILL
+    assert leader.wait(30) == 1
+    assert time.monotonic() - began < at_most(6)
+    assert "error: rank 1 was lost, and has not said why within 1 s: it was killed" in leader.stderr
 
 
 def test_a_follower_that_fails_alone_says_why_and_leaves(start) -> None:

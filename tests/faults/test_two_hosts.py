@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -125,6 +126,22 @@ def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:
     output = hosts.processes[1].communicate(timeout=at_most(STALL_S + 10))[0]
     assert time.monotonic() - began < at_most(STALL_S + 10)
     assert re.search(r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", output)
+
+
+@pytest.mark.parametrize(
+    ("number", "named"), [(signal.SIGKILL, "rank 1 was lost"), (signal.SIGSTOP, "rank 1 ")]
+)
+def test_a_rank_that_is_killed_or_stopped_on_the_other_host_is_named(hosts: Hosts, number, named) -> None:
+    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.wait_for_step(8)
+    began = time.monotonic()
+    (rank,) = workers_of(hosts.processes[1])
+    os.kill(rank, number)
+    outputs = [process.communicate(timeout=at_most(STALL_S + 10))[0] for process in hosts.processes]
+    assert time.monotonic() - began < at_most(STALL_S + 10)
+    assert f"error: {named}" in outputs[0], outputs
+    result = json.loads((hosts.run_dir / "result.json").read_text())
+    assert result["error"].startswith(named)
 
 
 STRANDED = r"error: torchrun \(pid \d+\) waits for its store on a machine that does not answer"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.parent import is_alive, state_of
+from tests.faults.parent import children_of, is_alive, state_of
 from tests.faults.test_parent_mode import gone_within
 
 SLEEP = "['sleep', '1000']"
@@ -242,3 +242,37 @@ def job() -> Iterator[Path]:
     while (path / "cgroup.procs").read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     path.rmdir()
+
+
+@pytest.mark.parametrize("with_its_parent", [False, True])
+def test_a_process_that_is_stopped_for_long_is_ended_unless_its_parent_is_stopped_too(
+    tmp_path: Path, with_its_parent
+) -> None:
+    program = tmp_path / "process.py"
+    asked = "guardian.end_if_stopped(1.0)\n    note(0)"
+    program.write_text(
+        PROCESS.replace("FIRST", "pass").replace("STARTED", asked).replace("END", ENDS["done"])
+    )
+    shell = subprocess.Popen(
+        ["sh", "-c", f"{sys.executable} {program}; true"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "started\n"
+        (process,) = children_of(shell.pid)
+        for pid in (process, shell.pid)[: 1 + with_its_parent]:
+            os.kill(pid, signal.SIGSTOP)
+        if with_its_parent:
+            time.sleep(4)
+            assert is_alive(process)
+        else:
+            assert gone_within([process], 10)
+    finally:
+        for pid in (*children_of(shell.pid), shell.pid):
+            os.kill(pid, signal.SIGKILL)
+        shell.communicate()
