@@ -164,7 +164,8 @@ def judge(
     narrow = packed[: 4 + APPLIED].float()
     skip, abandoned = narrow[2] > 0, outside[-1]
     narrowed = (narrow[1], narrow[3 + APPLIED], narrow[2])
-    return Verdict(narrow[0], packed[1], after[APPLIED], skip, abandoned, after, packed, narrowed)
+    # A rate of its own, and not a part of `packed`: a compiled kernel copies what is not aligned.
+    return Verdict(narrow[0], lr.view(()), after[APPLIED], skip, abandoned, after, packed, narrowed)
 
 
 NO_MARK = torch.zeros(1, dtype=torch.float64)  # not to be written to

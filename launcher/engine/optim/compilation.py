@@ -113,7 +113,7 @@ def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout, constants: Const
     if constants.terms is not None:
         _compare_judgements(layout, constants.terms, constants.num_rates, shared)
     if not isinstance(optimizer, TorchOptimizer):
-        _compare_updates(optimizer, layout)
+        _compare_updates(optimizer, layout, on_host=constants.terms is None)
 
 
 def _compare_sums(dtype: torch.dtype) -> None:
@@ -141,10 +141,12 @@ def _compare_judgements(layout: Layout, terms: Terms, num_rates: int, shared: bo
                 raise _Wrong(f"the compiled verdict of a step has another {field} than the plain one")
 
 
-def _compare_updates(optimizer: Optimizer, layout: Layout) -> None:
+def _compare_updates(optimizer: Optimizer, layout: Layout, on_host: bool) -> None:
     """Compare some updates and a skipped one, compiled and plain, for a piece of each kind."""
     stretches = _stretches(layout)
-    compiled, plain = (Updater(_pieces(layout), optimizer, form, stretches) for form in (True, False))
+    compiled, plain = (
+        Updater(_pieces(layout), optimizer, form, stretches, on_host) for form in (True, False)
+    )
     for number in range(STEPS + 1):
         before = [tensor.clone() for tensor in _written(compiled)]
         for updater in (compiled, plain):
@@ -185,7 +187,7 @@ def _scalars(device: torch.device, number: int, skip: bool) -> Scalars:
     return Scalars(
         torch.full((), 0.3, device=device),
         torch.full((), 0.01, dtype=torch.float64, device=device),
-        torch.full((), number + 1, dtype=torch.int64, device=device),
+        torch.full((), number + 1, dtype=torch.float64, device=device),
         torch.full((), skip, dtype=torch.bool, device=device),
     )
 

@@ -96,6 +96,8 @@ class Updater:
                     for tensor in (*piece.tensors(), *states):
                         torch._dynamo.maybe_mark_dynamic(tensor, 0)
             self._compiled = torch.compile(_whole if self._on_host else _predicated)
+        # On a GPU each of their operations on one number would be a kernel; a host computes them as fast.
+        self._factors_of = _factors if self._on_host or not compiled else torch.compile(_factors)
 
     def _shared_out(self, stretches: Stretches | None) -> list[_Share]:
         """All elements, by rates; where there are no groups, the pieces as they are."""
@@ -146,9 +148,9 @@ class Updater:
     def _run_compiled(self, run: Callable[..., None], scalars: Scalars) -> None:
         scalars = scalars.on(self.pieces[0].weight.device)
         if self._factors is None:
-            own = [replace(scalars, factors=self.optimizer.factors(scalars))]
+            own = [replace(scalars, factors=self._factors_of(self.optimizer, scalars))]
         else:
-            own = self._factors.factors(self.optimizer, scalars)
+            own = self._factors.factors(self.optimizer, scalars, self._factors_of)
         for share in self._shares:
             for piece, states in zip(share.pieces, share.states, strict=True):
                 run(self.optimizer, piece, states, own[share.rates])
@@ -204,10 +206,12 @@ class _GroupFactors:
         """By group, with its learning rate."""
         return [replace(scalars, lr=lr) for lr in (scalars.lr * self.scales).unbind()]
 
-    def factors(self, optimizer: Optimizer, scalars: Scalars) -> list[Scalars]:
+    def factors(
+        self, optimizer: Optimizer, scalars: Scalars, factors_of: Callable[..., tuple[Tensor, ...]]
+    ) -> list[Scalars]:
         """By group, with the optimizer's factors."""
         whole = replace(scalars, lr=scalars.lr * self.scales, weight_decay=self.weight_decay)
-        columns = (factor.expand(len(self.scales)).unbind() for factor in optimizer.factors(whole))
+        columns = (factor.expand(len(self.scales)).unbind() for factor in factors_of(optimizer, whole))
         return [replace(scalars, factors=factors) for factors in zip(*columns, strict=True)]
 
 
@@ -256,6 +260,10 @@ def _widened(batch: _Batch, multiplier: Tensor | float) -> list[Tensor]:
     torch._foreach_copy_(batch.scratch, [part.grad for part in batch.parts])
     torch._foreach_mul_(batch.scratch, multiplier)
     return batch.scratch
+
+
+def _factors(optimizer: Optimizer, scalars: Scalars) -> tuple[Tensor, ...]:
+    return optimizer.factors(scalars)
 
 
 def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:

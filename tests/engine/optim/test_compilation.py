@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo.testing
+from torch._dynamo.testing import CompileCounter
 
 from launcher.distributed.process_group import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
+from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.engine.flat.layout import Layout
 from launcher.engine.optim.compilation import Compilation, _compare_judgements, _Wrong
-from launcher.engine.verdict import Terms, judge
+from launcher.engine.verdict import Terms
 from tests.engine.observe import state_digest
 from tests.engine.optim.test_fused import planted_step
 from tests.models import Planted
@@ -200,17 +200,20 @@ def test_a_compiler_that_judges_a_step_otherwise_is_not_used(monkeypatch, field)
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("reference_count", [None, 1])
-def test_the_trial_compiles_the_verdict_of_the_steps(monkeypatch, clip_norm, reference_count) -> None:
-    """With their clip norm, scaling and number of rates: the first step compiles nothing of it anew."""
+@pytest.mark.parametrize("groups", [(), [ParameterGroup("vector", weight_decay=0.0)]], ids=["", "groups"])
+def test_the_trial_compiles_what_the_steps_run(monkeypatch, clip_norm, reference_count, groups) -> None:
+    """With their clip norm, scaling, number of rates and groups: no step compiles anything anew."""
     torch._dynamo.reset()
-    verdicts = torch._dynamo.testing.CompileCounter()
+    frames: dict[str, CompileCounter] = {}
 
     def compiling(run: Callable[..., object]) -> Callable[..., object]:
-        return torch._dynamo.optimize(verdicts)(run) if run is judge else run
+        if run.__name__ == "_block_sums":
+            return run  # it is compiled for each dtype and width
+        return torch._dynamo.optimize(frames.setdefault(run.__name__, CompileCounter()))(run)
 
     monkeypatch.setattr(torch, "compile", compiling)
     stepper = Stepper(
-        Planted(),
+        Planted(32, 1, 32),
         AdamW(0.01),
         scaling=Scaling(init=64, growth_interval=3),
         clip_norm=clip_norm,
@@ -218,9 +221,12 @@ def test_the_trial_compiles_the_verdict_of_the_steps(monkeypatch, clip_norm, ref
         reference_count=reference_count,
         compiled=True,
         capturable=True,
+        groups=groups,
     )
     assert stepper.compilation.used
-    assert verdicts.frame_count == 1
+    tried = {name: frame.frame_count for name, frame in frames.items()}
+    assert tried.keys() == {"judge", "_predicated", "_factors"}
+    assert tried["judge"] == tried["_factors"] == 1
     for number in range(4):
         planted_step(stepper, float(number), 1.0)
-    assert verdicts.frame_count == 1
+    assert {name: frame.frame_count for name, frame in frames.items()} == tried
