@@ -97,6 +97,32 @@ def test_all_ranks_skip_alike_and_name_the_culprit(world_size, policy, optimizer
     assert run_ranks(world_size, plant_everywhere, policy, optimizer, overlap) == [[]] * world_size
 
 
+def plant_in_large_buckets(env: WorkerEnv) -> tuple[list[str], int]:
+    """Wires and places that were not attributed, and how many were tried.
+
+    The last element of each parameter of buckets that hold several, with padding between them.
+    """
+    problems, tried = [], 0
+    for wire in (Wire(), Wire(sum="fp32"), Wire(shard=True)):
+        stepper = Stepper(
+            conv_net(), SGD(1e-2), Policy.fp16(), env.group, scaling=Scaling("static", 1), wire=wire
+        )
+        assert [len(bucket.slots) for bucket in stepper.reducer.buckets] == [3, 5]
+        assert all(bucket.run.gaps() for bucket in stepper.reducer.buckets)
+        for rank in range(env.world_size):
+            for name, parameter in stepper.layout.parameters.items():
+                place = (rank, name, parameter.numel() - 1, torch.nan)
+                report = train_planted(env, stepper, place, seed=tried)
+                tried += 1
+                if (report.culprit_ranks, report.culprit_parameters) != ((rank,), (name,)):
+                    problems.append(f"{wire}: {place}: {report}")
+    return problems, tried
+
+
+def test_a_culprit_is_named_at_every_position_of_a_bucket() -> None:
+    assert run_ranks(2, plant_in_large_buckets) == [([], 3 * 2 * 8)] * 2
+
+
 def random_skips(env: WorkerEnv, steps: int) -> tuple[list[str], str, int, int]:
     """Problems, the digest of all state and counters at the end, skipped and applied steps."""
     torch.manual_seed(0)

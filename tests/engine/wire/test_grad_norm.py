@@ -95,7 +95,7 @@ def test_the_bits_of_a_sum_do_not_depend_on_the_parameters_beside_it(sums, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, -torch.nan])
-@pytest.mark.parametrize("index", [0, 1, 63, 64, 300, 999])
+@pytest.mark.parametrize("index", [0, 1, 63, 64, 300, 999, 1100, 1199])
 def test_the_look_before_the_wire_finds_what_is_not_finite(dtype, value, index) -> None:
     memory = torch.full((1200,), torch.finfo(dtype).max, dtype=dtype)
     memory[::2] *= -1  # extremes that would add up to more than fp16 or fp32 can hold
