@@ -6,6 +6,7 @@ What a step computes is the Stepper's; how it is recorded is the recorder's.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 import launcher.engine.works as works
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE
@@ -29,6 +31,7 @@ from launcher.engine.recorder import (
 from launcher.engine.step_result import StepResult
 from launcher.engine.stepper import Stepper
 
+MARK = "launcher: seen"
 WARM_UP = 3  # ordinary steps: they compile, choose algorithms, create handles and communicators
 
 
@@ -77,8 +80,10 @@ class StepGraph:
         Several `passes`, for batches of several sizes, are recorded in the same memory: the largest first.
         A collective. Raises, on all ranks, HostRead where `passes` wait for the device on one of them, and
         NoMemory where it runs out there; the Stepper can be used as before. After a RecordingError end the
-        process. Other errors are of `passes`.
+        process. Raises UnusableError, on all ranks, while the graph of an earlier loss is alive. Other errors
+        are of `passes`.
         """
+        self._refuse_live_graphs()
         kept, generators = _copies(self._stepper.tensors()), _generators(self._stepper.device)
         try:
             with self._recorder.aside():
@@ -110,6 +115,21 @@ class StepGraph:
         for part in (COMPUTE, UPDATE):  # all of it counts as the first: no clock within it would be read
             self._stepper.clock.mark(part)
         return self._stepper.report(self._packed[number].clone(), self._wire_bytes)  # read after the next
+
+    def _refuse_live_graphs(self) -> None:
+        """A graph keeps its parameters' AccumulateGrad nodes, and these the stream on which it was computed.
+
+        The recorded backward pass would end on that stream, which a capture refuses without the cause.
+        """
+        gc.collect()
+        parameters = self._stepper.layout.parameters.items()
+        name = next((name for name, parameter in parameters if _in_a_graph(parameter)), "")
+        if self._any_rank(bool(name)):
+            where = f"that parameter {name} is part of" if name else "on another rank"
+            raise UnusableError(
+                f"a step cannot be recorded while the graph of an earlier loss is alive, {where}. Drop what "
+                "holds it before record(): `del loss_sum`, and outputs of the model; keep loss_sum.detach()."
+            )
 
     def _rehearse(self, passes: Callable[[], object]) -> None:
         """A few real steps, the last of them under a check. All ranks run as many, whatever one finds."""
@@ -178,6 +198,22 @@ def waits_for_device(stepper: Stepper) -> str:
     if stepper.decides_on_host:
         return "the host reads the verdict of each step on a CPU; build the Stepper with capturable=True"
     return ""
+
+
+def _in_a_graph(parameter: Tensor) -> bool:
+    """Whether a graph of autograd that is alive has this parameter in it."""
+    if not parameter.requires_grad:
+        return False
+    # The node is made anew for each call, and the mark is lost with it, unless a graph holds it.
+    _metadata_of(parameter)[MARK] = True
+    return MARK in _metadata_of(parameter)
+
+
+def _metadata_of(parameter: Tensor) -> dict[object, object]:
+    """Of its AccumulateGrad node."""
+    metadata: object = get_gradient_edge(parameter).node.metadata  # torch declares a method
+    assert isinstance(metadata, dict)
+    return metadata
 
 
 def _copies(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -294,3 +294,27 @@ def test_steps_that_wait_by_themselves_are_refused(optimizer, settings, reason) 
 def test_a_cpu_records_nothing() -> None:
     with pytest.raises(UnusableError, match="a step on the device cpu cannot be recorded: it needs CUDA"):
         StepGraph(stepper_of())
+
+
+@pytest.mark.parametrize("kept", ["loss", "output", "detached", "nothing"])
+def test_no_step_is_recorded_while_an_earlier_graph_is_alive(kept) -> None:
+    """Its nodes are on the stream of ordinary steps. A CPU has no streams: the refusal is what is tested."""
+    stepper = stepper_of()
+    learner = Learner(stepper, Tape())
+    with stepper.forward():
+        outputs = stepper.model(learner.x)
+        loss = loss_sum(outputs, learner.classes)
+    stepper.backward(loss, BATCH)
+    stepper.step()
+    held = {"loss": loss, "output": outputs, "detached": loss.detach(), "nothing": None}[kept]
+    del loss, outputs
+    if kept in ("detached", "nothing"):
+        learner.graph.record(learner.passes)
+    else:
+        with pytest.raises(
+            UnusableError, match=r"graph of an earlier loss is alive, that parameter .* part of"
+        ):
+            learner.graph.record(learner.passes)
+        del held
+        learner.graph.record(learner.passes)
+    assert not learner.train(1).read().abandoned_ranks
