@@ -57,6 +57,9 @@ class Stepper:
     while other ranks exist, pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`.
     The attribute `group` is the group in use, None for one process.
 
+    `clip_norm` is the largest norm of the mean gradient of all ranks, as of torch's clip_grad_norm_; that
+    function itself clips nothing between backward() and step(), because p.grad is None there.
+
     `micro_batches` is the largest number of backward() calls before each step(); the last of them overlaps
     communication. `reference_count` is n0 of the loss boundary: the usual number of samples (or tokens) per
     step and rank; None takes it from the counts of the first step, which costs that step one collective.

@@ -47,6 +47,23 @@ def test_a_step_beside_another_networks_pass_names_both_cases() -> None:
     assert "call model.zero_grad() before step(), or skip step() on all ranks" in str(caught.value)
 
 
+def test_torchs_own_clipping_before_a_step_changes_nothing_and_clip_norm_clips() -> None:
+    moved = []
+    for clip_norm, clips in ((None, False), (None, True), (1e-3, False)):
+        stepper = stepper_of(clip_norm=clip_norm)
+        before = {name: p.detach().clone() for name, p in stepper.model.named_parameters()}
+        x, classes = features(4, 0)
+        stepper.backward(loss_sum(stepper.model(x), classes), 4)
+        if clips:
+            assert nn.utils.clip_grad_norm_(stepper.model.parameters(), 1e-3) == 0, "p.grad is None"
+        stepper.step()
+        squares = [(p - before[name]).square().sum() for name, p in stepper.model.named_parameters()]
+        moved.append(torch.stack(squares).sum().sqrt().item())
+    assert moved[0] == moved[1] > 1e-2
+    assert moved[2] == pytest.approx(0.1 * 1e-3, rel=1e-2)
+    assert "clip_grad_norm_" in (Stepper.__doc__ or "")
+
+
 def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
     stepper, other = stepper_of(), stepper_of()
     stepper.lr = 0.05
