@@ -32,6 +32,10 @@ from launcher.engine.step_result import StepResult
 from launcher.engine.stepper import Stepper
 
 MARK = "launcher: seen"
+LIVE = (
+    "a step cannot be recorded while the graph of an earlier loss is alive, {where}. Drop what holds it "
+    "before record(): `del loss_sum`, and outputs of the model; keep loss_sum.detach()."
+)
 WARM_UP = 3  # ordinary steps: they compile, choose algorithms, create handles and communicators
 
 
@@ -124,12 +128,7 @@ class StepGraph:
         gc.collect()
         parameters = self._stepper.layout.parameters.items()
         name = next((name for name, parameter in parameters if _in_a_graph(parameter)), "")
-        if self._any_rank(bool(name)):
-            where = f"that parameter {name} is part of" if name else "on another rank"
-            raise UnusableError(
-                f"a step cannot be recorded while the graph of an earlier loss is alive, {where}. Drop what "
-                "holds it before record(): `del loss_sum`, and outputs of the model; keep loss_sum.detach()."
-            )
+        self._agree(UnusableError(LIVE.format(where=f"that parameter {name} is part of")) if name else None)
 
     def _rehearse(self, passes: Callable[[], object]) -> None:
         """A few real steps, the last of them under a check. All ranks run as many, whatever one finds."""
@@ -180,9 +179,13 @@ class StepGraph:
 
     def _agree(self, failure: Exception | None) -> None:
         """Raise on all ranks where one has a failure: its own, or that of another. A collective."""
-        kinds = (HostRead("another rank waits for the device"), NoMemory("memory ran out on another rank"))
-        found = 0 if failure is None else 2 if isinstance(failure, NoMemory) else 1
-        number = torch.tensor(found, device=self._stepper.device)
+        kinds = (
+            HostRead("another rank waits for the device"),
+            NoMemory("memory ran out on another rank"),
+            UnusableError(LIVE.format(where="on another rank")),
+        )
+        found = [number for number, kind in enumerate(kinds, 1) if isinstance(failure, type(kind))]
+        number = torch.tensor(max(found, default=0), device=self._stepper.device)
         if self._stepper.group is not None:
             work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._stepper.group, async_op=True)
             works.run(work, number)
