@@ -87,7 +87,9 @@ class Parts:
             layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
         )
         self.attachment = Attachment(model, layout, self.reducer)
-        self.shards = Shards(layout, transports, group)
+        self.shards = Shards(
+            layout, transports, group
+        )  # after the reducer, which moves a segment's gradients
         self.updater = updater_of(optimizer, layout, self.shards, compiled, on_host)
         self.in_place = InPlaceChanges(model, layout, self.shards, group)
         self.scale = LossScale(choices.scaling, layout.device, on_host)

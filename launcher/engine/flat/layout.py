@@ -268,17 +268,20 @@ class Layout:
         """Copy the parameters of these runs into flat memory, and make them views of it."""
         exact = flat_zeros(runs[-1].end, torch.float32, self.device)
         slots = [slot for run in runs for slot in run.slots]
+        existing = [self.parameters[slot.name].grad for slot in slots]
         with one_thread():
             for slot in slots:
-                slot.view(exact).copy_(self.parameters[slot.name].detach())
+                p, view = self.parameters[slot.name], slot.view(exact)
+                view.copy_(p.detach())
+                p.grad = None  # torch refuses a grad of another dtype than its parameter
+                p.data = view  # frees the memory of the parameter, before more is taken
         weights = exact
         if weight != torch.float32:
             weights = flat_zeros(len(exact), weight, self.device).copy_(exact)
-        for slot in slots:
+        for slot, grad_before in zip(slots, existing, strict=True):
             p = self.parameters[slot.name]
-            existing, p.grad = p.grad, None  # torch refuses a grad of another dtype than its parameter
             p.data = slot.view(weights)
-            p.grad = None if existing is None else existing.to(weight)
+            p.grad = None if grad_before is None else grad_before.to(weight)
         grads = flat_zeros(len(exact), grad, self.device)
         return Segment(name, runs, weights, exact if masters else None, grads)
 

@@ -79,9 +79,10 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
     """Twelve bytes for each parameter would be more than the 4 + 12 / world_size that a step takes."""
     monkeypatch.setattr(shards, "CHUNK", PIECE)
     with fake_group(world_size) as group, MetaDevice():
-        model = large().to(META)
-        options: dict[str, Any] = {"reference_count": 4, "capturable": True, "emulate": True}
-        stepper = Stepper(model, AdamW(0.1), Policy.fp16(), group, wire=Wire(shard=True), **options)
+        with MetaMemory() as building:
+            model = large().to(META)
+            options: dict[str, Any] = {"reference_count": 4, "capturable": True, "emulate": True}
+            stepper = Stepper(model, AdamW(0.1), Policy.fp16(), group, wire=Wire(shard=True), **options)
         average = WeightAverage(stepper, 0.9)
         states = from_a_file(stepper.state()), from_a_file(average.state())
         peaks = {}
@@ -92,6 +93,8 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
             peaks[name] = memory.peak_bytes
     numel = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert stepper.state_bytes() < numel * (4.5 + 12 / world_size)
+    # Of a model in fp32: each parameter and its master, until the parameter is that in flat memory.
+    assert building.peak_bytes < numel * (8.1 + 4 / world_size)
     assert max(peaks.values()) <= 8 * PIECE + 8 * numel / world_size < 2 * numel, (peaks, numel)
 
 
