@@ -157,9 +157,9 @@ def _notes(error: BaseException) -> list[str]:
     return [visible(str(note)) for note in getattr(error, "__notes__", ())]
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 job`, `2 jobs`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """`1 job`, `2 jobs`; `plural` is what the noun ends with where there are several."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:

@@ -69,7 +69,8 @@ def write_recipe(words: Sequence[str]) -> None:
     refuse_name(name)
     files = {Path(f"{name}.py"): PYTHON, Path(name, "recipe", f"{name}.yaml"): YAML}
     if there := [str(file) for file in files if file.exists() or file.is_symlink()]:
-        raise ConfigError(f"new {name}: {' and '.join(there)} exist(s) already. Choose another name.")
+        verb = "exists" if len(there) == 1 else "exist"
+        raise ConfigError(f"new {name}: {' and '.join(there)} {verb} already. Choose another name.")
     try:
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)

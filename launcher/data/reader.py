@@ -33,7 +33,7 @@ from launcher.data.random_state import (
     states,
 )
 from launcher.data.tensors import Batch, time_first
-from launcher.errors import DataError, LauncherError, described
+from launcher.errors import DataError, LauncherError, counted, described
 
 TOGETHER = -2  # in place of an index: several samples are read at once
 
@@ -371,7 +371,7 @@ def columns(*names: str) -> Collate:
         parts = len(first) if isinstance(first, tuple | list) else 1
         if parts != len(names):
             raise DataError(
-                f"a sample has {parts} part(s), but columns names {len(names)}: {', '.join(names)}."
+                f"a sample has {counted(parts, 'part')}, but columns names {len(names)}: {', '.join(names)}."
             )
         made = stacked(samples, names)
         return dict(zip(names, made if isinstance(first, tuple | list) else [made], strict=True))

@@ -30,7 +30,7 @@ from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
 from launcher.data.reader import BadSample, Collate, Fetched, collated, in_words, unforeseen
 from launcher.data.tensors import Batch, transformed
-from launcher.errors import ConfigError, DataError
+from launcher.errors import ConfigError, DataError, counted
 
 REPORTED_S = 1.0  # a resume that skips for longer says so
 
@@ -341,7 +341,7 @@ class StreamBatches:
         if (found[0].ranks, found[0].processes) == (ranks, processes):
             return found[self._share.rank]
         if self._share.divided:
-            before = f"{found[0].ranks} rank(s) with data.workers={found[0].processes}"
+            before = f"{counted(found[0].ranks, 'rank')} with data.workers={found[0].processes}"
             raise ConfigError(
                 f"the checkpoint is of {before}, among which the stream was divided. It cannot be resumed on "
                 f"{ranks} with data.workers={processes}: start with as many, or afresh with "

@@ -19,7 +19,7 @@ import torch
 from launcher.config.schema import Config, to_dict
 from launcher.distributed.connections import own_addresses
 from launcher.distributed.process_group import WorkerEnv
-from launcher.errors import PreflightError
+from launcher.errors import PreflightError, counted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -44,7 +44,7 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     device = (
         torch.cuda.get_device_name(env.device)
         if env.device.type == "cuda"
-        else f"CPU {platform.machine()}, {torch.get_num_threads()} thread(s)"
+        else f"CPU {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
     )
     gpu = str(torch.cuda.get_device_properties(env.device).uuid) if env.device.type == "cuda" else None
     own = Peer(device, gpu, os.getpid(), gethostname(), own_addresses())

@@ -28,6 +28,7 @@ from launcher.errors import (
     PreemptedError,
     PreflightError,
     StalledError,
+    counted,
     described,
     whole_text,
 )
@@ -442,8 +443,9 @@ def _device(launch: LaunchEnv) -> torch.device:
     count = torch.cuda.device_count()
     if launch.local_rank >= count > 1:
         raise PreflightError(
-            f"rank {launch.rank} is number {launch.local_rank} on this machine, which has {count} GPU(s). "
-            f"Start at most {count} processes per machine (torchrun --nproc-per-node={count})."
+            f"rank {launch.rank} is number {launch.local_rank} on this machine, which has "
+            f"{counted(count, 'GPU')}. Start at most {count} processes per machine "
+            f"(torchrun --nproc-per-node={count})."
         )
     device = torch.device("cuda", launch.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
@@ -465,8 +467,8 @@ def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, de
         count = torch.cuda.device_count()
         raise PreflightError(
             f"ranks {first} and {launch.rank} use the same GPU ({uuid}); each rank needs its own, and rank "
-            f"{launch.rank} sees {count} GPU(s). Start at most as many processes per machine as it has GPUs, "
-            "and show each process all of them or a different one."
+            f"{launch.rank} sees {counted(count, 'GPU')}. Start at most as many processes per machine as it "
+            "has GPUs, and show each process all of them or a different one."
         )
 
 

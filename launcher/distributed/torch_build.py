@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from launcher.errors import PreflightError
+from launcher.errors import PreflightError, counted
 
 if TYPE_CHECKING:
     import torch
@@ -168,8 +168,8 @@ def refuse_unusable_driver(rank: int, device: torch.device) -> None:
         other = install_command(sys.executable, torch.__version__, BUILDS[-1].backend)
         raise PreflightError(
             f"rank {rank}: torch {torch.__version__} is built for CUDA {torch.version.cuda}, but the driver "
-            f"of the {found.num_gpus} GPU(s) here supports only CUDA {dotted(found.supported)}. Update the "
-            f"driver, or, where it supports CUDA 12, install another build: {other}. {HIDE}"
+            f"of the {counted(found.num_gpus, 'GPU')} here supports only CUDA {dotted(found.supported)}. "
+            f"Update the driver, or, where it supports CUDA 12, install another build: {other}. {HIDE}"
         )
 
 

@@ -14,7 +14,7 @@ from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
 from launcher.distributed.process_group import LaunchEnv
 from launcher.distributed.torch_build import CRASHED, Driver, ask_driver, refuse_failed_driver
-from launcher.errors import ConfigError, PreflightError
+from launcher.errors import ConfigError, PreflightError, counted
 
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
 
@@ -36,8 +36,9 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     workers = int(wish.nproc)
     if num_gpus and workers > num_gpus:
         raise PreflightError(
-            f"launch.nproc={workers} asks for more workers than the {num_gpus} GPU(s) that this process may "
-            f"use. Ask for at most {num_gpus}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU."
+            f"launch.nproc={workers} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
+            f"process may use. Ask for at most {num_gpus}, or hide them with "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     return workers
 
@@ -56,8 +57,8 @@ def refuse_small_batch(config: Config, launch: LaunchEnv) -> None:
 def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
     if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
         raise ConfigError(
-            f"launch.nproc={wish.nproc}, but {launch.world_size} process(es) were started by torchrun or a "
-            f"scheduler, which decides. Leave launch.nproc out, or start with {program()}."
+            f"launch.nproc={wish.nproc}, but {counted(launch.world_size, 'process', 'es')} came from "
+            f"torchrun or a scheduler, which decides. Leave launch.nproc out, or start with {program()}."
         )
 
 

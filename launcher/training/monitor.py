@@ -17,7 +17,7 @@ import torch
 from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import ExponentCounts
 from launcher.engine.diagnostics.step_timer import PARTS
-from launcher.errors import DataError
+from launcher.errors import DataError, counted
 from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rescue import Rescue
 from launcher.training.gradient_stats import GradientStats
@@ -142,7 +142,7 @@ class Monitor:
         if not (bad := report.votes[Question.BAD_SAMPLES]):
             return
         total = self._votes.bad_samples
-        text = f"{total} training sample(s) could not be read by step {position.step}"
+        text = f"{counted(total, 'training sample')} could not be read by step {position.step}"
         logs = "logs/rank*.log names each with its error"
         if total > self._max_bad:
             limit = f"more than data.max_bad={self._max_bad}"
@@ -166,9 +166,9 @@ class Monitor:
         times = self._bad_loss_steps.add()
         if times == 1:
             self._telemetry.warn(
-                f"the loss of step {step} was not finite in {micro_batches} micro-batch(es), so the step was "
-                "skipped. That is no overflow of the loss scale: check the samples for NaN and infinity, or "
-                "lower optim.lr. Further steps are counted."
+                f"the loss of step {step} was not finite in {counted(micro_batches, 'micro-batch', 'es')}, "
+                "so the step was skipped. That is no overflow of the loss scale: check the samples for NaN "
+                "and infinity, or lower optim.lr. Further steps are counted."
             )
         elif times:
             self._telemetry.warn(

@@ -315,7 +315,7 @@ def test_columns_names_the_parts_of_a_tuple():
     [
         ((torch.ones(2), 1), None, 'a tuple of 2, whose columns have no names.*columns("image", "label")'),
         (torch.ones(2), None, "a Tensor, whose columns have no names"),
-        ((torch.ones(2), 1), columns("image"), "has 2 part(s), but columns names 1: image"),
+        ((torch.ones(2), 1), columns("image"), "has 2 parts, but columns names 1: image"),
         ({"text": "words"}, None, "text (list)"),
         ({"x": 1}, lambda samples: [1], "collate returned list"),
         ({"x": 1}, lambda samples: {"x": None}, "x (NoneType)"),

@@ -192,7 +192,7 @@ def test_a_driver_too_old_for_torch_does_not_lead_to_the_cpu(
         return
     with pytest.raises(PreflightError) as error:
         refuse_unusable_driver(0, torch.device("cpu"))
-    assert "is built for CUDA 13.0, but the driver of the 2 GPU(s) here supports only CUDA 12.4" in str(
+    assert "is built for CUDA 13.0, but the driver of the 2 GPUs here supports only CUDA 12.4" in str(
         error.value
     )
     assert "--torch-backend=cu126" in str(error.value)

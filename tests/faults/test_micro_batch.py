@@ -85,7 +85,7 @@ def test_where_not_even_one_sample_fits_all_ranks_leave_with_exit_4(tmp_path: Pa
     ended = run(tmp_path / "run", AUTO, ranks=2, user_code=lacking_memory(0, 1))
     assert ended.codes == [4, 4], ended
     assert (
-        "not even 1 sample(s) per rank and forward pass fit in memory: rank 0: the recipe" in ended.outputs[0]
+        "not even 1 sample per rank and forward pass fits in memory: rank 0: the recipe" in ended.outputs[0]
     )
     assert "rank 1: GPU memory: no room for 1 samples. Choose a smaller model" in ended.outputs[0]
     assert ended.result["exit"] == 4

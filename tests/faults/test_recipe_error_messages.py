@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launcher.config.groups import PACKAGE
-from launcher.errors import DataError
+from launcher.errors import DataError, counted
 from launcher.run_dir.atomic import read_json
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
@@ -374,7 +374,7 @@ def test_more_workers_than_cores_are_a_decision_and_no_error(tmp_path: Path) -> 
     write_recipe(tmp_path)
     with Parent(tmp_path, "train.max_steps=1", "precision=fp32", nproc=cores + 1) as parent:
         assert parent.end(40) == 0
-        assert f"; they share {cores} core(s) and wait for each other" in parent.stdout
+        assert f"; they share {counted(cores, 'core')} and wait for each other" in parent.stdout
 
 
 def holding_the_group(network: Any, batch: Any) -> None:

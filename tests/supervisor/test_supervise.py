@@ -297,5 +297,5 @@ def test_who_is_launched_by_another_starts_nobody() -> None:
     launch = LaunchEnv(rank=0, world_size=4, local_world_size=2, launched=True)
     for nproc in ("auto", 2, 4):
         assert worker_count.num_workers(wish(nproc, max_restarts=3), launch) is None
-    with pytest.raises(ConfigError, match=r"launch\.nproc=3, but 4 process\(es\) were started by torchrun"):
+    with pytest.raises(ConfigError, match=r"launch\.nproc=3, but 4 processes came from torchrun"):
         worker_count.num_workers(wish(3), launch)

@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> No
     monitor_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).log_remaining()
     first, tenth = [event["text"] for event in recorder.of("warning")]
     assert first == (
-        "the loss of step 3 was not finite in 2 micro-batch(es), so the step was skipped. That is no "
+        "the loss of step 3 was not finite in 2 micro-batches, so the step was skipped. That is no "
         "overflow of the loss scale: check the samples for NaN and infinity, or lower optim.lr. Further "
         "steps are counted."
     )

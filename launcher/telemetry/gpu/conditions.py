@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.errors import counted
 from launcher.telemetry.gpu.devices import Gpu
 from launcher.telemetry.gpu.readings import Values
 
@@ -56,8 +57,9 @@ class Conditions:
             self._ecc[gpu.uuid] = before, count
             new = f", {count - before:.0f} of them in this run" if count > before else ""
             self._warn(
-                f"{name(gpu)} has {count:.0f} uncorrected ECC error(s) since the driver was loaded{new}: "
-                "values in its memory may be wrong. nvidia-smi -q -d ECC has details; reset or replace it."
+                f"{name(gpu)} has {counted(round(count), 'uncorrected ECC error')} since the driver was "
+                f"loaded{new}: values in its memory may be wrong. nvidia-smi -q -d ECC has details; reset "
+                "or replace it."
             )
 
     def lost(self, gpu: Gpu, error: Exception) -> None:
@@ -120,6 +122,6 @@ def _conditions(
     if others := numbers.get("other_processes"):
         yield (
             "shared",
-            f"is shared with {others} process(es) that are not of this run",
+            f"is shared with {counted(others, 'process', 'es')} not of this run",
             "nvidia-smi lists them; they take time and memory of this run.",
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from launcher.checkpoint import Metric
 from launcher.config.schema import EarlyStoppingConfig
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.checks import names_to_compare_by
@@ -53,8 +53,8 @@ class EarlyStopping:
             return ""
         best = watched.best
         return (
-            f"{best.name} has not improved {self._by()}in {watched.waited} evaluation(s): {best.value:g} "
-            f"after step {watched.best_step} is the best, {found.value:g} the latest"
+            f"{best.name} has not improved {self._by()}in {counted(watched.waited, 'evaluation')}: "
+            f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
         )
 
     def _counted(self, watched: Watched | None, found: Metric, step: int) -> Watched:

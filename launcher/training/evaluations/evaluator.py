@@ -19,7 +19,7 @@ from launcher.config.rules import BLOCKS
 from launcher.data.sources import Batches, Readable
 from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
-from launcher.errors import DataError
+from launcher.errors import DataError, counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.evaluation.rehearsal import rehearse
@@ -174,8 +174,8 @@ class Evaluator:
         if found.halvings:
             telemetry.warn(
                 f"ranks ran out of memory in the evaluation on the {set_title(name)} set and halved their "
-                f"batches, {found.halvings} time(s) over all ranks; logs/rank*.log has each. The numbers are "
-                "those of all samples."
+                f"batches, {counted(found.halvings, 'time')} over all ranks; logs/rank*.log has each. The "
+                "numbers are those of all samples."
             )
         if found.nan_outputs:
             telemetry.warn(
@@ -205,7 +205,7 @@ class Evaluator:
     def _report_unreadable(self, title: str, count: int) -> None:
         """Raise DataError, on all ranks alike, where more samples were left out than may be."""
         limit = self.run.config.data.max_bad
-        text = f"{count} sample(s) of the {title} set could not be read"
+        text = f"{counted(count, 'sample')} of the {title} set could not be read"
         logs = "logs/rank*.log names each with its error."
         if count > limit:
             raise DataError(f"{text}, more than data.max_bad={limit}: {logs}")

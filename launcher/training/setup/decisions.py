@@ -15,7 +15,7 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv, own_thread_count
 from launcher.engine import Stepper
-from launcher.errors import listed
+from launcher.errors import counted, listed
 from launcher.recipe.contract import ONLY_SET, Recipe
 from launcher.training.build import (
     TORCH_OPTIMIZERS,
@@ -134,7 +134,7 @@ def _arithmetic(stepper: Stepper) -> str:
 
 
 def _division(plan: BatchPlan) -> str:
-    parts = f"{plan.batch_size} samples per update over {plan.world_size} rank(s)"
+    parts = f"{plan.batch_size} samples per update over {counted(plan.world_size, 'rank')}"
     if plan.micro_batches > 1:
         parts += f", up to {plan.micro_batches} micro-batches of {plan.micro_batch} each"
     if plan.num_samples < plan.batch_size:
@@ -149,11 +149,13 @@ def _idle_gpus(env: WorkerEnv) -> str:
     if env.device.type != "cuda" or torch.cuda.device_count() <= env.local_world_size:
         return ""
     idle = torch.cuda.device_count() - env.local_world_size
-    return f"; {idle} GPU(s) of this machine stay idle: start with torchrun --nproc-per-node=gpu"
+    return f"; {counted(idle, 'GPU')} of this machine idle: start with torchrun --nproc-per-node=gpu"
 
 
 def _crowding(env: WorkerEnv) -> str:
     cores = len(os.sched_getaffinity(0))
     if env.device.type == "cuda" or env.local_world_size <= cores:
         return ""
-    return f"; they share {cores} core(s) and wait for each other: launch.nproc={cores} would be faster"
+    return (
+        f"; they share {counted(cores, 'core')} and wait for each other: launch.nproc={cores} would be faster"
+    )

@@ -18,7 +18,7 @@ from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import Readable, trial_batches
 from launcher.distributed.collectives import exchange_texts
-from launcher.errors import OutOfMemoryError, in_words
+from launcher.errors import OutOfMemoryError, counted, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
@@ -107,9 +107,9 @@ class Trials:
         last = next(reversed(tried.values()))
         if size is None:
             raise OutOfMemoryError(
-                f"data.micro_batch=auto: not even {sizes[-1]} sample(s) per rank and forward pass fit in "
-                f"memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's states "
-                "among the ranks with wire.shard=true, or use devices with more memory."
+                f"data.micro_batch=auto: not even {counted(sizes[-1], 'sample')} per rank and forward pass "
+                f"fits in memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's "
+                "states among the ranks with wire.shard=true, or use devices with more memory."
             )
         too_large = min((each for each, failure in tried.items() if failure), default=None)
         parts = replace(self.plan, micro_batch=size).micro_batches
@@ -117,8 +117,8 @@ class Trials:
             "micro-batch",
             f"data.micro_batch=auto: {size} per rank and forward pass"
             + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
-            + f" ({len(tried)} trial(s){self._way}). The update stays that of {self.plan.batch_size} "
-            f"samples, in up to {parts} micro-batch(es) per rank",
+            + f" ({counted(len(tried), 'trial')}{self._way}). The update stays that of "
+            f"{self.plan.batch_size} samples, in up to {counted(parts, 'micro-batch', 'es')} per rank",
             micro_batch=size,
             tried=[[each, not failure] for each, failure in tried.items()],
         )
