@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from launcher.engine.optim.updater import Updater
@@ -226,6 +227,11 @@ def lack_memory_in_the_update() -> None:
     Updater.step = no_room  # type: ignore[method-assign]
 
 
+def lack_memory_in_the_update_of_rank_1() -> None:
+    step = Updater.step
+    Updater.step = lambda *given: no_room() if dist.get_rank() else step(*given)  # type: ignore[method-assign]
+
+
 def lack_memory_in_the_exchange() -> None:
     Reducer.flush = no_room  # type: ignore[method-assign]
 
@@ -239,6 +245,12 @@ def lack_memory_in_the_exchange() -> None:
             ("optim=adamw",),
             "in the update of step 1: no room for 8 GiB. What helps: wire.shard=true divides masters and "
             "optimizer states among the ranks; optim=sgd has fewer states than adamw; a smaller data.micro",
+        ),
+        (
+            lack_memory_in_the_update_of_rank_1,
+            2,
+            (),
+            "rank 1 ran out of GPU memory in the update of step 1: no room for 8 GiB.",
         ),
         pytest.param(
             lack_memory_in_the_exchange,
