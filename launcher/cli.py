@@ -25,7 +25,7 @@ from launcher.commands.watch import watch
 from launcher.config.groups import conf_dir
 from launcher.distributed.handoff import Leader, Patience, follow
 from launcher.distributed.process_group import LaunchEnv
-from launcher.errors import DIVERGED, INTERRUPTED, ConfigError, escaped, in_words
+from launcher.errors import DIVERGED, INTERRUPTED, ConfigError, Interrupted, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch = LaunchEnv.from_environ(os.environ)
         argv = sys.argv[1:] if argv is None else argv
         return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
     except Exception as error:
         return report_failure(error)
@@ -47,7 +47,7 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(argv), leader), ""
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         exit_code, reason = INTERRUPTED, "interrupted"
     except SystemExit as stop:  # Hydra exits after some queries
         exit_code, reason = stop.code if isinstance(stop.code, int) else 0, ""

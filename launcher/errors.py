@@ -23,6 +23,7 @@ class LauncherError(Exception):
     """A failure with a clear text (what happened, the rule, what to do now) and an exit code."""
 
     exit_code = 1
+    restart_helps = False  # although its exit code is not one of those that a restart may cure
     traceback = ""  # of the exception behind it, where the text alone does not explain it; printed before it
 
     def __str__(self) -> str:
@@ -83,6 +84,12 @@ class DataError(LauncherError):
     exit_code = 7
 
 
+class LoaderKilledError(DataError):
+    """A loader process was killed by a signal, as for memory."""
+
+    restart_helps = True
+
+
 class StorageError(LauncherError):
     """A file or directory of the run cannot be written."""
 
@@ -99,6 +106,10 @@ class PreemptedError(LauncherError):
     """The run was asked to stop and is saved: the same command resumes it."""
 
     exit_code = 75
+
+
+class Interrupted(BaseException):
+    """Ctrl-C was pressed again while a run was being stopped. Not what a data set's own code raises."""
 
 
 class DataWarning(UserWarning):

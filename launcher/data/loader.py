@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from launcher.data.labels import Labels
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
-from launcher.errors import DataError, LauncherError, StalledError
+from launcher.errors import DataError, LauncherError, LoaderKilledError, StalledError
 from launcher.process.signals import HEEDED
 
 PREFETCHED = 2  # micro-batches per loader process
@@ -124,7 +124,7 @@ class Pool:
             mine = [row for row in self._shared if int(row[PID]) in pids]
             if not mine:
                 return None
-            return self._lost(mine, _first_line(error))
+            return self._lost(mine, _first_line(error), "killed by signal" in str(error))
         if "DataLoader timed out" not in str(error):
             return None
         busy = [row for row in self._shared if row[READING] != -1]
@@ -156,10 +156,11 @@ class Pool:
         ended = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}
         mine = [row for row in self._shared if int(row[PID]) in ended]
         codes = ", ".join(map(str, ended.values()))
-        return self._lost(mine, f"exit code {codes}, seen as {_first_line(error)}") if mine else None
+        killed = any(code < 0 for code in ended.values())
+        return self._lost(mine, f"exit code {codes}, seen as {_first_line(error)}", killed) if mine else None
 
-    def _lost(self, rows: Sequence[Any], how: str) -> DataError:
-        return DataError(
+    def _lost(self, rows: Sequence[Any], how: str, killed: bool) -> DataError:
+        return (LoaderKilledError if killed else DataError)(
             f"a loader process ended {self._at(rows, 'while it read')}: {how} If it was killed for memory, "
             "lower data.workers or data.micro_batch. If the sample crashes a library, data.workers=0 shows "
             "where."

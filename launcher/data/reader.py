@@ -35,6 +35,8 @@ from launcher.data.random_state import (
 from launcher.data.tensors import Batch, time_first
 from launcher.errors import DataError, LauncherError, counted, described
 
+# By a user's data set. Those that are no Exception end a loader process without a word.
+RAISED = (Exception, GeneratorExit, KeyboardInterrupt, SystemExit)
 TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
@@ -72,7 +74,7 @@ class BadSample:
     traceback: str = ""  # a short one, of an exception that nobody has foreseen
 
     @classmethod
-    def of(cls, index: int, error: Exception) -> BadSample:
+    def of(cls, index: int, error: BaseException) -> BadSample:
         details = "".join(traceback.format_exception(error))
         return cls(index, in_words(error), place_of(error), details, unforeseen(error))
 
@@ -152,7 +154,7 @@ class Reader:
         """`before` are the present states, if they are known."""
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
-        except Exception as error:  # a user's data set may fail in any way
+        except RAISED as error:  # a user's data set may fail in any way
             failure = f"set_epoch failed{_at(error)}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
         found = self._samples(request, None if self._with_epochs else before)
@@ -161,7 +163,7 @@ class Reader:
             return Fetched(None, (), tuple(found.bad))
         try:
             return Fetched(self._collated(request, found.samples), found.kept, tuple(found.bad))
-        except Exception as error:
+        except RAISED as error:
             return self._without_odd(request, found, error)
 
     def _samples(self, request: Request, before: States | None) -> _Read:
@@ -198,7 +200,7 @@ class Reader:
             reading(index)
             try:
                 samples.append(sample(index, seeds[offset]) if sample else dataset[index])
-            except Exception as error:  # a user's data set may fail in any way
+            except RAISED as error:  # a user's data set may fail in any way
                 bad[offset] = BadSample.of(index, error)
         if not bad:
             return _Read.whole(samples)
@@ -214,7 +216,7 @@ class Reader:
             if together is None:
                 return _Read.whole([dataset[index] for index in request.indices])
             samples = together(list(request.indices))
-        except Exception:  # a user's data set may fail in any way
+        except RAISED:  # a user's data set may fail in any way
             return None
         if not isinstance(samples, list | tuple) or len(samples) != len(request.indices):
             return None
@@ -245,7 +247,7 @@ class Reader:
             seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         return collated(samples, self._collate)
 
-    def _without_odd(self, request: Request, found: _Read, error: Exception) -> Fetched:
+    def _without_odd(self, request: Request, found: _Read, error: BaseException) -> Fetched:
         """The batch without the samples that cannot be collated even alone; else the failure."""
         samples, bad = dict(zip(found.kept, found.samples, strict=True)), found.bad
         errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
@@ -258,18 +260,18 @@ class Reader:
             try:
                 batch = self._collated(request, [samples[offset] for offset in good])
                 return Fetched(batch, tuple(good), (*bad, *odd))
-            except Exception as again:
+            except RAISED as again:
                 error = again
         indices = [request.indices[offset] for offset in samples]
         where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
         failure = f"samples {_listed(indices)}{where}{_at(error)}: {in_words(error)}"
         return Fetched(None, (), tuple(bad), failure, unforeseen(error))
 
-    def _alone(self, sample: Any) -> Exception | None:
+    def _alone(self, sample: Any) -> BaseException | None:
         """Why this sample cannot be collated by itself; None if it can."""
         try:
             collated([sample], self._collate)
-        except Exception as error:
+        except RAISED as error:
             missing = _none_in(sample)
             return MissingError(f"{missing} is None") if missing else error
         return None
@@ -384,15 +386,15 @@ def _listed(indices: Sequence[int], at_most: int = 8) -> str:
     return f"{shown} and {len(indices) - at_most} more" if len(indices) > at_most else shown
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, DataError) else described(error)
 
 
-def unforeseen(error: Exception) -> str:
+def unforeseen(error: BaseException) -> str:
     """The short traceback of an error whose text is not for users."""
     return error.traceback if isinstance(error, LauncherError) else short_traceback(error)
 
 
-def _at(error: Exception) -> str:
+def _at(error: BaseException) -> str:
     place = place_of(error)
     return f" at {place}" if place else ""

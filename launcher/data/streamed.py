@@ -28,7 +28,7 @@ from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import Generators, seed_all, spread_seed
-from launcher.data.reader import BadSample, Collate, Fetched, collated, in_words, unforeseen
+from launcher.data.reader import RAISED, BadSample, Collate, Fetched, collated, in_words, unforeseen
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import ConfigError, DataError, counted
 
@@ -162,7 +162,7 @@ class StreamReader(IterableDataset[Fetched]):
                 sample = next(source)
             except StopIteration:
                 break
-            except Exception as error:  # a generator is over then
+            except RAISED as error:  # a generator is over then
                 return at, [], BadSample.of(at, error)
             if at >= goal:
                 samples.append(sample)
@@ -179,7 +179,7 @@ class StreamReader(IterableDataset[Fetched]):
         kept = tuple(range(len(samples)))
         try:
             return Fetched(collated(samples, self._collate), kept, more=more)
-        except Exception as error:
+        except RAISED as error:
             failure = f"samples {part.start} to {at - 1}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
 

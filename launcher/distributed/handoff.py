@@ -72,6 +72,7 @@ class Departure:
     gone: bool = False  # ended by its watchdog: it will not join further jobs
     lost: bool = False  # the error is that of a rank which lost another one: not the origin
     traceback: str = ""  # of an exception, to be printed before the error
+    restart_helps: bool = False  # whatever the exit code
 
 
 def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
@@ -321,7 +322,15 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         shared = isinstance(error, CollectiveError)
-        return Departure(rank, time.time(), str(error), error.exit_code, shared, traceback=error.traceback)
+        return Departure(
+            rank,
+            time.time(),
+            str(error),
+            error.exit_code,
+            shared,
+            traceback=error.traceback,
+            restart_helps=error.restart_helps,
+        )
     text, lost = described(error, with_notes=True), is_of_another(error)
     called = last_call(latest_calls()) if is_loss(error) else ""
     trace = "" if lost else short_traceback(error)

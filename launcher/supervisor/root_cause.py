@@ -59,11 +59,12 @@ class Verdict:
     hint: str = ""  # printed after the text
     last_step: int | None = None  # of a run that was ended while it wrote its result and report
     traceback: str = ""  # of the exception behind it, printed before the text
+    restart_helps: bool = False  # whatever the exit code
 
     @property
     def recoverable(self) -> bool:
         """Whether starting the workers again can help."""
-        return self.exit_code in RECOVERABLE
+        return self.restart_helps or self.exit_code in RECOVERABLE
 
 
 class RunFailed(LauncherError):
@@ -87,7 +88,12 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
     if blamed.failed:
         assert blamed.departure is not None
         departure = blamed.departure
-        return Verdict(departure.exit_code, _said_by(blamed, fates), traceback=departure.traceback)
+        return Verdict(
+            departure.exit_code,
+            _said_by(blamed, fates),
+            traceback=departure.traceback,
+            restart_helps=departure.restart_helps,
+        )
     alive = [fate for fate in fates if fate.exit_code is None]
     if any(fate.failed for fate in fates):
         return hang([blamed])

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from launcher.errors import LauncherError
+from launcher.errors import Interrupted, LauncherError
 from launcher.process.signals import HEEDED, ONE_REQUEST_S, SAVING, obeyed, unhandled
 
 
@@ -44,7 +44,7 @@ class Requests:
             if time.monotonic() - self._since_s <= ONE_REQUEST_S:
                 return
             self._interrupted = True
-            raise KeyboardInterrupt
+            raise Interrupted
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from launcher.data.reader import Request
 from launcher.data.sources import evaluation_batches, readable, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
-from launcher.errors import DataError, LauncherError, StalledError
+from launcher.errors import DataError, Interrupted, LauncherError, StalledError
 from tests.meta_device import META, MetaDevice
 
 CPU = torch.device("cpu")
@@ -287,6 +287,24 @@ def test_a_sample_that_hangs_is_named_and_its_process_ended():
     with pytest.raises(StalledError, match=r"no batch came .* for 1 s; they were reading sample 7"):
         epoch(batches(Noisy(50, {7: lambda: time.sleep(600)}), workers=2, timeout_s=1.0))
     assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, GeneratorExit, SystemExit])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises_what_ends_a_process_is_a_bad_sample(raised, workers):
+    def fail():
+        raise raised("by the data set")
+
+    with pytest.raises(DataError, match=rf"sample 7 .*{raised.__name__}: by the data set"):
+        epoch(batches(Noisy(50, {7: fail}), workers=workers, timeout_s=20.0))
+
+
+def test_an_interrupt_of_the_user_is_no_bad_sample():
+    def interrupt():
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        epoch(batches(Noisy(50, {7: interrupt})))
 
 
 def test_loader_processes_ignore_the_signals_that_stop_a_run():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.launching import EPOCH, run
+from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, kill, own_rank, stop_after
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,3 +59,26 @@ def test_a_killed_loader_process_is_named(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *INDEXED, ranks=2, user_code=kill_a_loader_process)
     assert 7 in ended.codes, ended
     assert "a loader process ended" in ended.log(1)
+
+
+KILL = """
+if step == 5 and RANK == 1 and GENERATION == 0:
+    import multiprocessing
+    multiprocessing.active_children()[0].kill()
+"""
+
+
+@pytest.mark.parametrize("what", ["killed", "bad sample"])
+def test_the_run_is_restarted_after_the_kill_of_a_loader_process_and_not_for_a_bad_sample(
+    tmp_path: Path, what
+) -> None:
+    write_recipe(tmp_path, KILL if what == "killed" else "pass")
+    recipe = tmp_path / "tiny.py"
+    samples = "[{'image': image, 'label': int(image[0] > 0)} for image in x]"
+    if what == "bad sample":
+        samples = f"[*{samples}[:20], None, *{samples}[21:]]"
+    text = recipe.read_text().replace("Recipe(build, data, data,", f"Recipe(build, {samples}, data,")
+    recipe.write_text(text)
+    with Parent(tmp_path, "train.epochs=4", "data.workers=1", "launch.max_restarts=1") as parent:
+        assert parent.end(40) == (0 if what == "killed" else 7)
+        assert parent.stderr.count("restart 1 of 1: rank 1") == (what == "killed")
