@@ -29,7 +29,6 @@ def bert(config: Config) -> Recipe:
     path = config.model.options.get("path")
     encoder = pretrained_encoder(path) if path is not None else None
     sentences = load_sentences(config.data, encoder.tokenizer(config.data) if encoder else None)
-    several = len(sentences.validation) > 1
     return Recipe(
         build_model=model_builder(
             config,
@@ -39,7 +38,7 @@ def bert(config: Config) -> Recipe:
             pad=sentences.pad,
         ),
         train=sentences.train,
-        validation=dict(sentences.validation) if several else next(iter(sentences.validation.values())),
+        validation=sentences.validation_sets,
         loss=sentence_loss,
         collate=sentences.train.collate,
         lengths=sentences.train.lengths,

@@ -186,7 +186,7 @@ RULES: Mapping[str, Rule] = {
     "data.path": optional(text),
     "data.batch_size": whole(1),
     "data.micro_batch": optional(auto_or(whole(1))),
-    "data.val_fraction": number("above 0 and below 1", lambda value: 0 < value < 1),
+    "data.val_fraction": number("at least 0 and below 1", lambda value: 0 <= value < 1),
     "data.workers": auto_or(whole(0, 1024)),
     "data.max_bad": whole(0),
     "data.drop_last": flag,

@@ -48,7 +48,7 @@ class DataConfig:
     micro_batch: (
         str | int | None
     )  # per rank and forward; null: batch_size / world; auto: the largest that fits
-    val_fraction: float  # share held out where the data set has no split of its own
+    val_fraction: float  # share held out where the data set has no split of its own; 0: none
     workers: str | int  # auto or processes per rank that read samples; sets in memory need none
     max_bad: int  # samples that may be left out because they cannot be read, over all ranks
     drop_last: bool  # leave the last, smaller batch of an epoch out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
@@ -90,13 +91,23 @@ def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets
     )
 
 
-def refuse_unusable_data(recipe: Recipe) -> None:
+def without_empty_sets(recipe: Recipe) -> Recipe:
+    """The recipe without its empty validation sets, of which nothing was held out on purpose."""
+    sets = {
+        name: data
+        for name, data in recipe.validation_sets.items()
+        if not (isinstance(data, Sized) and len(data) == 0)
+    }
+    return recipe if ONLY_SET in sets else replace(recipe, validation=sets)
+
+
+def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
     """Raise DataError for an empty or nameless validation set, and for labels without a class.
 
-    Also for a __len__ that returns no number of samples.
+    Also for a __len__ that returns no number of samples. A recipe that `may_lack` validation may have none.
     """
     sets = recipe.validation_sets
-    if not sets:
+    if not sets and not may_lack:
         raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
     for name, data in sets.items():
         if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):

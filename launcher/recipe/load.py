@@ -11,7 +11,12 @@ from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError
-from launcher.recipe.checks import refuse_other_arguments, refuse_unusable_data, refuse_unusable_metrics
+from launcher.recipe.checks import (
+    refuse_other_arguments,
+    refuse_unusable_data,
+    refuse_unusable_metrics,
+    without_empty_sets,
+)
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
 from launcher.recipe.registry import Registry, look_up, registry_of, unknown, unmarked
 from launcher.recipe.training_aids import with_training_aids
@@ -32,8 +37,10 @@ def load_recipe(config: Config) -> Recipe:
             f'the function under @recipe("{uses}") returned {type(built).__name__}. '
             f"It has to return a launcher.recipe.Recipe."
         )
+    if config.data.val_fraction == 0:
+        built = without_empty_sets(built)
     refuse_unusable_metrics(built)
-    refuse_unusable_data(built)
+    refuse_unusable_data(built, may_lack=config.data.val_fraction == 0)
     if built.schedule is not None and not callable(built.schedule):
         raise ConfigError(
             f"the recipe's schedule={built.schedule!r}: it must be a function of (step, total), or None. "

@@ -104,9 +104,12 @@ class Totals:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of an evaluation, and whether it is better than all earlier ones."""
+    """Result of an evaluation, and whether it is better than all earlier ones.
 
-    metric: Metric
+    At the end of a run without evaluations it has no metric.
+    """
+
+    metric: Metric | None
     is_best: bool
     loss: float  # mean over the held-out set
     stops: str = ""  # why the run ends here, before its last step

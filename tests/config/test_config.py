@@ -73,7 +73,7 @@ def leaf_paths(kinds: dict[str, Any], prefix: str) -> list[str]:
             "model.sync_bn=true: excludes data.micro_batch=auto",
         ),
         ({"data__micro_batch": 256}, "data.micro_batch=256: must be at most data.batch_size=128"),
-        ({"data__val_fraction": 1}, "data.val_fraction=1: must be a number above 0 and below 1."),
+        ({"data__val_fraction": 1}, "data.val_fraction=1: must be a number at least 0 and below 1."),
         ({"data__augment": None}, "data.augment=null: must be a section"),
         ({"optim__lr": float("nan")}, "optim.lr=nan: must be a number above 0 and at most 1e30."),
         ({"optim__lr": float("inf")}, "optim.lr=inf: must be a number above 0 and at most 1e30."),

@@ -122,9 +122,9 @@ IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
 
 
 def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData]:
-    """Hold out `val_fraction` of each class, as `stratified` says."""
+    """Hold out `val_fraction` of each class, as `stratified` says; of 0 the second part is empty."""
     held_out = stratified(data.columns["label"], val_fraction)
-    if held_out.all() or not held_out.any():
+    if held_out.all() or (val_fraction and not held_out.any()):
         raise ConfigError(
             f"data.val_fraction={val_fraction} leaves {int((~held_out).sum())} samples for training and "
             f"{int(held_out.sum())} for validation. Both need at least one: choose a value between 0 and 1."

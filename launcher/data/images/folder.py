@@ -243,7 +243,7 @@ def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: st
     train = [file for file in files if not file.held_out]
     validation = [file for file in files if file.held_out]
     for part, name in ((train, "training"), (validation, "validation")):
-        if not part:
+        if not part and not (name == "validation" and not val_fraction):
             raise DataError(f"{where} has {len(files)} images, but none for {name}. Both need at least one.")
     classes = tuple(sorted({file.label for file in train}))
     if unknown := sorted({file.label for file in validation} - set(classes)):

@@ -267,7 +267,7 @@ def _split(
     labels: list[int], places: list[tuple[int, int]], val_fraction: float, where: str
 ) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     held_out = stratified(torch.tensor(labels), val_fraction).tolist()
-    if all(held_out) or not any(held_out):
+    if all(held_out) or (val_fraction and not any(held_out)):
         raise DataError(
             f"{where} has one split with {len(labels)} rows, of which data.val_fraction={val_fraction} holds "
             f"{sum(held_out)} out. Both parts need at least one."

@@ -246,7 +246,7 @@ def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> 
         order = torch.randperm(len(rows), generator=generator_for("split", key)).tolist()
         held_out |= {rows[index] for index in order[: round(len(rows) * val_fraction)]}
     kept = [row for row in range(len(table)) if row not in held_out]
-    if not kept or not held_out:
+    if not kept or (val_fraction and not held_out):
         raise DataError(
             f"data.val_fraction={val_fraction} of the {len(table)} rows of {table.file} leaves {len(kept)} "
             f"for training and {len(held_out)} for validation. Both need at least one."

@@ -72,9 +72,18 @@ def load_text(config: DataConfig) -> TextSet:
     )
     vocabulary = vocabulary_from(stored.texts)
     where = config.path or "the standard library"
+    size = options["block_size"]
+    parts = {name: stored.tensors[name] for name in ("train", "validation")}
     train, validation = (
-        TensorData({"tokens": blocks(stored.tensors[name], options["block_size"], where)}, config.name)
-        for name in ("train", "validation")
+        TensorData(
+            {
+                "tokens": tokens.new_empty(0, size + 1)
+                if name == "validation" and not config.val_fraction
+                else blocks(tokens, size, where)
+            },
+            config.name,
+        )
+        for name, tokens in parts.items()
     )
     return TextSet(train, validation, vocabulary, options["block_size"], options["sample_tokens"])
 
@@ -126,6 +135,8 @@ def tokenised(files: Sequence[Path], val_fraction: float, options: dict[str, Any
 
 def held_out(text: str, val_fraction: float) -> tuple[str, str]:
     """The text and its last part, which begins at the start of a line where there is one near."""
+    if not val_fraction:
+        return text, ""
     cut = round(len(text) * (1 - val_fraction))
     line = text.rfind("\n", 0, cut) + 1
     return (text[:line], text[line:]) if line > cut // 2 else (text[:cut], text[cut:])

@@ -67,6 +67,12 @@ class SentenceSet:
     pad: int
     max_seq_len: int
 
+    @property
+    def validation_sets(self) -> TokenRows | dict[str, TokenRows]:
+        """As a recipe takes them: a single set without its name, none as no sets."""
+        only = len(self.validation) == 1
+        return next(iter(self.validation.values())) if only else dict(self.validation)
+
 
 class TokenRows:
     """A map-style data set: sample i is its tokens and types, both [length], and its label."""
@@ -241,7 +247,7 @@ def _tokenised(
             f"{files['train']}: all rows have the {column} {classes[0]!r}. A classifier needs at least two "
             "classes."
         )
-    if len(kept) == 1:
+    if len(kept) == 1 and config.val_fraction:
         kept = _divided(kept["train"], labels, classes, config.val_fraction)
     sentences = {name: _sentences(table, options) for name, table in kept.items()}
     tokenizer = pretrained or fitted(_each(sentences["train"]), options["vocab_size"], options["lower_case"])

@@ -19,7 +19,7 @@ from launcher.config.rules import BLOCKS
 from launcher.data.sources import Batches, Readable
 from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
-from launcher.errors import DataError, counted
+from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
 from launcher.evaluation.rehearsal import rehearse
@@ -59,10 +59,17 @@ class Evaluator:
     def after(self, position: Position) -> Measured | None:
         """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
         due = self.course.evaluates_after(position.step) and Question.STOP not in self.votes
+        if not self.data:
+            due = due and self.course.ends_with(position.step)
         return self.evaluate(position) if due else None
 
     def evaluate(self, position: Position) -> Measured | None:
-        """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop."""
+        """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop.
+
+        A run without sets has only its end to report.
+        """
+        if not self.data:
+            return Measured(None, is_best=False, loss=0.0) if self.course.ends_with(position.step) else None
         self.monitor.log_remaining()
         self.run.stepper.average_buffers()
         since = self.monitor.totals.since_evaluation
@@ -114,6 +121,9 @@ class Evaluator:
 
         Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe.
         """
+        if not self.data:
+            self._refuse_needed_evaluations()
+            return
         found: dict[str, Evaluation] = {}
         for name in self.data:
             tried = rehearse(
@@ -137,6 +147,13 @@ class Evaluator:
             found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
         comparison(self.recipe.compare_by, found)
         self._early_stopping.refuse_unknown(found)
+
+    def _refuse_needed_evaluations(self) -> None:
+        if self.run.config.early_stopping.patience is not None:
+            raise ConfigError(
+                f"early_stopping.patience={self.run.config.early_stopping.patience} needs evaluations, and "
+                "data.val_fraction=0 holds nothing out to evaluate on. Set one of them to another value."
+            )
 
     @property
     def _batch_size(self) -> int:

@@ -49,6 +49,13 @@ def test_class_folders_are_split_by_class(tmp_path):
     assert {file.path for file in listing.files} == {f"{c}/{i}.png" for c in ("cat", "dog") for i in range(4)}
 
 
+def test_nothing_is_held_out_where_that_is_asked_for(tmp_path):
+    listing = list_folder(write_classes(tmp_path), 0)
+    assert (listing.num_train, len(listing.files)) == (8, 8)
+    images = load_images(data_config(path=tmp_path, val_fraction=0))
+    assert (len(images.train), len(images.validation)) == (8, 0)
+
+
 def test_the_split_depends_on_names_and_fraction_alone(tmp_path):
     first = listed(write_classes(tmp_path / "a", count=20))
     torch.manual_seed(7)

@@ -80,6 +80,11 @@ def test_a_part_of_each_class_is_held_out_of_a_single_file(tmp_path):
     assert rows.labels.bincount().tolist() == [4, 4]
 
 
+def test_nothing_is_held_out_where_that_is_asked_for(tmp_path):
+    found = load_sentences(replace(config_of(written(tmp_path, "all.tsv")), val_fraction=0))
+    assert (len(found.train), found.validation, found.validation_sets) == (40, {}, {})
+
+
 def test_one_sentence_a_row(tmp_path):
     file = written(tmp_path, "x.tsv", [(a, c) for a, _, c in PAIRS], ("sentence", "label"))
     found = load_sentences(config_of(file, data="sentences"))
