@@ -88,7 +88,7 @@ def compare_jobs(directory: Path) -> None:
         for path in written:
             if path.name == SIDE_BY_SIDE:
                 print(f"\n{path.read_text(encoding='utf-8')}")
-            elif path.name == TABLE:
+            elif path.name == TABLE and directory / SIDE_BY_SIDE not in written:
                 rows = path.read_text(encoding="utf-8").splitlines()
                 print("", *(row for row in rows if row.startswith(("|", "Best: "))), "", sep="\n")
             print(f"sweep: {path}", flush=True)
