@@ -48,6 +48,8 @@ class Source:
             for tree in self._module(module):
                 if found := self._within(module, tree, rest):
                     return found
+        if parts[-2:] == ["config", "patch"]:  # a module that torch gives the methods of this class
+            return self.signatures(f"torch.utils._config_module.ConfigModule.{parts[-1]}")
         raise LookupError(f"{name} is not in this torch")
 
     def _parsed(self, module: str) -> list[ast.Module]:

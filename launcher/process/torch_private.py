@@ -13,6 +13,7 @@ CHECKED = ("2.11", "2.12", "2.13", "2.14")
 
 NAMES = (
     "torch._C.DisableTorchFunction",
+    "torch._C._are_functorch_transforms_active",
     "torch._C._dispatch_has_kernel",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_keyset_full_after",
@@ -30,6 +31,8 @@ NAMES = (
     "torch._foreach_zero_",
     "torch._fused_adamw_",
     "torch._fused_sgd_",
+    "torch._functorch.config.backward_pass_autocast",
+    "torch._functorch.config.patch",
     "torch._ops.OpOverload.__call__",
     "torch._ops.OpOverload._name",
     "torch._ops.OpOverload._schema",
@@ -45,10 +48,10 @@ NAMES = (
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown",
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers",
     "torch.distributed.elastic.multiprocessing.api.MultiprocessContext._pc",
+    "torch.nn.modules.module.Module._forward_pre_hooks",
     "torch.nn.modules.module.Module._modules",
     "torch.nn.modules.module.Module._parameters",
     "torch.nn.modules.batchnorm._BatchNorm",
-    "torch.overrides._get_current_function_mode_stack",
     "torch.utils.data._utils.worker.WorkerInfo",
     "torch.utils.data._utils.worker._worker_info",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",

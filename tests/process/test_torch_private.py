@@ -181,7 +181,9 @@ def accepts(text: str, call: ast.Call, method: bool) -> bool:
 
 def takes_self(name: str, text: str) -> bool:
     """A method or a class. Stubs of functions over lists call their first argument `self`, too."""
-    of_class = any(part.lstrip("_")[:1].isupper() for part in name.split(".")[-2:])
+    of_class = name.endswith(".config.patch") or any(
+        part.lstrip("_")[:1].isupper() for part in name.split(".")[-2:]
+    )
     return of_class and text.startswith("(self")
 
 
