@@ -379,6 +379,32 @@ def test_compiled_modules_train_as_the_plain_ones(name) -> None:
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_compiled_backward_pass_multiplies_in_fp32() -> None:
+    """The compiler traces it while autocast is on; half products are slow on this processor."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backward: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        backward.append(graph.print_readable(print_output=False))
+        return make_boxed_func(graph.forward)
+
+    from functorch.compile import make_boxed_func
+
+    compiled = torch.compile(
+        nn.Linear(4, 4),
+        backend=aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=record),
+    )
+    with RoundedArithmetic(HALF):
+        out = compiled(torch.ones(2, 4))
+    out.float().sum().backward()
+    products = re.findall(r"\w+: \"(\w+)\[.*mm\.default", "".join(backward))
+    assert products
+    assert set(products) == {"f32"}
+
+
 def test_the_context_leaves_no_trace_even_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), RoundedArithmetic(HALF), RoundedArithmetic(HALF):
         raise ZeroDivisionError
