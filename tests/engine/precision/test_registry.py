@@ -227,7 +227,7 @@ COMPUTE = {str(op._name).removeprefix("aten::"): how for op, how in autocast._mi
 
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_every_registered_kernel_takes_what_its_operator_takes(name: str, dtype: torch.dtype) -> None:
     called = 0
     for row, named in cases(REGISTRY[name]):
