@@ -1,3 +1,4 @@
+import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -282,10 +283,21 @@ def test_a_loader_process_that_ends_or_hangs_between_samples_is_not_said_to_read
         assert re.search(r"(: Killed|unexpectedly)\. If it was killed for memory", str(caught.value))
 
 
-def test_a_sample_that_hangs_is_named_and_its_process_ended():
+def hold_the_interpreter():
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # keeps the interpreter's lock
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [lambda: time.sleep(600), lambda: os.kill(os.getpid(), signal.SIGSTOP), hold_the_interpreter],
+    ids=["sleeps", "is stopped", "holds the interpreter"],
+)
+def test_a_sample_that_hangs_is_named_and_its_process_ended(hang):
     before = set(multiprocessing.active_children())
     with pytest.raises(StalledError, match=r"no batch came .* for 1 s; they were reading sample 7"):
-        epoch(batches(Noisy(50, {7: lambda: time.sleep(600)}), workers=2, timeout_s=1.0))
+        epoch(batches(Noisy(50, {7: hang}), workers=2, timeout_s=1.0))
     assert set(multiprocessing.active_children()) == before
 
 

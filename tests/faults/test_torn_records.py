@@ -78,7 +78,7 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-@pytest.mark.parametrize("size", [0, 100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [0, 100])
 def test_a_run_that_may_write_next_to_nothing_ends_with_a_reason(tmp_path: Path, size) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, LONG, prepare=partial(limit_after_claim, size)) as parent:
