@@ -133,10 +133,8 @@ def test_a_model_that_cannot_be_trained_is_one_line_and_no_reason_to_restart(
     alone = starter == "parent"
     restarts = ["launch.nproc=2", "launch.max_restarts=2"]
     done = launch_forked(tmp_path, [*own, *restarts]) if alone else launch(tmp_path, own)
-    result = read_json(only_run(tmp_path) / "result.json")
-    assert (result["state"], result["exit"]) == ("failed", 2)
-    assert text in result["error"]
     assert done.stderr.count(text) == 1
+    assert not (tmp_path / "outputs").exists()  # the error says all there is
     assert "restart" not in done.stdout + done.stderr
     if alone:
         assert done.returncode == 2

@@ -189,7 +189,7 @@ def test_the_recorded_steps_of_a_compiled_model_are_the_ordinary_ones(graphs, mo
         )
 
     replayed = whole(compiles=how)
-    assert (tape.recordings, tape.replays) == (1, 8)
+    assert (tape.recordings, tape.replays) == (2, 12)  # the last batch of an epoch is smaller
     assert graphs
     assert replayed == whole(compiles=how, cuda_graph=False)
     assert replayed == whole(cuda_graph=False)
