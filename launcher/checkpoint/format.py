@@ -46,6 +46,8 @@ DAMAGED = "damaged-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
 BY_RANK = "buffer_by_rank/"  # needed only to resume, so stored with the optimizer's states
 AVERAGE, AVERAGE_BUFFERS = "average/", "average_buffer_by_rank/"  # beside them
+STATE_OF_OWN = "optimizer/"  # before optimizer states whose names begin like one of the others
+PREFIXES = (BY_RANK, AVERAGE, AVERAGE_BUFFERS, STATE_OF_OWN)
 
 
 def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
@@ -174,7 +176,11 @@ def size_of_tensors(snapshot: Snapshot) -> int:
 
 def _rest(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
-    return snapshot.engine.optimizer | _by_rank(snapshot) | _average(snapshot)
+    states = {
+        STATE_OF_OWN + name if name.startswith(PREFIXES) else name: state
+        for name, state in snapshot.engine.optimizer.items()
+    }
+    return states | _by_rank(snapshot) | _average(snapshot)
 
 
 def _by_rank(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -221,12 +227,12 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
     """
     weights = {name: tensor for name, tensor in both.items() if name not in state["buffers"]}
     buffers = {name: tensor for name, tensor in both.items() if name in state["buffers"]}
-    kinds: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in ("", BY_RANK, AVERAGE, AVERAGE_BUFFERS)}
+    kinds: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in ("", *PREFIXES)}
     for name, tensor in rest.items():
         kinds[max((prefix for prefix in kinds if name.startswith(prefix)), key=len)][name] = tensor
     engine = EngineState(
         weights=_exactly(state["weights"], weights),
-        optimizer=_exactly(state["optimizer"], kinds[""]),
+        optimizer=_exactly(state["optimizer"], kinds[""] | _of(STATE_OF_OWN, kinds[STATE_OF_OWN])),
         buffers=_exactly(state["buffers"], buffers),
         counters={name: int(value) for name, value in state["counters"].items()},
         reference_count=state["origin"]["reference_count"] or None,

@@ -45,7 +45,7 @@ from launcher.config.overrides import (
     with_plain_constant,
 )
 from launcher.config.rules import RULES, SCHEDULES, TRACKERS, one_of, value_problem
-from launcher.config.schema import Config
+from launcher.config.schema import OPTIMIZERS, Config
 from launcher.errors import ConfigError
 
 
@@ -204,7 +204,8 @@ def tree_problems(
             recipes = ", ".join(groups.get("recipe", ()))
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
     yield from validation.find_problems(validation.gather_options(tree), found.recorded)
-    yield from schedule_problems(tree, found.recorded)
+    yield from own_problems(tree, "schedule", SCHEDULES, found.recorded)
+    yield from own_problems(tree, "optim", tuple(OPTIMIZERS), found.recorded)
     yield from tracker_problems(tree, found.recorded)
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
@@ -234,18 +235,23 @@ def tracker_problems(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> It
         yield value_problem("tracker.name", shown, replace(rule, text=text))
 
 
-def schedule_problems(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
-    """A schedule.name that no recipe file can have registered: none of them says @schedule.
+def own_problems(
+    tree: Mapping[str, Any], section: str, known: Sequence[str], recorded: Mapping[str, Any]
+) -> Iterator[str]:
+    """A name of a schedule or optimizer that no recipe file can have registered: none has the decorator.
 
     Which names they register is known once they are loaded, which takes torch.
     """
-    schedule, recipes = tree.get("schedule"), tree.get("recipes")
-    name = schedule.get("name") if isinstance(schedule, dict) else None
-    if name in SCHEDULES or not RULES["schedule.name"].holds(name):
+    values, recipes = tree.get(section), tree.get("recipes")
+    key, decorator = f"{section}.name", {"optim": "optimizer"}.get(section, section)
+    name = values.get("name") if isinstance(values, dict) else None
+    if name in known or not RULES[key].holds(name):
         return
     own = recipes.get("path") if isinstance(recipes, dict) else None
     files = [*recipes_dir().glob("*.py"), *([Path(own).expanduser()] if isinstance(own, str) else [])]
-    if not any(file.is_file() and b"schedule(" in file.read_bytes() for file in files):
-        rule = one_of(*SCHEDULES)
-        text = f"{rule.text}, or one that a recipe file of your own (recipes.path) registers with @schedule"
-        yield value_problem("schedule.name", recorded.get("schedule.name", name), replace(rule, text=text))
+    if not any(file.is_file() and f"{decorator}(".encode() in file.read_bytes() for file in files):
+        rule = one_of(*known)
+        text = (
+            f"{rule.text}, or one that a recipe file of your own (recipes.path) registers with @{decorator}"
+        )
+        yield value_problem(key, recorded.get(key, name), replace(rule, text=text))

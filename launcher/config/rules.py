@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.config.messages import nearest, show, suggestion
-from launcher.config.schema import OPTIMIZERS
 
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
 TRACKERS = ("wandb", "tensorboard", "trackio", "none")
@@ -206,7 +205,7 @@ RULES: Mapping[str, Rule] = {
     "train.label_smoothing": share,
     "train.deterministic": flag,
     "train.tf32": flag,
-    "optim.name": one_of(*OPTIMIZERS),
+    "optim.name": name,  # one of OPTIMIZERS, or of a recipe file's
     "optim.lr": rate,
     "optim.momentum": share,
     "optim.nesterov": flag,
@@ -217,6 +216,7 @@ RULES: Mapping[str, Rule] = {
     "optim.clip_norm": optional(positive),
     "optim.groups": Rule("a list of groups", lambda value: isinstance(value, list | tuple)),
     "optim.decay_vectors": flag,
+    "optim.options": options,
     "optim.layer_decay": optional(number("above 0 and at most 1", lambda value: 0 < value <= 1)),
     "schedule.name": name,  # one of SCHEDULES, or of a recipe file's
     "schedule.warmup_fraction": share,

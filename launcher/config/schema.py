@@ -154,7 +154,25 @@ class AdagradConfig:
     layer_decay: float | None
 
 
-OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConfig
+@dataclass(frozen=True)
+class OwnOptimConfig:
+    """An optimizer that a recipe file registers."""
+
+    name: str
+    lr: float
+    clip_norm: float | None
+    groups: tuple[GroupConfig, ...]
+    decay_vectors: bool
+    layer_decay: float | None
+    options: dict[str, Any]  # its own keys, which its constructor is given
+
+    @property
+    def weight_decay(self) -> float:
+        """That of parameters whose group has none."""
+        return float(self.options.get("weight_decay", 0.0))
+
+
+OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConfig | OwnOptimConfig
 
 
 @dataclass(frozen=True)
@@ -334,7 +352,7 @@ def section_types(name: str | None) -> dict[str, Any]:
     """The type of each section (for `optim`, of the optimizer called `name`) and plain key."""
     hints = dict(types_of(Config))
     del hints["from_environment"]  # not a section of a tree
-    hints["optim"] = OPTIMIZERS.get(name or "", SgdConfig)
+    hints["optim"] = SgdConfig if name is None else OPTIMIZERS.get(name, OwnOptimConfig)
     return hints
 
 
@@ -352,7 +370,7 @@ def build(kind: Any, value: Any) -> Any:
     if value is None:
         return None
     if kind == OptimConfig:
-        return build(OPTIMIZERS[value["name"]], value)
+        return build(OPTIMIZERS.get(value["name"], OwnOptimConfig), value)
     if is_dataclass(kind):
         assert isinstance(kind, type)
         hints = types_of(kind)

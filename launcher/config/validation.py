@@ -13,7 +13,7 @@ from typing import Any
 from launcher.config import parameter_groups
 from launcher.config.messages import show, summary, unknown_key
 from launcher.config.rules import BLOCKS, PRECISIONS, RULES, is_number, value_problem
-from launcher.config.schema import Config, from_dict, section_types, types_of
+from launcher.config.schema import OPTIMIZERS, Config, from_dict, section_types, types_of
 from launcher.errors import ConfigError
 
 OF_OUR_OWN = ("sgd", "adamw")  # optimizers that need neither whole parameters nor masters
@@ -80,6 +80,7 @@ def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
     """Where a section's keys come from, and how a user's group file inherits them."""
     group = prefix.partition(".")[0]
     base = values.get("name") if prefix == "optim." else BASES.get(group)
+    base = None if prefix == "optim." and base not in OPTIMIZERS else base
     if base is None:
         return "conf/config.yaml and the groups define all keys."
     return f"a file of your own in {group}/ inherits it with `defaults: [{base}, _self_]` at its top."
@@ -167,12 +168,14 @@ def _exclusions(leaves: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
 
 
 def gather_options(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the keys of one model or data set only collected below `options`."""
+    """The tree with the keys of one model, data set or own optimizer only collected below `options`."""
     gathered = dict(tree)
-    for section in ("model", "data"):
+    for section in ("model", "data", "optim"):
         values = tree.get(section)
         if isinstance(values, Mapping):
-            known = section_fields(section_types(None)[section]).keys() - {OPTIONS}
+            known = section_fields(section_types(str(values.get("name")))[section])
+            if known.pop(OPTIONS, None) is None:
+                continue  # an optimizer of the launcher: all its keys are known
             own = {key: value for key, value in values.items() if key not in known}
             gathered[section] = {**{key: values[key] for key in values if key in known}, OPTIONS: own}
     return gathered

@@ -10,7 +10,7 @@ from launcher.recipe.contract import Loss, Mixed, Recipe, class_loss, cross_entr
 from launcher.recipe.images import image_recipe
 from launcher.recipe.load import load_recipe, model_builder
 from launcher.recipe.options import require_counts, require_dropout, require_heads
-from launcher.recipe.registry import model, recipe, registry_of, schedule
+from launcher.recipe.registry import model, optimizer, recipe, registry_of, schedule
 
 __all__ = [
     "Batch",
@@ -34,6 +34,7 @@ __all__ = [
     "load_recipe",
     "model",
     "model_builder",
+    "optimizer",
     "recipe",
     "registry_of",
     "require_counts",

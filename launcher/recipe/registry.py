@@ -1,4 +1,4 @@
-"""Finds recipes, models and schedules by name.
+"""Finds recipes, models, schedules and optimizers by name.
 
 Owns the decorators that offer them and the loading of recipe files: those of the project and the user's own.
 Never calls what it finds.
@@ -21,7 +21,7 @@ from torch import nn
 
 from launcher.config.groups import recipes_dir
 from launcher.config.rules import SCHEDULES
-from launcher.config.schema import Config
+from launcher.config.schema import OPTIMIZERS, Config
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import defined_at
 from launcher.errors import ConfigError, LauncherError, described
@@ -43,6 +43,7 @@ class Registry:
     recipes: Mapping[str, Callable[[Config], Recipe]]
     models: Mapping[str, Callable[..., nn.Module]]
     schedules: Mapping[str, Schedule]
+    optimizers: Mapping[str, Callable[..., Any]]  # classes of torch.optim.Optimizer
 
 
 def recipe(name: str = "") -> Callable[[Function], Function]:
@@ -68,18 +69,28 @@ def schedule(name: str = "") -> Callable[[Function], Function]:
     return _mark("schedule", name)
 
 
+def optimizer(name: str = "") -> Callable[[Function], Function]:
+    """Offers a class of `torch.optim.Optimizer` under `name` (the config's `optim.name`).
+
+    For one of torch write `class Mine(torch.optim.Adamax): pass` below it. It updates the fp32 masters; what
+    its constructor takes besides `params` and `lr` are its options in the config.
+    """
+    return _mark("optimizer", name)
+
+
 def registry_of(user_path: str | None) -> Registry:
     """All recipes and models, the project's and the user's. ConfigError for a name given twice."""
     files = sorted(path for path in recipes_dir().glob("*.py") if not path.name.startswith("_"))
     if user_path is not None:
         files.append(_user_file(user_path))
     entries = [(file, *entry) for file in files for entry in _registered_in(_load(file))]
-    schedules = _by_name("schedule", entries)
-    if taken := sorted(schedules.keys() & set(SCHEDULES)):
-        raise ConfigError(
-            f'@schedule("{taken[0]}"): the launcher has a schedule of that name. Choose another.'
-        )
-    return Registry(_by_name("recipe", entries), _by_name("model", entries), schedules)
+    schedules, optimizers = _by_name("schedule", entries), _by_name("optimizer", entries)
+    for kind, own, known in (("schedule", schedules, SCHEDULES), ("optimizer", optimizers, OPTIMIZERS)):
+        if taken := sorted(own.keys() & set(known)):
+            raise ConfigError(
+                f'@{kind}("{taken[0]}"): that {kind} is one of the launcher. Choose another name.'
+            )
+    return Registry(_by_name("recipe", entries), _by_name("model", entries), schedules, optimizers)
 
 
 def _mark(kind: str, name: str) -> Callable[[Function], Function]:
@@ -89,7 +100,7 @@ def _mark(kind: str, name: str) -> Callable[[Function], Function]:
                 f"{defined_at(function)}: @{kind} needs a name, by which the config finds it: "
                 f'write @{kind}("{function.__name__}").'
             )
-        setattr(function, REGISTERED, (*getattr(function, REGISTERED, ()), (kind, name)))
+        setattr(function, REGISTERED, (*vars(function).get(REGISTERED, ()), (kind, name)))
         return function
 
     return mark(name) if callable(name) else mark  # without parentheses it is given the function
@@ -102,7 +113,7 @@ def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., Any
         (kind, name, function)
         for function in functions
         if getattr(function, "__module__", None) == module.__name__
-        for kind, name in getattr(function, REGISTERED, ())
+        for kind, name in getattr(function, "__dict__", {}).get(REGISTERED, ())  # not that of a base class
     ]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config.rules import BLOCKS, SCHEDULES
-from launcher.config.schema import AdamWConfig, Config, OptimConfig, SgdConfig
+from launcher.config.schema import OPTIMIZERS, AdamWConfig, Config, OptimConfig, OwnOptimConfig, SgdConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.labels import Labels
 from launcher.data.loader import Loading
@@ -44,6 +44,7 @@ from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, DataError
 from launcher.recipe.contract import Recipe, set_title
+from launcher.recipe.registry import look_up, registry_of
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.telemetry import Telemetry
 from launcher.training.gradient_stats import GradientStats
@@ -239,11 +240,16 @@ def refuse_uneven_micro_batches(plan: BatchPlan) -> None:
             )
 
 
-def build_optimizer(optim: OptimConfig) -> SGD | AdamW | TorchOptimizer:
+def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:
+    """The optimizer that the config names, which the file `recipes` may have registered."""
     if isinstance(optim, SgdConfig):
         return SGD(optim.lr, optim.momentum, optim.nesterov, optim.weight_decay)
     if isinstance(optim, AdamWConfig):
         return AdamW(optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    if isinstance(optim, OwnOptimConfig):
+        known = dict.fromkeys(OPTIMIZERS) | dict(registry_of(recipes).optimizers)
+        # TorchOptimizer refuses what is no such class.
+        return TorchOptimizer(look_up("optim.name", optim.name, known), optim.lr, optim.options)
     options = dataclasses.asdict(optim)
     for ours in ("name", "lr", "clip_norm", "groups", "decay_vectors", "layer_decay"):
         del options[ours]
@@ -329,7 +335,7 @@ def build_stepper(
         warnings.warn(text, EngineWarning, stacklevel=2)
     stepper = Stepper(
         model,
-        build_optimizer(optim),
+        build_optimizer(optim, config.recipes.path),
         Policy.named(config.precision.name),
         env.group,
         scaling=build_scaling(config),

@@ -84,6 +84,18 @@ def test_every_field_of_a_snapshot_survives(tmp_path: Path) -> None:
     assert same(found, written)
 
 
+def test_optimizer_states_may_be_called_like_other_parts_of_the_file(tmp_path: Path) -> None:
+    plain = snapshot()
+    states = {
+        f"{part}/fc.weight": torch.full((3, 4), float(number))
+        for number, part in enumerate(
+            ("exp_avg", "average", "buffer_by_rank", "optimizer", "optimizer/average")
+        )
+    }
+    given = replace(plain, engine=replace(plain.engine, optimizer=states))
+    assert same(load(publish(tmp_path, given)), given)
+
+
 def test_the_files_of_format_1_are_read_and_written(tmp_path: Path) -> None:
     """Spelt out here and not by our writer, because runs of earlier versions hold such files.
 

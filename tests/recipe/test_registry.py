@@ -1,14 +1,67 @@
 import pytest
 
+from launcher.config.schema import OwnOptimConfig
+from launcher.engine import UnusableError
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import registry_of
+from launcher.training.build import build_optimizer
+from tests.configs import composed
 from tests.recipe.own import OWN_RECIPE, OWN_SCHEDULE, written
 
 
 def test_a_name_of_the_launchers_own_schedules_is_taken(tmp_path):
     file = written(tmp_path, OWN_SCHEDULE.replace('"stairs"', '"cosine"'))
-    with pytest.raises(ConfigError, match=r'@schedule\("cosine"\): the launcher has a schedule of that name'):
+    with pytest.raises(ConfigError, match=r'@schedule\("cosine"\): that schedule is one of the launcher'):
         registry_of(str(file))
+
+
+OWN_OPTIMIZERS = """
+import torch
+from launcher.recipe import optimizer
+@optimizer("plain")
+class Plain(torch.optim.Adamax): pass
+class Unmarked(Plain): pass
+@optimizer("newton")
+class Newton(torch.optim.LBFGS): pass
+@optimizer("made")
+def made(params, lr): return torch.optim.Adamax(params, lr)
+"""
+
+
+def optimizer_of(tmp_path, name, **options):
+    file = str(written(tmp_path, OWN_OPTIMIZERS))
+    return build_optimizer(OwnOptimConfig(name, 0.1, None, (), True, None, options), file)
+
+
+def test_a_class_of_torch_is_an_optimizer_with_its_options(tmp_path):
+    found = optimizer_of(tmp_path, "plain", eps=1e-6)
+    assert (found.kind.__name__, found.lr, found.options) == ("Plain", 0.1, {"eps": 1e-6})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("newton", {}, "Newton cannot be used here: it evaluates the loss several times per step"),
+        ("plain", {"momentum": 0.9}, "Plain has no option 'momentum'"),
+        ("made", {}, "TorchOptimizer was given <function made"),
+        ("plane", {}, "optim.name=plane is not known. Did you mean plain?"),
+    ],
+)
+def test_what_cannot_be_an_optimizer_is_refused_in_words(tmp_path, name, options, text):
+    with pytest.raises((ConfigError, UnusableError)) as caught:
+        optimizer_of(tmp_path, name, **options)
+    assert text in str(caught.value)
+
+
+def test_a_name_of_the_launchers_own_optimizers_is_taken(tmp_path):
+    file = written(tmp_path, OWN_OPTIMIZERS.replace('"plain"', '"adamw"'))
+    with pytest.raises(ConfigError, match=r'@optimizer\("adamw"\): that optimizer is one of the launcher'):
+        registry_of(str(file))
+
+
+def test_a_name_that_no_file_can_have_registered_is_refused_before_torch_is_there():
+    with pytest.raises(ConfigError, match=r"adagrad, or one that a recipe file .* registers with @optimizer"):
+        composed("recipe=resnet18", "optim.name=adamv")
 
 
 def test_registry_lists_what_the_project_has():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -21,14 +22,14 @@ from launcher.telemetry.events import read_events
 from tests.forked import launch_forked
 
 EXAMPLES = recipes_dir() / "examples"
-RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface")
+RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface", "lion")
 SHORT = ["launch.nproc=2", "tracker=none", "train.log_every_steps=1000", "run.dir=run"]
 
 
 def command_of(name: str) -> list[str]:
-    """The words after `-m launcher` of the last command in the docstring, with absolute paths."""
+    """The words after `scripts/run` of the last command in the docstring, with absolute paths."""
     doc = (EXAMPLES / f"{name}.py").read_text().split('"""')[1].replace("\\\n", " ")
-    words = shlex.split(re.findall(r"-m launcher (recipe=.*)", doc)[-1])
+    words = shlex.split(re.findall(r"scripts/run (recipe=.*)", doc)[-1])
     return [word.replace("recipes/examples", str(EXAMPLES)) for word in words]
 
 
@@ -84,7 +85,20 @@ def test_a_trunk_without_weights_is_refused(weights, text, tmp_path: Path) -> No
     done = launch_forked(tmp_path, [*words, *SHORT, f"model.weights={weights}"])
     assert done.returncode == 2
     assert text in done.stderr
-    assert "the command export RUN FILE" in done.stderr
+    assert "export RUN FILE" in done.stderr
+
+
+def weights_of(name: str, directory: Path, *words: str) -> str:
+    train(name, directory, *words)
+    return json.loads((directory / "run" / "result.json").read_text())["weights_sha256"]
+
+
+@pytest.mark.parametrize("name", ["lion"])
+def test_what_is_kept_between_steps_survives_a_resume(name: str, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = weights_of(name, tmp_path / "whole", "schedule=constant", "train.max_steps=6")
+    half = weights_of(name, tmp_path, "schedule=constant", "train.max_steps=3")
+    assert weights_of(name, tmp_path, "schedule=constant", "train.max_steps=6") == whole != half
 
 
 @pytest.mark.slow

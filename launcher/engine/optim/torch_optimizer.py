@@ -79,7 +79,7 @@ def _refuse_kind(kind: object) -> None:
         )
     if not issubclass(kind, torch.optim.Optimizer):
         raise UnusableError(f"{kind.__name__} is not a torch.optim.Optimizer.")
-    reason = _REFUSED.get(kind.__name__)
+    reason = next((_REFUSED[each.__name__] for each in kind.__mro__ if each.__name__ in _REFUSED), None)
     if reason is not None:
         raise UnusableError(f"{kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
 

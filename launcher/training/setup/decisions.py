@@ -12,13 +12,13 @@ import torch
 
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
+from launcher.config.validation import OF_OUR_OWN
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.process_group import WorkerEnv, own_thread_count
 from launcher.engine import Stepper
 from launcher.errors import counted, listed
 from launcher.recipe.contract import ONLY_SET, Recipe
 from launcher.training.build import (
-    TORCH_OPTIMIZERS,
     compiles_update,
     named_schedule,
     peak_rate,
@@ -50,8 +50,11 @@ def decisions(
     yield "batch", _division(plan)
     numel = stepper.num_trainable
     steps = config.train.total_steps(plan.steps_per_epoch)
-    if config.optim.name in TORCH_OPTIMIZERS:
-        yield "optimizer", f"{config.optim.name} of torch.optim on fp32 masters: correct, but not one pass"
+    if config.optim.name not in OF_OUR_OWN:
+        yield (
+            "optimizer",
+            f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass",
+        )
     else:
         reason = compiles_update(env.device, numel, steps)[1]
         failure = stepper.compilation.reason
