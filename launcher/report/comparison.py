@@ -20,16 +20,15 @@ from typing import Any
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program
 from launcher.report.comparison_plot import Line, Panel, draw
-from launcher.report.reading import Warn, silent, text_of, training_seconds_of
-from launcher.report.run_record import MARKS, RunRecord, is_run
+from launcher.report.reading import Warn, silent, training_seconds_of
+from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
+from launcher.report.settings import REPEATED, higher_is_better
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import OVERRIDES
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
-REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
 RESULT_KEYS = (
     "state",
     "metric_name",
@@ -94,7 +93,7 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
 def read_job(directory: Path, warn: Warn = silent) -> Job:
     """Read the files of the run, metrics.jsonl in bounded memory. Raises OSError."""
     run = RunRecord.read(directory, warn)
-    overrides, result = overrides_of(directory), {**run.result, "state": run.state}
+    overrides, result = run.overrides, {**run.result, "state": run.state}
     config = config_of(run)
     seed = overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
     words = tuple(f"{key}={value}" for key, value in overrides.items())
@@ -109,12 +108,6 @@ def read_job(directory: Path, warn: Warn = silent) -> Job:
         Line.of(loss),
         Line.of(run.recording.evaluation(name) if name else None),
     )
-
-
-def overrides_of(directory: Path) -> dict[str, str]:
-    """What the run was started with, by key. Raises OSError."""
-    lines = text_of(directory / OVERRIDES).splitlines()
-    return {key: value for key, _, value in (line.partition("=") for line in lines)}
 
 
 def settings_of(jobs: Sequence[Job]) -> list[Setting]:
@@ -193,8 +186,7 @@ def markdown(title: str, settings: Sequence[Setting], note: str) -> str:
 def best_first(settings: Sequence[Setting], metric_name: str) -> list[Setting]:
     """By the mean of what the runs are compared by; those without it are last, in the order they ran."""
     results = [job.result for setting in settings for job in setting.jobs]
-    known = [each["higher_is_better"] for each in results if isinstance(each.get("higher_is_better"), bool)]
-    sign = -1.0 if (known[0] if known else not metric_name.endswith("loss")) else 1.0
+    sign = -1.0 if higher_is_better(results, metric_name) else 1.0
     means = {setting.label: mean_metric(setting) for setting in settings}
     return sorted(settings, key=lambda each: math.inf if (mean := means[each.label]) is None else sign * mean)
 

@@ -16,6 +16,7 @@ GENERATOR = "fp16-launcher report"  # by which a page of ours is known
 STATES = ("done", "failed")
 ASSETS = Path(__file__).parent
 MAX_TEXT = 20_000  # characters of one text of a run
+MAX_WORD = 500
 
 
 def page(title: str, subtitle: str, body: str) -> str:
@@ -67,6 +68,12 @@ def failure(title: str, text: str) -> str:
     return f'<div class="failure"><b>{escape(title)}</b>\n{escape(text)}</div>\n' if text else ""
 
 
+def words(title: str, texts: Iterable[str]) -> str:
+    """Words as they are typed, after a title."""
+    inner = " ".join(f"<code>{escape(text[:MAX_WORD])}</code>" for text in texts)
+    return f'<p class="words">{escape(title)} {inner}</p>\n' if inner else ""
+
+
 def tiles(cells: Mapping[str, str]) -> str:
     """Large numbers with their names."""
     inner = "".join(
@@ -86,10 +93,16 @@ def hidden(text: str) -> str:
     return f'<span class="hidden">{escape(text)}</span>'
 
 
-def table(name: str, rows: Sequence[Mapping[str, str]], texts: Collection[str] = ()) -> str:
+def table(
+    name: str,
+    rows: Sequence[Mapping[str, str]],
+    texts: Collection[str] = (),
+    chosen: Sequence[int] = (),
+) -> str:
     """One row per mapping; the columns are all their keys, in the order of first use.
 
-    The columns in `texts` hold sentences rather than numbers. A screen reader says the name.
+    The columns in `texts` hold sentences rather than numbers. A screen reader says the name. With `chosen`
+    the page's script lets one choose the rows whose curves are shown, at first these.
     """
     titles = list(dict.fromkeys(title for row in rows for title in row))
     if not titles:
@@ -105,7 +118,8 @@ def table(name: str, rows: Sequence[Mapping[str, str]], texts: Collection[str] =
         + "</tr>\n"
         for row in rows
     )
-    return scrolled(name, f"<table><caption>{hidden(name)}</caption><tr>{head}</tr>\n{body}</table>")
+    choice = f' data-chosen="{" ".join(map(str, chosen))}"' if chosen else ""
+    return scrolled(name, f"<table{choice}><caption>{hidden(name)}</caption><tr>{head}</tr>\n{body}</table>")
 
 
 def facts(name: str, cells: Mapping[str, str]) -> str:

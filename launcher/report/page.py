@@ -16,13 +16,12 @@ from launcher.report.after_evaluation import after_evaluation
 from launcher.report.charts.confusion_table import confusion_part
 from launcher.report.charts.gpu_charts import gpu_charts
 from launcher.report.charts.gradient_chart import gradient_part
-from launcher.report.charts.run_charts import charts_of, restart_note
+from launcher.report.charts.run_charts import charts_of, common_legend, restart_note
 from launcher.report.charts.time_split import time_split
 from launcher.report.charts.timeline import timeline
 from launcher.report.html import (
     cells,
     facts,
-    failure,
     folded,
     grid,
     listing,
@@ -32,19 +31,18 @@ from launcher.report.html import (
     section,
     subsection,
     table,
-    tiles,
 )
+from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
 from launcher.report.reading import Warn, silent
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import difference_rows, run_settings, setting_rows
+from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import REPORT
 from launcher.telemetry.events import FILE_NAME
-from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
+from launcher.telemetry.formatting import evaluation_cells, metric, metric_title, number
 
 MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
 MAX_PARAMETERS = 4  # names in a row of the overflow table
-MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table
 TILES = ("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
 Part = Callable[[RunRecord], str]
 
@@ -66,21 +64,24 @@ def write_sweep_report(sweep_dir: Path, run_dirs: Sequence[Path]) -> Path:
 def render(runs: Sequence[RunRecord], title: str = "") -> str:
     """The whole page."""
     settings = run_settings(runs)
-    alone = runs[0] if len(runs) == 1 else None
+    curves = paragraph(restart_note(settings), "note") + common_legend(settings) + grid(charts_of(settings))
     parts = [
-        _headline(alone) if alone else table("Runs", [row_of(run) for run in runs], texts=("run",)),
-        *(failure(_failure_title(run, alone is None), run.error or run.note) for run in runs),
-        section("Over the seeds", table("Over the seeds", setting_rows(settings), texts=("setting",))),
-        section("Curves", paragraph(restart_note(settings), "note") + grid(charts_of(settings))),
+        headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
+        failures(runs),
+        section("Curves", curves),
+        _details_of_first(runs),
+    ]
+    return page(title or runs[0].name, _subtitle(runs), "".join(parts))
+
+
+def _details_of_first(runs: Sequence[RunRecord]) -> str:
+    """What belongs to one run; of the first ones, and folded, where there are many."""
+    parts = [
         _each("Where the time goes", runs, time_split),
         _each("Gradients in the range of fp16", runs, gradient_part),
         _each("GPUs", runs, lambda run: grid(gpu_charts(run))),
         _each("Mistakes by class", runs, confusion_part),
         _each("Time line", runs, timeline),
-        section(
-            "Config differences",
-            table("Config differences", difference_rows(runs), texts=("run",)) if not alone else "",
-        ),
         _each("Evaluations", runs, _evaluations),
         _each("Shown by the recipe", runs, after_evaluation),
         _each("Skipped steps", runs, _overflows),
@@ -88,40 +89,10 @@ def render(runs: Sequence[RunRecord], title: str = "") -> str:
         _each("Warnings", runs, _warnings),
         _each("Details", runs, _details),
     ]
+    text = "".join(parts)
     left_out = len(runs) - MAX_DETAILED
-    note = (
-        f"Details of the first {MAX_DETAILED} runs only; {left_out} more have pages of their own."
-        if left_out > 0
-        else ""
-    )
-    return page(title or runs[0].name, _subtitle(runs), "".join(parts) + listing([note] if note else []))
-
-
-def row_of(run: RunRecord) -> dict[str, str]:
-    """The run in one row of a table."""
-    name = run.metric_name
-    return {
-        "run": run.name,
-        "state": state_text(run),
-        "steps": _steps(run),
-        "loss": number(run.recording.steps["loss"].last),
-        run.metric_label if name and name != "loss" else "loss, held out": metric(name or "loss", run.metric),
-        "time": duration(run.seconds),
-        "samples / s": number(run.samples_per_s and round(run.samples_per_s)),
-        "skipped": number(run.skipped),
-        "bound by": run.bound or "-",
-    }
-
-
-def state_text(run: RunRecord) -> str:
-    """The state, or for how long a run that should be going has been silent."""
-    silent_s = run.life.silent_s
-    return f"no sign of life for {duration(silent_s)}" if silent_s else run.state
-
-
-def _steps(run: RunRecord) -> str:
-    total = run.total_steps
-    return number(run.steps) if total in (None, run.steps) else f"{run.steps:,} of {total:,}"
+    title = f"Details of the first {MAX_DETAILED} runs; {left_out} more have pages of their own"
+    return folded(title, text) if left_out > 0 else text
 
 
 def _each(title: str, runs: Sequence[RunRecord], part: Part) -> str:
@@ -146,28 +117,6 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
         made,
     ]
     return " · ".join(text for text in known if text)
-
-
-def _headline(run: RunRecord) -> str:
-    """The most important numbers."""
-    cells = {"state": state_text(run)}
-    if run.metric is not None and run.metric_name is not None:
-        cells[run.metric_label] = metric(run.metric_name, run.metric)
-    if run.seconds is not None:
-        cells["training time"] = duration(run.seconds)
-    if run.samples_per_s is not None:
-        cells["samples / s"] = number(round(run.samples_per_s))
-    if run.steps:
-        cells["steps"] = _steps(run)
-    if run.skipped is not None:
-        cells["skipped"] = number(run.skipped)
-    return tiles(cells)
-
-
-def _failure_title(run: RunRecord, with_name: bool) -> str:
-    code = run.life.ending.get("exit")
-    name = f"{run.name}: " if with_name else ""
-    return f"{name}{state_text(run)}" + (f", exit {code}" if isinstance(code, int) else "")
 
 
 def _evaluations(run: RunRecord) -> str:

@@ -17,7 +17,7 @@ from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, 
 from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
 from launcher.run_dir.lock import Holder, holder_of
-from launcher.run_dir.records import CONFIG, ENVIRONMENT, RESULT
+from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.telemetry.events import FILE_NAME
 from launcher.telemetry.formatting import duration, metric_title
@@ -41,6 +41,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     config: dict[str, str] = field(default_factory=dict)  # by dotted key, as the user asked for it
+    overrides: dict[str, str] = field(default_factory=dict)  # of the defaults, by key
     classification_report: str = ""
     confusion_picture: bytes = b""
 
@@ -58,6 +59,7 @@ class RunRecord:
             environment=json_of(run_dir, ENVIRONMENT, warn),
             config_text=config_text,
             config=_as_asked(_flat(config_text, run_dir, warn), recording),
+            overrides=overrides_of(run_dir),
             classification_report=text_of(run_dir / "classification_report.txt"),
             confusion_picture=bytes_of(run_dir / CONFUSION_PICTURE),
         )
@@ -199,6 +201,12 @@ class RunRecord:
         """What bounds the step: input, wire, update or compute."""
         shares = self.recording.time_shares
         return "" if shares is None else shares.verdict.partition(":")[0].removesuffix("-bound")
+
+
+def overrides_of(run_dir: Path) -> dict[str, str]:
+    """What the run was started with, by key. Raises OSError."""
+    lines = text_of(run_dir / OVERRIDES).splitlines()
+    return {key: value for key, _, value in (line.partition("=") for line in lines)}
 
 
 def is_run(directory: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from launcher.process.terminal import wrapped
-from launcher.report.page import row_of
+from launcher.report.overview import row_of
 from launcher.report.run_record import RunRecord
 
 LEFT = ("run", "state", "bound by")

@@ -5,11 +5,13 @@ Pure: records in, names and tables out.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.formatting import duration, metric, metric_title, number
@@ -25,9 +27,13 @@ class RunSetting:
     """Runs that differ only in the seed."""
 
     label: str
-    color: int
+    place: int  # among the settings
     runs: tuple[RunRecord, ...]
     names: tuple[str, ...]  # of the runs, distinct over all settings
+
+    @property
+    def color(self) -> int:
+        return self.place % NUM_COLORS
 
 
 def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
@@ -41,12 +47,17 @@ def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
     return [
         RunSetting(
             _label(keys, values, [names[run.directory] for run in members]),
-            number % NUM_COLORS,
+            place,
             tuple(members),
             tuple(names[run.directory] for run in members),
         )
-        for number, (values, members) in enumerate(groups.items())
+        for place, (values, members) in enumerate(groups.items())
     ]
+
+
+def can_choose(settings: Sequence[RunSetting]) -> bool:
+    """Whether there are too many for one chart, so that one chooses whose curves are shown."""
+    return len(settings) > NUM_COLORS
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
@@ -71,9 +82,29 @@ def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
 
 
 def difference_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """One row per run: its name and the values of the keys that differ."""
+    """One row per run: the values of the keys that differ."""
     keys = differing_keys(runs)
-    return [{"run": run.name, **{key: run.config.get(key, "-") for key in keys}} for run in runs if keys]
+    return [{key: run.config.get(key, "-") for key in keys} for run in runs]
+
+
+def higher_is_better(results: Sequence[Mapping[str, Any]], metric_name: str) -> bool:
+    """Whether the results compare by a metric of which more is better."""
+    known = [each["higher_is_better"] for each in results if isinstance(each.get("higher_is_better"), bool)]
+    return known[0] if known else not metric_name.endswith("loss")
+
+
+def best_settings(settings: Sequence[RunSetting]) -> list[int]:
+    """The places of the best settings, as many as there are colours; those without a metric come last."""
+    runs = [run for setting in settings for run in setting.runs]
+    name = next((run.metric_name for run in runs if run.metric_name), "loss")
+    sign = -1.0 if higher_is_better([run.result for run in runs], name) else 1.0
+
+    def rank(place: int) -> float:
+        values = [run.metric for run in settings[place].runs if run.state == "done"]
+        known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        return sign * statistics.fmean(known) if known else math.inf
+
+    return sorted(range(len(settings)), key=rank)[:NUM_COLORS]
 
 
 def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:

@@ -98,7 +98,6 @@ def test_runs_are_laid_over_each_other_and_seeds_have_a_mean(runs, tmp_path, cap
         "Over the seeds",
         "2 of 2",
         "55.00 % ± 7.07 %",
-        "Config differences",
         "optim.lr",
         "c: failed, exit 5",
     ):

@@ -40,7 +40,7 @@ class Axis:
     def ticks(self, about: int = 5) -> list[tuple[float, str]]:
         """Round values in the range, with their texts."""
         values = list(self._linear(about) if self.base == 1 else self._powers(about))
-        step = min((b - a for a, b in pairwise(values)), default=0.0)
+        step = min((b - a for a, b in pairwise(values)), default=0.0) if self.base == 1 else 0.0
         power_of_two = self.base == 2 and all(math.log2(value).is_integer() for value in values)
         return [(v, f"2^{round(math.log2(v))}" if power_of_two else short(v, step)) for v in values]
 
@@ -66,7 +66,7 @@ class Axis:
             for m in (1.0, 2.0, 5.0)
             if self.low <= m * 10.0**k <= self.high
         ]
-        return found or [self.low, self.high]
+        return found if len(found) > 1 else list(self._linear(about))
 
 
 def axis_of(values: FloatArray, base: int | None = None, from_zero: bool = False) -> Axis:

@@ -24,6 +24,7 @@ KEY_WIDTH = 36  # pixels, of a line in the legend: more than one period of its d
 LAYER_OPACITIES = (0.95, 0.65, 0.4, 0.2)  # of areas on top of each other
 WIDTH, HEIGHT = 1000, 240  # of the drawing, which is stretched
 MAX_ROWS = 12  # of a chart's table
+MAX_AXIS_TITLE = 26  # characters
 MAX_DESCRIBED = 6  # lines that the label of a chart describes
 
 
@@ -42,6 +43,7 @@ class Line:
     style: str = "line"
     values: FloatArray | None = None
     opacity: float = 0.75
+    setting: int | None = None  # whose line this is, where settings can be chosen
 
     @property
     def look(self) -> str:
@@ -74,17 +76,18 @@ class Chart:
     drawing: str = ""  # of the lines, where they are not drawn one by one
     zones: Sequence[tuple[float, float, str, int]] = ()
     lanes: Sequence[str] = ()
+    has_legend: bool = True
 
     def markup(self) -> str:
         """The figure; "" without a point to show."""
         if not any(line.x.size for line in self.lines):
             return ""
-        unit = f' <span class="unit">{escape(self.unit)}</span>' if self.unit else ""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
             f'<figure class="chart" aria-label="{escape(self.title)}">'
-            f"<figcaption><h3>{escape(self.title)}</h3>{unit}</figcaption>"
-            f"{'' if self.lanes else legend(self.lines)}{self._plot()}{note}{self._values()}</figure>\n"
+            f"<figcaption><h3>{escape(self.title)}</h3></figcaption>"
+            f"{'' if self.lanes or not self.has_legend else legend(self.lines)}"
+            f"{self._plot()}{note}{self._values()}</figure>\n"
         )
 
     def _plot(self) -> str:
@@ -92,11 +95,21 @@ class Chart:
         low = " low" if self.lanes else ""
         return (
             f'<div class="plot{low}" tabindex="0" role="img" aria-label="{escape(self.description())}" '
-            f'data-low="{self.x.low:g}" data-high="{self.x.high:g}" data-x-title="{escape(self.x_title)}">'
+            f'data-low="{self.x.low:g}" data-high="{self.x.high:g}" data-x-title="{escape(self.x_title)}"'
+            f"{self._y_axis()}>"
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
             f"{drawing}</svg>"
             f"{''.join(self._labels())}</div>"
         )
+
+    def _y_axis(self) -> str:
+        """The title of the axis; also its range and base, from which the script can draw lines anew."""
+        if self.lanes:
+            return ""
+        title = f"{self.title.partition(',')[0]}, {self.unit}" if self.unit else self.title
+        shown = title if len(title) <= MAX_AXIS_TITLE else self.unit
+        axis = "" if self.drawing else f' data-y="{self.y.low:g} {self.y.high:g} {self.y.base}"'
+        return f' data-y-title="{escape(shown)}"{axis}'
 
     def description(self) -> str:
         """The chart in words: where each line begins and ends, and its extremes."""
@@ -138,9 +151,10 @@ class Chart:
         return "".join(self._line(line) for line in self.lines if line.x.size)
 
     def _line(self, line: Line) -> str:
-        right = np.round(self.x.places(line.x) * WIDTH, 1).tolist()
+        right = np.round(self.x.places(line.x) * WIDTH).tolist()
         down = np.round((1 - self.y.places(line.y)) * HEIGHT, 1).tolist()
-        data = f' data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"'
+        data = f'{_of(line)} data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" '
+        data += f'data-y="{_numbers(line.shown)}"'
         # A line of one point would be one pixel.
         style = "dots" if len(right) == 1 and line.style not in ("cross", "lane") else line.style
         return f'<path class="s {style}" style="{line.look}" d="{_path(right, down, style)}"{data}/>'
@@ -181,10 +195,14 @@ def legend(lines: Sequence[Line]) -> str:
     if len(named) < 2:
         return ""
     items = "".join(
-        f'<li title="{escape(name)}">{_key(line)}<span>{escape(name)}</span></li>'
+        f'<li title="{escape(name)}"{_of(line)}>{_key(line)}<span>{escape(name)}</span></li>'
         for name, line in named.items()
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+def _of(line: Line) -> str:
+    return "" if line.setting is None else f' data-of="{line.setting}"'
 
 
 def _key(line: Line) -> str:

@@ -7,15 +7,16 @@ colour and have a bold line, their mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from launcher.errors import listed
 from launcher.report.charts.axis import axis_of, steps_axis
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Chart, Line, legend
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import NUM_COLORS, RunSetting
+from launcher.report.settings import NUM_COLORS, RunSetting, can_choose
 from launcher.telemetry.formatting import SHARES, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
@@ -27,6 +28,13 @@ def charts_of(settings: Sequence[RunSetting]) -> list[str]:
     """The markup of all charts that have something to show."""
     drawing = _Drawing(settings)
     return [chart.markup() for chart in drawing.charts()]
+
+
+def common_legend(settings: Sequence[RunSetting]) -> str:
+    """The legend of all charts where settings can be chosen, else ""."""
+    point = np.zeros(1)
+    lines = [Line(each.label, each.color, point, point, setting=each.place) for each in settings]
+    return legend(lines) if can_choose(settings) else ""
 
 
 def restart_note(settings: Sequence[RunSetting]) -> str:
@@ -44,6 +52,7 @@ class _Drawing:
         self._columns = max(MIN_COLUMNS, min(COLUMNS, 5 * COLUMNS // max(1, len(self._runs))))
         self._alone = len(self._runs) == 1
         self._events = _restarts(self._runs[0]) if self._alone else []
+        self._can_choose = can_choose(settings)
 
     def charts(self) -> Iterator[Chart]:
         yield from self._losses()
@@ -92,7 +101,7 @@ class _Drawing:
         in_percent = name.endswith(SHARES)
         lines = self._lines(_evaluation(name))
         if in_percent:
-            lines = [Line(line.name, line.color, line.x, 100 * line.y, line.style) for line in lines]
+            lines = [replace(line, y=100 * line.y) for line in lines]
         title = metric_title(name)
         return self._chart(
             f"{title[:1].upper()}{title[1:]}, held out", "%" if in_percent else "", lines, base=1
@@ -110,12 +119,13 @@ class _Drawing:
         for setting in self._settings:
             for run, name in zip(setting.runs, setting.names, strict=True):
                 x, y = run.recording.steps["scale"].points(self._columns)
-                lines.append(Line("loss scale" if self._alone else name, setting.color, x, y, "steps"))
-        for run in self._runs:
-            x, y = run.recording.skips.points(self._columns)
-            skipped += run.recording.of("overflow").count
-            lines.append(Line("skipped steps", 0, x, y, "cross"))
-        positive = [Line(n.name, n.color, n.x[n.y > 0], n.y[n.y > 0], n.style) for n in lines]
+                lines.append(self._line("loss scale" if self._alone else name, setting, x, y, "steps"))
+        for setting in self._settings:
+            for run in setting.runs:
+                x, y = run.recording.skips.points(self._columns)
+                skipped += run.recording.of("overflow").count
+                lines.append(self._line("skipped steps", setting, x, y, "cross"))
+        positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in lines]
         were = "step was" if skipped == 1 else "steps were"
         note = f"{skipped:,} {were} skipped (dots)." if skipped else ""
         return self._chart("Loss scale", "", positive, base=2, note=note)
@@ -131,7 +141,8 @@ class _Drawing:
     ) -> Chart:
         values = np.concatenate([line.y for line in lines]) if lines else np.empty(0)
         y = axis_of(values, base, from_zero)
-        return Chart(title, unit, lines, self._x, y, events=self._events, note=note)
+        has_legend = not self._can_choose
+        return Chart(title, unit, lines, self._x, y, events=self._events, note=note, has_legend=has_legend)
 
     def _lines(self, of: OfRun) -> list[Line]:
         """Each run's line; behind its mean where it was thinned, or where its setting has several runs."""
@@ -144,13 +155,15 @@ class _Drawing:
             for name, curve in curves:
                 x, y = curve.points(self._columns)
                 behind = together or curve.is_thinned
-                (faint if behind else bold).append(
-                    Line(name, setting.color, x, y, "faint" if behind else "line")
-                )
+                line = self._line(name, setting, x, y, "faint" if behind else "line")
+                (faint if behind else bold).append(line)
             if together or (curves and curves[0][1].is_thinned):
                 name = f"{setting.label}, mean" if together else setting.label
-                bold.append(Line(name, setting.color, *_mean([curve for _, curve in curves]), "mean"))
+                bold.append(self._line(name, setting, *_mean([curve for _, curve in curves]), "mean"))
         return [*faint, *bold]
+
+    def _line(self, name: str, setting: RunSetting, x: FloatArray, y: FloatArray, style: str) -> Line:
+        return Line(name, setting.color, x, y, style, setting=setting.place if self._can_choose else None)
 
 
 def _evaluation(name: str) -> OfRun:
@@ -168,7 +181,7 @@ def _mean(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
 
 
 def _named(line: Line, name: str, color: int) -> Line:
-    return Line(name, color, line.x, line.y, line.style)
+    return replace(line, name=name, color=color)
 
 
 def _last_step(run: RunRecord) -> float:

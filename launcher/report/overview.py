@@ -1,0 +1,114 @@
+"""The beginning of a page: one run in large numbers or a table of several, their settings, what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.report.html import failure, folded, section, table, tiles, words
+from launcher.report.run_record import RunRecord
+from launcher.report.settings import (
+    RunSetting,
+    best_settings,
+    can_choose,
+    difference_rows,
+    setting_rows,
+    short_names,
+)
+from launcher.telemetry.formatting import duration, metric, number
+
+MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table, unfolded
+MAX_DIFFERING = 5  # keys that are columns of the table of runs
+
+
+def headline(run: RunRecord) -> str:
+    """The most important numbers."""
+    cells = {"state": state_text(run)}
+    if run.metric is not None and run.metric_name is not None:
+        cells[run.metric_label] = metric(run.metric_name, run.metric)
+    if run.seconds is not None:
+        cells["training time"] = duration(run.seconds)
+    if run.samples_per_s is not None:
+        cells["samples / s"] = number(round(run.samples_per_s))
+    if run.steps:
+        cells["steps"] = _steps(run)
+    if run.skipped is not None:
+        cells["skipped"] = number(run.skipped)
+    return tiles(cells) + words("Set for this run:", _common_overrides([run]))
+
+
+def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunSetting]) -> str:
+    """The runs with the keys that differ, means over the seeds, and what is set for all runs.
+
+    Curves of many settings are chosen in the table that has one row for each.
+    """
+    seeds, differ, names = setting_rows(settings), difference_rows(runs), short_names(runs)
+    chosen = best_settings(settings) if can_choose(settings) else []
+    wide = len(differ[0]) > MAX_DIFFERING
+    rows = [
+        {"run": names[run.directory]} | ({} if wide else row) | _without_name(run)
+        for run, row in zip(runs, differ, strict=True)
+    ]
+    return (
+        table("Runs", rows, texts=("run",), chosen=[] if seeds else chosen)
+        + (folded("Config differences", _differences(runs)) if wide else "")
+        + section("Over the seeds", table("Over the seeds", seeds, texts=("setting",), chosen=chosen))
+        + words("Set for all runs:", _common_overrides(runs))
+    )
+
+
+def failures(runs: Sequence[RunRecord]) -> str:
+    """Why runs failed; of many, the others are folded."""
+    every = [failure(_failure_title(run, len(runs) > 1), run.error or run.note) for run in runs]
+    shown = [text for text in every if text]
+    left_out = len(shown) - MAX_DETAILED
+    more = folded(f"{left_out} more that failed", "".join(shown[MAX_DETAILED:])) if left_out > 0 else ""
+    return "".join(shown[:MAX_DETAILED]) + more
+
+
+def row_of(run: RunRecord) -> dict[str, str]:
+    """The run in one row of a table."""
+    name = run.metric_name
+    return {
+        "run": run.name,
+        "state": state_text(run),
+        "steps": _steps(run),
+        "loss": number(run.recording.steps["loss"].last),
+        run.metric_label if name and name != "loss" else "loss, held out": metric(name or "loss", run.metric),
+        "time": duration(run.seconds),
+        "samples / s": number(run.samples_per_s and round(run.samples_per_s)),
+        "skipped": number(run.skipped),
+        "bound by": run.bound or "-",
+    }
+
+
+def _without_name(run: RunRecord) -> dict[str, str]:
+    return {title: text for title, text in row_of(run).items() if title != "run"}
+
+
+def state_text(run: RunRecord) -> str:
+    """The state, or for how long a run that should be going has been silent."""
+    silent_s = run.life.silent_s
+    return f"no sign of life for {duration(silent_s)}" if silent_s else run.state
+
+
+def _steps(run: RunRecord) -> str:
+    total = run.total_steps
+    return number(run.steps) if total in (None, run.steps) else f"{run.steps:,} of {total:,}"
+
+
+def _failure_title(run: RunRecord, with_name: bool) -> str:
+    code = run.life.ending.get("exit")
+    name = f"{run.name}: " if with_name else ""
+    return f"{name}{state_text(run)}" + (f", exit {code}" if isinstance(code, int) else "")
+
+
+def _common_overrides(runs: Sequence[RunRecord]) -> list[str]:
+    """What differs from the defaults in all runs, as it was typed."""
+    first = runs[0].overrides
+    common = [key for key in first if all(run.overrides.get(key) == first[key] for run in runs)]
+    return [f"{key}={first[key]}" for key in common]
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    rows = zip(runs, difference_rows(runs), strict=True)
+    return table("Config differences", [{"run": run.name, **row} for run, row in rows], texts=("run",))
