@@ -22,7 +22,7 @@ from launcher.telemetry.events import read_events
 from tests.forked import launch_forked
 
 EXAMPLES = recipes_dir() / "examples"
-RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface", "lion")
+RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface", "lion", "unpadded")
 SHORT = ["launch.nproc=2", "tracker=none", "train.log_every_steps=1000", "run.dir=run"]
 
 
@@ -93,12 +93,12 @@ def weights_of(name: str, directory: Path, *words: str) -> str:
     return json.loads((directory / "run" / "result.json").read_text())["weights_sha256"]
 
 
-@pytest.mark.parametrize("name", ["lion"])
+@pytest.mark.parametrize("name", ["lion", "unpadded"])
 def test_what_is_kept_between_steps_survives_a_resume(name: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    whole = weights_of(name, tmp_path / "whole", "schedule=constant", "train.max_steps=6")
-    half = weights_of(name, tmp_path, "schedule=constant", "train.max_steps=3")
-    assert weights_of(name, tmp_path, "schedule=constant", "train.max_steps=6") == whole != half
+    whole = weights_of(name, tmp_path / "whole", "schedule=constant", "train.max_steps=20")
+    half = weights_of(name, tmp_path, "schedule=constant", "train.max_steps=18")
+    assert weights_of(name, tmp_path, "schedule=constant", "train.max_steps=20") == whole != half
 
 
 @pytest.mark.slow
