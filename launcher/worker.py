@@ -67,6 +67,7 @@ from launcher.training.failures.rank_failure import (
 from launcher.training.failures.recipe_errors import guarded, guarding
 from launcher.training.failures.shortage_advice import advice_for, place_of_shortage
 from launcher.training.loop import Averaged, Task, train
+from launcher.training.model_folder import facts_for_prediction, write_model_folder
 from launcher.training.monitor import Monitor
 from launcher.training.out_of_memory import Relief
 from launcher.training.progress import Course, Start
@@ -245,6 +246,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
         results.write_split(Path(run.config.run.dir), job.recipe)
+        write_model_folder(Path(run.config.run.dir), job.recipe, run.stepper.model)
         if isinstance(job.data.train, TensorData):
             for text in nan_warnings(job.data.train):
                 run.telemetry.warn(text)
@@ -409,6 +411,7 @@ def _finish(
             result["energy_incomplete"] = True
     result |= {"steps": steps, "steps_per_epoch": job.course.steps_per_epoch, "seconds": seconds}
     result["micro_batch"] = plan.largest_micro_batch
+    result |= facts_for_prediction(job.recipe)
     if run.env.is_leader:
         results.write_files(run_dir, result, results.confusion_of(evaluations), run.telemetry)
     run.telemetry.emit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import require_plain
-from launcher.run_dir.records import FILES
+from launcher.run_dir.records import FILES, MODEL
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -58,6 +59,17 @@ def export(
     kind = {"weights": "ema"} if averaged else {}
     _write(file, tensors, {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype} | kind)
     return Exported(file, checkpoint, len(tensors), averaged)
+
+
+def with_model_folder(run_dir: Path, folder: Path) -> None:
+    """Copy what the run has for predicting with its weights into `folder`, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (run_dir / MODEL).glob("*.*"):
+            if file.is_file() and not file.is_symlink():
+                shutil.copyfile(file, folder / file.name)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def _refuse_target(run_dir: Path, file: Path) -> None:

@@ -10,7 +10,7 @@ from launcher.errors import ConfigError
 
 
 def export_weights(arguments: Arguments) -> None:
-    from launcher.checkpoint.export import export
+    from launcher.checkpoint.export import export, with_model_folder
 
     if len(arguments.words) != 2:
         raise ConfigError(
@@ -19,6 +19,9 @@ def export_weights(arguments: Arguments) -> None:
             "[--no-ema]"
         )
     run_dir, file = map(Path, arguments.words)
+    if file.is_dir() or arguments.words[1].endswith("/"):  # a folder that one can predict with
+        with_model_folder(run_dir, file)
+        file /= "model.safetensors"
     flags = arguments.flags
     done = export(
         run_dir, file, flags.get("--dtype") or "fp32", "--best" in flags, averaged="--no-ema" not in flags

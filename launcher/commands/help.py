@@ -86,6 +86,10 @@ Example: {program} watch outputs/resnet18/20260101-120000-ab12
 Writes the weights of the newest checkpoint of RUN into FILE, in the safetensors format, under the names of
 the model's state_dict. A run that averages its weights exports the average.
 
+Where FILE is a folder, or ends with a slash, it gets model.safetensors, prediction.json (the classes, the
+normalisation of images) and, for a model of transformers, config.json and the tokenizer: from_pretrained
+reads it.
+
   --dtype fp32|fp16  the type of floating-point tensors; fp32 without it
   --best             the checkpoint of the best evaluation instead of the newest
   --no-ema           the weights themselves instead of their average

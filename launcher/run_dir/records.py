@@ -54,6 +54,7 @@ FILES = (
 LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
 TRACKERS = "trackers"  # files of the other trackers, in a folder each
 PICTURES = "pictures"  # of a recipe's own
+MODEL = "model"  # what predicting needs besides the weights
 LOG_NAME = re.compile(
     r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
 )
@@ -90,7 +91,7 @@ def refuse_links(directory: Path) -> None:
     """Raise OSError where a file or folder of the run is a link, a pipe, a device or of the other kind."""
     for name in FILES:
         require_plain(directory / name)
-    for name in (LOGS, WANDB, TRACKERS, PICTURES):
+    for name in (LOGS, WANDB, TRACKERS, PICTURES, MODEL):
         require_folder(directory / name)
     for path in (directory / LOGS).glob("*"):
         require_plain(path)
@@ -108,6 +109,7 @@ def foreign_to_a_run(directory: Path) -> list[str]:
         TRACKERS,
         CHECKPOINTS,
         PICTURES,
+        MODEL,
         "lost+found",
     }  # lost+found: of a new file system
     return sorted(

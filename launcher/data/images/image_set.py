@@ -74,8 +74,7 @@ class ImageSet:
 
     def eval_transform(self) -> Callable[[Batch], Batch]:
         """batch -> the same with normalised fp32 images."""
-        normalise = Normalise(self.mean, self.std)
-        return lambda batch: {**batch, "image": normalise(batch["image"])}
+        return NormaliseBatch(Normalise(self.mean, self.std))
 
 
 def photographs(name: str, listing: Listing, options: PhotographOptions) -> ImageSet:
@@ -87,6 +86,21 @@ def photographs(name: str, listing: Listing, options: PhotographOptions) -> Imag
         PhotographSet(name, listing, part, options, cache, training) for part, training in parts
     )
     return ImageSet(train, validation, listing.classes, MEAN, STD)
+
+
+@dataclass(frozen=True)
+class NormaliseBatch:
+    """batch -> the same with normalised fp32 images."""
+
+    normalise: Normalise
+
+    def __call__(self, batch: Batch) -> Batch:
+        return {**batch, "image": self.normalise(batch["image"])}
+
+    @property
+    def normalisation(self) -> dict[str, Constants]:
+        """What is done to pixels in 0..1, for who predicts with the weights."""
+        return {"mean": self.normalise.mean, "std": self.normalise.std}
 
 
 def crop_and_flip(images: Tensor, noise: Tensor, padding: int, flip: bool) -> Tensor:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from launcher.data.text.library import tokenizers_library, without_threads
+from launcher.data.text.library import tokenizers_library, transformers_library, without_threads
 from launcher.errors import ConfigError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -48,6 +49,17 @@ class SentenceTokenizer:
             for encodings in pool.map(tokenizer.encode_batch, pieces):
                 for each in encodings:
                     yield each.ids, each.type_ids, bool(each.overflowing)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the files that AutoTokenizer.from_pretrained reads."""
+        library = self.library_object()
+        types = ["token_type_ids"] if self.has_types else []
+        transformers_library().PreTrainedTokenizerFast(
+            tokenizer_object=library,
+            pad_token=library.id_to_token(self.pad),
+            padding_side="left" if self.pads_left else "right",
+            model_input_names=["input_ids", *types, "attention_mask"],
+        ).save_pretrained(folder)
 
     def library_object(self) -> Any:
         """A new `tokenizers.Tokenizer`."""
