@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from launcher.report.html import MAX_TEXT, facts, link, paragraph, picture, preformatted, subsection
-from launcher.report.reading import bytes_of
+from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
+from launcher.report.reading import MAX_TEXT, bytes_of
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.formatting import number

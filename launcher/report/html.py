@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from launcher.report.reading import MAX_TEXT
+
 GENERATOR = "fp16-launcher report"  # by which a page of ours is known
 STATES = ("done", "failed")
 ASSETS = Path(__file__).parent
-MAX_TEXT = 20_000  # characters of one text of a run
 MAX_WORD = 500
 
 

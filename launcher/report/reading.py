@@ -7,12 +7,16 @@ an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.atomic import read_json, read_regular
 from launcher.run_dir.records import RESULT
 
+MAX_TEXT = 20_000  # characters of one text of a run
+MAX_NAME = 500  # of a key, which a page repeats
+MAX_ITEMS = 10_000  # of a list or an object
 Warn = Callable[[str], None]
 NUMBER = (int, float, type(None))
 RESULT_KINDS: dict[str, tuple[type, ...]] = {
@@ -37,6 +41,15 @@ def training_seconds_of(result: Mapping[str, Any]) -> float | None:
     return None if seconds is None else float(seconds)
 
 
+def bounded(value: Any) -> Any:
+    """The value with its long texts, names and lists cut, so that a damaged file makes no endless page."""
+    if isinstance(value, str):
+        return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    if isinstance(value, dict):
+        return {key[:MAX_NAME]: bounded(item) for key, item in islice(value.items(), MAX_ITEMS)}
+    return [bounded(item) for item in value[:MAX_ITEMS]] if isinstance(value, list) else value
+
+
 def silent(text: str) -> None:
     """For callers that have already warned."""
 
@@ -47,7 +60,8 @@ def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return read_json(path)
+        found: dict[str, Any] = bounded(read_json(path))
+        return found
     except ValueError as error:
         warn(f"{path} is damaged: left out ({error})")
         return {}

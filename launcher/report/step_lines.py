@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from launcher.report.curve import FloatArray
+from launcher.report.reading import MAX_TEXT, bounded
 from launcher.run_dir.atomic import restored
 
 PREFIX = b'{"event": "step", '  # of the lines that a run writes
@@ -58,7 +59,10 @@ def event_of(line: bytes) -> dict[str, Any] | None:
             value = restored(value)
     except (ValueError, RecursionError):
         return None
-    return value if is_event(value) else None
+    if not is_event(value):
+        return None
+    event: dict[str, Any] = value if len(line) <= MAX_TEXT else bounded(value)
+    return event
 
 
 def columns_of_lines(lines: Sequence[bytes]) -> StepColumns | None:

@@ -239,6 +239,50 @@ def test_a_result_without_its_parts_is_a_row_of_the_comparison(tmp_path, capsys,
     assert "Traceback" not in capsys.readouterr().err
 
 
+LONG = "x" * 2_000_000
+MANY = list(range(200_000))
+SHARES = {"zero_share": 0.1, "zero_share_at_scale_1": 0.2}
+BARS = {"scale": 2.0, "histogram": [5, 5], "first_exponent": -3, "zeros": 1, **SHARES}
+AT = {"time": 1.0, "step": 1}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "warning", "text": LONG},
+        {"event": "decision", "topic": LONG, "text": MANY},
+        {"event": "eval", "loss": 0.5, LONG: 0.5},
+        {"event": "eval", "set": LONG, "loss": 0.5, "accuracy": MANY},
+        {"event": "overflow", "scale": 2.0, "ranks": [LONG], "parameters": [LONG, LONG]},
+        {"event": "overflow", "scale": 2.0, "ranks": MANY, "parameters": MANY},
+        {"event": "gradients", **BARS, "layers": {LONG: SHARES}},
+        {"event": "restart", "path": LONG, "attempt": MANY},
+        {"event": "straggler", "rank": LONG, "host": LONG, "cause": MANY},
+        {"event": "end", "state": "failed", "error": LONG},
+        {"event": "end", "state": LONG, "error": MANY},
+        {"event": "gpu", "gpus": [{"index": LONG, LONG: 1.0}]},
+        {
+            "event": "after_evaluation",
+            "texts": {LONG: LONG},
+            "numbers": {LONG: 1.0},
+            "pictures": {LONG: LONG},
+        },
+    ],
+    ids=lambda event: event["event"],
+)
+def test_long_texts_of_an_event_do_not_make_a_long_page(tmp_path, event):
+    start = {"event": "start", "time": 0.0, "step": 0}
+    write_gradients(tmp_path, start, event | AT)
+    write_json(tmp_path / "status.json", {"state": "failed", "exit": 1, "updated": 1.0})
+    assert write_report(tmp_path).stat().st_size < 500_000
+
+
+def test_long_texts_of_a_result_do_not_make_a_long_page(tmp_path):
+    write_json(tmp_path / "result.json", {"state": "failed", "error": LONG, "note": LONG, LONG: 1.0})
+    write_json(tmp_path / "env.json", {"devices": [LONG], "packages": {LONG: LONG}})
+    assert write_report(tmp_path).stat().st_size < 500_000
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "env.json", "config.yaml", "status.json"])
 def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path, capsys, name, make):
