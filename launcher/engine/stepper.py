@@ -7,8 +7,8 @@ never), then step() or abandon(); all ranks reach the same verdict and the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -556,13 +556,19 @@ class Stepper:
         self._refuse_within_step("average_buffers()")
         self.buffers.average()
 
-    def holding_averages(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def holding_averages(self) -> Iterator[None]:
         """The context for `WeightAverage.in_model`: what would train, save or load averages raises within it.
 
-        Between steps only.
+        Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
         self._refuse_within_step("WeightAverage.in_model()")
-        return self._parts.attachment.holding_others()
+        with self._parts.attachment.holding_others():
+            self._parts.in_place.count_update()
+            try:
+                yield
+            finally:
+                self._parts.in_place.count_update()
 
     def refuse_averages(self) -> None:
         """Raise UnusableError within `holding_averages`."""

@@ -18,6 +18,7 @@ from launcher.engine import (
     StepGraph,
     Stepper,
     TorchOptimizer,
+    WeightAverage,
     Wire,
 )
 from tests.meta_device import fake_group
@@ -103,6 +104,25 @@ def test_a_loaded_state_makes_earlier_graphs_stale() -> None:
     stepper.load(stepper.state())
     with pytest.raises(RuntimeError, match=CHANGED):
         stepper.backward(stale, 4)
+
+
+def test_a_graph_over_the_averages_is_stale_once_the_model_has_its_weights_again() -> None:
+    stepper = stepper_of()
+    average = WeightAverage(stepper, 0.5)
+    stepper.backward(loss_of(stepper), 4)
+    stepper.step()
+    earlier = loss_of(stepper)
+    with average.in_model():
+        with pytest.raises(RuntimeError, match=CHANGED):
+            earlier.backward()
+        stale = loss_of(stepper)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        stepper.backward(stale, 4)
+    stepper.abandon()
+    stepper.backward(loss_of(stepper), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing was changed in place
+        assert not stepper.step().read().skipped
 
 
 def test_a_step_that_the_host_skips_or_abandons_leaves_graphs_as_they_are() -> None:
