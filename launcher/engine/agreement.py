@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from enum import Enum
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from launcher.engine.flat.names import named_buffers, named_parameters
 
 SHOWN = 4  # differences of one rank that an error names
 TEXT_BYTES = 1024  # of one rank's part of that error
-PLAIN = (str, int, float, torch.dtype, type(None))
+PLAIN = (str, int, Enum, torch.dtype, type(None))
 
 
 def refuse_differences(
@@ -35,7 +37,7 @@ def refuse_differences(
     if group is None:
         return
     own = dict(_texts(model, settings))
-    data = json.dumps(own).encode()
+    data = json.dumps(own, sort_keys=True).encode()  # the order of keywords means nothing
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     agreed = torch.tensor([digest, -digest, len(data)], dtype=torch.int64, device=device)
@@ -70,30 +72,39 @@ def _texts(model: nn.Module, settings: Mapping[str, object]) -> Iterator[tuple[s
 
 def _of(name: str, value: object) -> Iterator[tuple[str, str]]:
     """A setting and the fields of it; of an object that is no plain value the type, not its address."""
-    if isinstance(value, PLAIN):
-        yield name, str(value)
-    elif isinstance(value, type):
-        yield name, value.__qualname__
+    if hasattr(value, "tolist"):  # a tensor, an array, or a number of NumPy's
+        value = value.tolist()
+    if (text := _plain(value)) is not None:
+        yield name, text
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _of(f"{name}.{key}", part)
-    elif isinstance(value, Sequence) and all(isinstance(part, PLAIN) for part in value):
-        yield name, _row(value)
-    elif isinstance(value, Sequence):
-        for number, part in enumerate(value):
-            yield from _of(f"{name}[{number}]", part)
+    elif isinstance(value, Sequence | Set):
+        texts = [text for part in value if (text := _plain(part)) is not None]
+        if len(texts) == len(value):
+            yield name, _row(sorted(texts) if isinstance(value, Set) else texts)
+        elif isinstance(value, Sequence):
+            for number, part in enumerate(value):
+                yield from _of(f"{name}[{number}]", part)
     else:
-        yield name, type(value).__name__
+        yield name, getattr(value, "__qualname__", type(value).__name__)  # of a class or function its own
         if dataclasses.is_dataclass(value):
             yield from _of(name, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
 
 
-def _row(values: Sequence[object]) -> str:
-    """Numbers in a line; of a long one the ends, and a digest of all."""
-    text = ", ".join(map(str, values))
-    if len(values) <= SHOWN:
+def _plain(value: object) -> str | None:
+    """The text of a number or another plain value, the same for 1 and 1.0; None of what has parts."""
+    if isinstance(value, Real) and not isinstance(value, int):
+        return str(float(value)).removesuffix(".0")
+    return str(value) if isinstance(value, PLAIN) else None
+
+
+def _row(texts: Sequence[str]) -> str:
+    """Values in a line; of a long one the ends, and a digest of all."""
+    text = ", ".join(texts)
+    if len(texts) <= SHOWN:
         return f"({text})"
-    return f"{len(values)} from {values[0]} to {values[-1]} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    return f"{len(texts)} from {texts[0]} to {texts[-1]} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def _differences(own: dict[str, str], first: dict[str, str]) -> str:

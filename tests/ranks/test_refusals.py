@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 }
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "policy": ({"policy": Policy.bf16()}, "policy.name is bf16, not fp16; policy.weights is torch.bfloat16"),
-    "clip": ({"clip_norm": 1.0}, "clip_norm is 1.0, not None."),
+    "clip": ({"clip_norm": 1.0}, "clip_norm is 1, not None."),
     "momentum": ({"optimizer": SGD(0.1, momentum=0.5)}, "optimizer.momentum is 0.5, not 0.9."),
     "optimizer": ({"optimizer": AdamW(0.1)}, "optimizer is AdamW, not SGD;"),
     "class": (
@@ -55,6 +57,11 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "sum": ({"wire": Wire(sum="fp32")}, "wire.sum is fp32, not native."),
     "overlap": ({"wire": Wire(overlap=False)}, "wire.overlap is False, not True."),
     "bucket": ({"wire": Wire(bucket_bytes=99)}, "wire.bucket_bytes is 99, not None."),
+    "NumPy's number": ({"clip_norm": np.float32(2.5)}, "clip_norm is 2.5, not None."),
+    "NumPy's rates": (
+        {"learning_rates": np.float32([0.5, 0.25])},
+        "learning_rates is (0.5, 0.25), not (0.1).",
+    ),
     "host": ({"capturable": True}, "capturable is True, not False."),
 }
 
@@ -78,7 +85,52 @@ def test_ranks_with_other_settings_are_refused_with_the_difference() -> None:
     *texts, last = results[0]
     for (_, expected), text in zip(ODD.values(), texts, strict=True):
         assert f"Unlike on rank 0, on rank(s) 1 {expected}" in text
-    assert "Unlike on rank 0, on rank(s) 1, 2 clip_norm is 1.0, not None." in last
+    assert "Unlike on rank 0, on rank(s) 1, 2 clip_norm is 1, not None." in last
+
+
+class Odd(torch.optim.SGD):
+    """With an option of any kind."""
+
+    def __init__(self, params: Any, lr: float, given: object = None, other: object = None) -> None:
+        super().__init__(params, lr)
+
+
+SAME: dict[str, Callable[[int], dict[str, object]]] = {
+    "order": lambda rank: dict(sorted({"given": 1, "other": 2}.items(), reverse=rank > 0)),
+    "whole number": lambda rank: {"given": 1 if rank else 1.0, "other": [2.0] if rank else (2,)},
+    "object": lambda rank: {"given": object(), "other": lambda: rank},
+    "set": lambda rank: {"given": set(f"{rank}abcd"[1:])},  # its order is another in each process
+}
+PARTS: dict[str, Callable[[int], object]] = {
+    "tensor": lambda rank: torch.tensor(0.5 + rank),
+    "array": lambda rank: np.arange(9) + rank,
+    "number of NumPy": lambda rank: np.float32(rank),
+    "in a tuple": lambda rank: (0.5, torch.tensor(0.5 + rank)),
+    "set": lambda rank: {"a", str(rank)},
+    "function": lambda rank: max if rank else min,
+}
+
+
+def compared(env: WorkerEnv) -> tuple[list[str], list[str]]:
+    """The errors for options that are the same on both ranks, and for those that are not."""
+
+    def error(options: dict[str, object]) -> str:
+        optimizer = TorchOptimizer(Odd, 0.1, **options)
+        try:
+            refuse_differences(mlp(), {"optimizer": optimizer}, env.group)
+        except UnusableError as error:
+            return str(error)
+        return ""
+
+    same = [error(options(env.rank)) for options in SAME.values()]
+    return same, [error({"given": part(env.rank)}) for part in PARTS.values()]
+
+
+def test_options_of_any_kind_are_compared_by_their_values() -> None:
+    for same, other in run_ranks(2, compared):
+        assert same == [""] * len(SAME)
+        for name, text in zip(PARTS, other, strict=True):
+            assert "optimizer.options.given" in text, name
 
 
 def trained_apart(env: WorkerEnv) -> tuple[str, list[float]]:
