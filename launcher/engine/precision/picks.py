@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from launcher.engine.precision.classes import HALF, is_tensor
 
@@ -48,13 +49,18 @@ def pick(operator: OpOverload, table: Tensor, *args: Any, **kwargs: Any) -> Any:
     repeats = any(is_tensor(each) and each.dtype not in (torch.bool, torch.uint8) for each in index)
     sparse = kwargs.get("sparse_grad") or (operator is EMBEDDING and args[3:4] == (True,))
     added = table.dtype in HALF and table.requires_grad and torch.is_grad_enabled() and repeats and not sparse
-    if (
-        table.dtype in HALF and torch._C._are_functorch_transforms_active()
-    ):  # no autograd function works there
+    if table.dtype in HALF and _is_transformed(table):  # no autograd function works there
         return operator(table.float(), *args, **kwargs).to(table.dtype)
     if added:
         return _Pick.apply(operator, table, *index)  # type: ignore[no-untyped-call]
     return operator(table, *args, **kwargs)
+
+
+def _is_transformed(table: Tensor) -> bool:
+    """Whether torch.func transforms this code, or forward_ad differentiates it along `table`'s tangent."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad.unpack_dual(table).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class _Pick(torch.autograd.Function):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from launcher.engine import Policy
 from tests.engine.precision.test_emulated_functions import PICKS
@@ -82,6 +83,7 @@ def test_a_gradient_is_the_sum(function: str, name: str, emulate: bool) -> None:
     assert p.grad.item() == MANY
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, in forward mode
 @WAYS
 @pytest.mark.parametrize("pick", PICKS)
 def test_picks_have_second_derivatives_and_transforms(pick: str, emulate: bool) -> None:
@@ -98,3 +100,6 @@ def test_picks_have_second_derivatives_and_transforms(pick: str, emulate: bool) 
     assert leaf.grad.tolist() == [[0, 0], [36, 48]]  # 2 x 6 x
     assert torch.equal(torch.func.grad(loss)(table), first)
     assert torch.equal(torch.func.vmap(torch.func.grad(loss))(table[None])[0], first)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf, torch.ones_like(table))
+        assert forward_ad.unpack_dual(loss(dual)).tangent == first.sum()
