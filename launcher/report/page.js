@@ -110,6 +110,9 @@ class Plot {
       if (y.base > 1) Object.assign(y, high > low ? {low: low / edge, high: high * edge} : {low: low / y.base, high: high * y.base});
       else Object.assign(y, {low: drawn.low === 0 && low >= 0 ? 0 : low - edge, high: high + edge});
       if (x.base > 1) x.low = Math.min(least(0, Math.min), x.high / 10);
+    } else {
+      x.base = 1; // without a value the range begins at 0, which has no logarithm
+      Object.assign(y, drawn);
     }
     this.x = x;
     const right = value => (WIDTH * share(x, value)).toFixed(1), down = value => (HEIGHT * (1 - share(y, value))).toFixed(1);
@@ -177,8 +180,9 @@ if (table) { // row k is setting k; a chosen one takes the first free colour and
     boxes.slice(1).forEach((box, k) => box.style.accentColor = box.checked ? `var(--s${taken.indexOf(k) % STYLES})` : '');
     redraw();
   };
-  for (const k of table.dataset.chosen.split(' ')) boxes[+k + 1].checked = true;
-  rows[0].after(...rows.filter((row, k) => k && boxes[k].checked));
+  const best = table.dataset.chosen.split(' ').map(k => +k + 1);
+  for (const k of best) boxes[k].checked = true;
+  rows[0].after(...best.map(k => rows[k]));
   choose();
 }
 

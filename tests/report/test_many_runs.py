@@ -112,11 +112,26 @@ COLUMN = """
 class TestInABrowser:
     pytestmark = in_browser
 
+    def test_many_runs_of_many_settings_take_no_more_room(self, tmp_path: Path, opened: Browser) -> None:
+        for seed in range(2):
+            for k in range(20):
+                write_run(tmp_path / f"{k}-{seed}", lr=k, seed=seed)
+        runs = [RunRecord.read(tmp_path / f"{k}-{seed}") for k in range(20) for seed in range(2)]
+        page = tmp_path / "page.html"
+        page.write_text(render(runs, "many"))
+        opened.open(page)
+        assert opened.run("document.documentElement.scrollHeight") < 5000
+        assert opened.run("document.querySelectorAll('td input').length") == 20, "of settings, not of runs"
+        assert opened.run("document.querySelector('table').rows.length") == 41
+        assert opened.run("document.querySelector('.scroll').clientHeight") < 600
+
     def test_curves_of_the_chosen_runs_are_shown(self, many: Path, opened: Browser) -> None:
+        listen = "window.errors = []; addEventListener('error', event => errors.push(event.message))"
+        opened.call("Page.addScriptToEvaluateOnNewDocument", source=listen)
         opened.open(many)
         assert opened.run("document.documentElement.scrollHeight") < 5000
         assert opened.run(SHOWN) == "21,22,23,24,25,26,27,28"
-        assert opened.run(COLUMN + "('optim.lr')").startswith("22,23,24,25,26,27,28,29,1,2,")
+        assert opened.run(COLUMN + "('optim.lr')").startswith("29,28,27,26,25,24,23,22,1,2,")
         assert opened.run("document.querySelectorAll('section > .legend li').length") == MANY
         box = "document.querySelector('[aria-label=\"curves of {}_lr={}\"]')"
         before = opened.run("document.querySelector('[data-of=\"28\"]').style.getPropertyValue('--c')")
@@ -131,6 +146,11 @@ class TestInABrowser:
         assert opened.run(SHOWN).count(",") == MANY - 1
         opened.run("document.querySelector('[aria-label=\"curves of all\"]').click()")
         assert opened.run(SHOWN) == ""
+        axes = "[...document.querySelectorAll('.plot[data-y] {}')].map(each => each.textContent).join()"
+        opened.run("[...document.querySelectorAll('.controls input')][1].click()")
+        assert "1,10,40" not in opened.run(axes.format(".x")), "nothing to take the logarithm of"
+        assert opened.run(axes.format(".y"))
+        assert opened.run("window.errors.join()") == ""
 
     def test_tables_are_sorted_by_a_column(self, many: Path, opened: Browser) -> None:
         opened.open(many)
