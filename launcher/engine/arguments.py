@@ -44,6 +44,7 @@ def refuse_kinds(
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
     _refuse_lazy(model)
+    _refuse_inference(model)
     _refuse_sparse(model)
     refuse_aliases(named_parameters(model), named_buffers(model))
     for name, value, kind, example in (
@@ -110,6 +111,21 @@ def group_of(group: object) -> dist.ProcessGroup | None:
             "torch.distributed.new_group() returned, or None for the default one."
         )
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _refuse_inference(model: nn.Module) -> None:
+    """Raise UnusableError for tensors that autograd can never record, and where new ones would be such."""
+    made = [name for name, p in model.named_parameters() if p.is_inference()]
+    if made or torch.is_inference_mode_enabled():
+        what = (
+            f"{listed(made, SHOWN)} of {type(model).__name__} was made"
+            if made
+            else "a Stepper is being built"
+        )
+        raise UnusableError(
+            f"{what} within torch.inference_mode(), whose tensors cannot be trained. Build the model and the "
+            "Stepper outside it; torch.no_grad() has no such effect."
+        )
 
 
 def _refuse_lazy(model: nn.Module) -> None:

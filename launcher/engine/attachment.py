@@ -20,8 +20,8 @@ from launcher.engine.wire.reducer import Reducer
 SHOWN = 3  # parameters named in an error; more would bury the rest
 
 TAKEN_OVER = (
-    "a newer Stepper was built on this model and now holds its parameters: of two Steppers on one model, "
-    "only the newer one can train it. Use that one, and build one Stepper per model."
+    "a newer Stepper was built on this model, or on one with which it shares parameters, and now holds them: "
+    "only the newer one can train them. Use that one, and build one Stepper on a module that holds all."
 )
 HOLDS_OTHERS = (
     "within WeightAverage.in_model() the model has the averages, not the weights that the Stepper trains: "

@@ -66,6 +66,16 @@ def test_a_lazy_model_is_refused_until_its_first_forward_pass() -> None:
         Stepper(buffers, SGD(0.1))
 
 
+def test_what_is_built_in_inference_mode_is_refused() -> None:
+    usual = mlp()
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+        with pytest.raises(UnusableError, match=r"a Stepper is being built within torch\.inference_mode"):
+            Stepper(usual, SGD(0.1))
+    with pytest.raises(UnusableError, match=r"weight, bias of Linear was made within torch\.inference_mode"):
+        Stepper(model, SGD(0.1))
+
+
 def test_a_dry_backward_needs_the_reference_count() -> None:
     x, classes = features(4, 0)
     model = mlp()
