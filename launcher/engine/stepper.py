@@ -250,7 +250,7 @@ class Stepper:
 
     def calibrate(
         self,
-        loss: Callable[[], Tensor | tuple[Tensor, int | Tensor]] | None,
+        loss: Callable[[], Tensor | tuple[Tensor, float | Tensor]] | None,
         *,
         agree_on_failure: bool = False,
     ) -> int | None:
@@ -299,7 +299,7 @@ class Stepper:
         self._refuse_within_step("vote()")
         self._parts.tally.vote(question, votes)
 
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+    def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch.
 
         `loss_sum`: fp32 scalar, the sum of the losses of `count` samples (or tokens). The step divides by
@@ -610,7 +610,7 @@ class Stepper:
         self._reference.restart(abandoned)
         self._parts.tally.restart()
 
-    def _begin(self, count: int | Tensor) -> None:
+    def _begin(self, count: float | Tensor) -> None:
         """Before the first pass of a step: n0, and whether buckets are sent within the passes.
 
         Where there are Steppers of other networks, ranks may make their passes in another order, or not at

@@ -52,54 +52,55 @@ class Interrupted(Exception):
 class _Counts:
     """The loss and the counts of one rank. Their sum over the ranks is that of the whole set."""
 
-    loss_sum: Tensor  # fp64 [1]
-    # int64 [6 + samples]: loss count, interrupted, NaN outputs, samples, unreadable, halvings of the batches;
+    sums: Tensor  # fp64 [2]: of the losses, and of their counts, which are weights where samples have some
+    # int64 [5 + samples]: interrupted, NaN outputs, samples, unreadable, halvings of the batches;
     # how often each was seen
     integers: Tensor
 
     @classmethod
     def empty(cls, num_samples: int, device: torch.device) -> _Counts:
         return cls(
-            torch.zeros(1, dtype=torch.float64, device=device),
-            torch.zeros(6 + num_samples, dtype=torch.int64, device=device),
+            torch.zeros(2, dtype=torch.float64, device=device),
+            torch.zeros(5 + num_samples, dtype=torch.int64, device=device),
         )
 
     @property
     def interrupted(self) -> Tensor:
-        return self.integers[1]
+        return self.integers[0]
 
     @property
     def seen(self) -> Tensor:
-        return self.integers[6:]
+        return self.integers[5:]
 
     def add(self, indices: Tensor, loss: Loss) -> None:
         """Count a batch. indices: int64 [n]."""
-        self.loss_sum.add_(loss.sum)
-        self.integers[0] += loss.count
-        self.integers[2].add_(rows_with_nan(loss.outputs))
+        self.sums[0] += loss.sum
+        self.sums[1] += loss.count
+        self.integers[1].add_(rows_with_nan(loss.outputs))
         self._add_samples(indices)
 
     def add_unreadable(self, indices: Tensor) -> None:
         """Count samples that were left out. indices: int64 [n]."""
-        self.integers[4] += len(indices)
+        self.integers[3] += len(indices)
         self._add_samples(indices)
 
     def _add_samples(self, indices: Tensor) -> None:
-        self.integers[3] += len(indices)
+        self.integers[2] += len(indices)
         if len(self.seen):  # a stream has no size and no indices
             self.seen.index_add_(0, indices, torch.ones_like(indices))
 
     def totals(self) -> Totals:
         """The sums over all ranks, once they are reduced. Waits for the device."""
-        count, _, nan_outputs, samples, unreadable, halvings = self.integers[:6].tolist()
-        return Totals(self.loss_sum.item(), count, nan_outputs, samples - unreadable, unreadable, halvings)
+        _, nan_outputs, samples, unreadable, halvings = self.integers[:5].tolist()
+        loss_sum, counted = self.sums.tolist()
+        return Totals(loss_sum, counted, nan_outputs, samples - unreadable, unreadable, halvings)
 
 
 class Totals(NamedTuple):
     """The sums over a whole set."""
 
     loss_sum: float
-    counted: int  # samples or tokens that carry loss
+    counted: float  # samples or tokens that carry loss, or their weights
     nan_outputs: int
     samples: int  # that were measured
     unreadable: int
@@ -155,9 +156,9 @@ def evaluate(
 
     with evaluating(model), torch.no_grad():
         (counts, measuring), halvings = in_smaller_batches(measure, batch_size, smaller)
-        counts.integers[5] = halvings
+        counts.integers[4] = halvings
         reduce(counts.integers, env.group)
-        reduce(counts.loss_sum, env.group)
+        reduce(counts.sums, env.group)
         if counts.interrupted:
             raise Interrupted
         check_every_sample_once(counts.seen, env.world_size)
@@ -224,12 +225,12 @@ def refuse_unusable_loss(recipe: Recipe, loss: Loss) -> None:
     )
 
 
-def refuse_no_loss(count: int, num_samples: int) -> None:
+def refuse_no_loss(count: float, num_samples: int) -> None:
     """Raise DataError if the counts of the losses of a whole set add up to nothing: there is no mean."""
-    if count < 1:
+    if not count > 0:
         raise DataError(
             f"none of the {num_samples} samples to evaluate on carries loss: the counts of Loss(sum, count) "
-            f"add up to {count}. Check what the loss counts, and that the samples can be read."
+            f"add up to {count:g}. Check what the loss counts, and that the samples can be read."
         )
 
 

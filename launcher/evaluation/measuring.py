@@ -105,7 +105,7 @@ class Measuring:
         elif self._fed:
             self._kept.append(_on(HOST, {"outputs": outputs, "batch": self._read_by_fed(batch)}))
 
-    def conclude(self, loss_sum: float, count: int) -> Numbers:
+    def conclude(self, loss_sum: float, count: float) -> Numbers:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         if self.env.world_size > 1:
             self._collect()
@@ -210,7 +210,7 @@ class Measuring:
                     rows = _on(self.env.device, unpacked(content_of(sent), self.env.device))
                     self._update(self._fed, rows["outputs"], rows["batch"])
 
-    def _compute(self, loss_sum: float, count: int) -> Numbers:
+    def _compute(self, loss_sum: float, count: float) -> Numbers:
         """The values on rank 0, in the order of the recipe's metrics."""
         total = Numbers({}, {})
         taken: dict[str, str] = {}
@@ -232,7 +232,7 @@ class Measuring:
                 total = replace(total, confusion=Confusion(names, metric.confusion_matrix()))
         return total
 
-    def _computed(self, metric: Any, loss_sum: float, count: int) -> Any:
+    def _computed(self, metric: Any, loss_sum: float, count: float) -> Any:
         """What the metric returns. Warnings of few samples are left out where there are few on purpose."""
         with (
             warnings.catch_warnings(action="ignore" if self.rehearsal else None),

@@ -61,7 +61,7 @@ def rehearse(
         (sums, measuring), _ = in_smaller_batches(measure, batch_size, smaller)
         reduce(sums, env.group)
         loss_sum, count = sums.tolist()
-        found = measuring.conclude(loss_sum, max(int(count), 1))
+        found = measuring.conclude(loss_sum, count or 1)
     for metric in recipe.measures:
         for name in declared_names(metric) or ():
             found.values.setdefault(name, float("nan"))

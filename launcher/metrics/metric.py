@@ -69,7 +69,7 @@ class Metric(Protocol):
 class LossMetric(Protocol):
     """A number that follows from the loss over the whole set. `higher_is_better`, `names` as of a Metric."""
 
-    def of_loss(self, loss_sum: float, count: int) -> Mapping[str, float]:
+    def of_loss(self, loss_sum: float, count: float) -> Mapping[str, float]:
         """From the sum of the losses in fp64 and the number of samples (or tokens) that carry loss."""
         ...
 

@@ -16,7 +16,7 @@ class Perplexity:
     names = ("perplexity",)
     higher_is_better = False
 
-    def of_loss(self, loss_sum: float, count: int) -> Mapping[str, float]:
+    def of_loss(self, loss_sum: float, count: float) -> Mapping[str, float]:
         """From the sum over all tokens and their number."""
         try:
             return {"perplexity": math.exp(loss_sum / count)}

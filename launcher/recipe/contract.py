@@ -40,7 +40,7 @@ class Loss:
     """The result of a forward pass on one micro-batch. The loss of a step is the sum over all `count`."""
 
     sum: Tensor  # fp32, 0-dim: over the samples (or tokens) of the micro-batch, not their mean
-    count: int | Tensor  # how many samples (or tokens) carry loss; 0-dim if a tensor
+    count: float | Tensor  # how many samples (or tokens) carry loss, or their weights' sum; 0-dim if a tensor
     # What metrics read, in evaluations only: logits [n, classes], predicted classes int64 [n], or any tensor
     # [n, ...] or mapping of tensors.
     outputs: Tensor | Mapping[str, Tensor] | None = None

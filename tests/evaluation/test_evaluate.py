@@ -188,6 +188,23 @@ def test_a_recipe_without_classes_measures_the_loss_per_token():
     assert result == Evaluation(0.8, 7, {}, {})
 
 
+def weighted_loss(network: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
+    away = network(batch["x"]).square().sum(1)
+    return Loss((batch["weight"] * away).sum(), batch["weight"].sum())
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e-3])
+def test_a_loss_may_count_weights(largest):
+    """Also where the weights of a whole set add up to less than one sample."""
+    data = points(23)
+    data = TensorData(data.columns | {"weight": torch.linspace(0, largest, 23)})
+    recipe = recipe_for(data, loss=weighted_loss, classes=None)
+    found = evaluate(recipe, linear_model(), contextlib.nullcontext, data, ALONE, 5)
+    away = linear_model()(data.columns["x"] * 2).detach().square().sum(1)
+    expected = (data.columns["weight"] * away).sum() / data.columns["weight"].sum()
+    assert found.loss == pytest.approx(float(expected), rel=1e-6)
+
+
 def own_loss(network: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
     """What a loss of the user's is: a function in a file outside of the launcher."""
     raise AssertionError("only its place is read")

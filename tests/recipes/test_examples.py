@@ -22,7 +22,7 @@ from launcher.telemetry.events import read_events
 from tests.forked import launch_forked
 
 EXAMPLES = recipes_dir() / "examples"
-RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface", "lion", "unpadded")
+RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface", "lion", "recurrent", "unpadded")
 SHORT = ["launch.nproc=2", "tracker=none", "train.log_every_steps=1000", "run.dir=run"]
 
 
@@ -99,6 +99,11 @@ def test_what_is_kept_between_steps_survives_a_resume(name: str, tmp_path: Path)
     whole = weights_of(name, tmp_path / "whole", "schedule=constant", "train.max_steps=20")
     half = weights_of(name, tmp_path, "schedule=constant", "train.max_steps=18")
     assert weights_of(name, tmp_path, "schedule=constant", "train.max_steps=20") == whole != half
+
+
+def test_a_recurrent_network_learns_from_segments_and_weights(tmp_path: Path) -> None:
+    first, last = (train("recurrent", tmp_path, f"train.epochs={n}", "schedule=constant") for n in (1, 4))
+    assert last["loss"] < 0.5 * first["loss"]
 
 
 @pytest.mark.slow

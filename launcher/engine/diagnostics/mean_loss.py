@@ -36,7 +36,7 @@ _TRANSPARENT = {
 }
 
 
-def is_mean(loss: Tensor, count: int | Tensor) -> bool:
+def is_mean(loss: Tensor, count: float | Tensor) -> bool:
     """Whether `loss`, or a part that is added to it, is a mean over its elements. False for a count of 1.
 
     If other parts are sums, only the mean of a loss function, or a sum divided by the count, is reported: a

@@ -24,7 +24,7 @@ UNKNOWN = -(2**31)
 FAILED = 2**32  # above every octave and -UNKNOWN: the MAX over the ranks keeps it
 
 
-Loss = Callable[[], Tensor | tuple[Tensor, int | Tensor]]
+Loss = Callable[[], Tensor | tuple[Tensor, float | Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DryPass:
     """
 
     octave: int | None
-    count: int | Tensor | None
+    count: float | Tensor | None
     failed: bool = False
 
 
@@ -55,7 +55,7 @@ def dry_pass(
     no rank waits for this one.
     """
     largest: float | None = None
-    count: int | Tensor | None = 0
+    count: float | Tensor | None = 0
     failure: Exception | None = None
     # Made before a pass that may leave no memory.
     agreed = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device if group else None)
@@ -97,7 +97,7 @@ def _largest_gradient(
     loss: Loss,
     gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
     growth: float,
-) -> tuple[float, int | Tensor | None]:
+) -> tuple[float, float | Tensor | None]:
     """The largest gradient of module outputs, and of parameters times `growth`; and the count."""
     seen: list[Tensor] = []
     with _widened(model), _watched_outputs(model, seen):

@@ -25,7 +25,7 @@ FIELDS = 3 + VOTES
 class Tally(Protocol):
     """Sums over the micro-batches of this rank, then over the ranks: FIELDS numbers."""
 
-    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+    def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
         ...
 
@@ -79,7 +79,7 @@ class DeviceTally:
         self._sent = False
         self._is_first = True  # no micro-batch is included yet
 
-    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+    def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         self._include_newest()
         loss = loss_sum.detach().view(())
         n = count.detach().to(loss.device).view(()) if isinstance(count, Tensor) else float(count)
@@ -141,7 +141,7 @@ class HostTally:
         self._shared: Tensor | None = None  # once they have been sent
         self._work: dist.Work | None = None
 
-    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+    def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         self._include_newest()
         loss = loss_sum.item()
         self._newest = (float(count), loss, float(not math.isfinite(loss)))
@@ -223,7 +223,7 @@ class Reference:
             return nearest_power_of_two(self._expected) if self._expected else 1
         return max(1, self.count)
 
-    def expect(self, count: int | Tensor) -> None:
+    def expect(self, count: float | Tensor) -> None:
         """Take this rank's own n0 until `agree`, unless the ranks have agreed. Waits for the device then.
 
         `count` is that of this rank's first micro-batch; the others are assumed to be as large.

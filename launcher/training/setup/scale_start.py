@@ -54,7 +54,7 @@ def _attempt(
 ) -> tuple[int | None, str]:
     """The exponent, and what this rank ran out of. `first` is one of so many pieces of a micro-batch."""
 
-    def dry() -> tuple[Tensor, int | Tensor]:
+    def dry() -> tuple[Tensor, float | Tensor]:
         of_batch = loss_of(recipe.loss, model, first[0])
         return of_batch.sum * pieces, of_batch.count * pieces
 
