@@ -246,7 +246,7 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     if run.env.is_leader:
         write_environment(Path(run.config.run.dir), devices)
         results.write_split(Path(run.config.run.dir), job.recipe)
-        write_model_folder(Path(run.config.run.dir), job.recipe, run.stepper.model)
+        write_model_folder(Path(run.config.run.dir), job.recipe, run.stepper.model, run.telemetry.warn)
         if isinstance(job.data.train, TensorData):
             for text in nan_warnings(job.data.train):
                 run.telemetry.warn(text)

@@ -49,9 +49,7 @@ def export(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"export: dtype={dtype} must be one of {', '.join(DTYPES)}.")
-    if not os.path.isdir(run_dir):
-        raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
-    _refuse_target(run_dir, file)
+    _refuse_paths(run_dir, file)
     checkpoint = _choose(run_dir / FOLDER, best)
     snapshot = load(checkpoint)
     averaged = averaged and snapshot.average is not None
@@ -62,7 +60,11 @@ def export(
 
 
 def with_model_folder(run_dir: Path, folder: Path) -> None:
-    """Copy what the run has for predicting with its weights into `folder`, which is made."""
+    """Copy what the run has for predicting with its weights into `folder`, which is made.
+
+    Raises as `export`.
+    """
+    _refuse_paths(run_dir, folder / "model.safetensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in (run_dir / MODEL).glob("*.*"):
@@ -72,7 +74,9 @@ def with_model_folder(run_dir: Path, folder: Path) -> None:
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def _refuse_target(run_dir: Path, file: Path) -> None:
+def _refuse_paths(run_dir: Path, file: Path) -> None:
+    if not os.path.isdir(run_dir):
+        raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
     rule = "The file must be new or a plain file, outside of the run."
     try:
         require_plain(file)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from launcher.errors import StorageError
+from launcher.errors import StorageError, described
 from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import MODEL
@@ -32,8 +33,10 @@ def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def write_model_folder(run_dir: Path, recipe: Recipe, network: nn.Module) -> None:
-    """Write what is known before the first step. Raises StorageError."""
+def write_model_folder(
+    run_dir: Path, recipe: Recipe, network: nn.Module, warn: Callable[[str], None]
+) -> None:
+    """Write what is known before the first step. Raises StorageError; other failures are warnings."""
     folder = run_dir / MODEL
     try:
         folder.mkdir(exist_ok=True)
@@ -49,3 +52,5 @@ def write_model_folder(run_dir: Path, recipe: Recipe, network: nn.Module) -> Non
             save(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except Exception as error:  # of a config or tokenizer, which training does not need
+        warn(f"{folder} is incomplete, and so is what export makes of it: {described(error)}")

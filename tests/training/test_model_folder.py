@@ -34,9 +34,25 @@ def test_images_have_their_normalisation_also_behind_the_guards() -> None:
 
 def test_a_recipe_without_classes_and_images_has_no_facts(tmp_path: Path) -> None:
     recipe = Recipe(lambda: nn.Linear(1, 1), {}, {}, lambda network, batch: Loss(torch.zeros(()), 1))
-    write_model_folder(tmp_path, recipe, nn.Linear(1, 1))
+    write_model_folder(tmp_path, recipe, nn.Linear(1, 1), pytest.fail)
     assert [file.name for file in (tmp_path / "model").iterdir()] == ["prediction.json"]
     assert json.loads((tmp_path / "model" / "prediction.json").read_text()) == {}
+
+
+def test_a_config_that_refuses_to_be_saved_does_not_end_the_run(tmp_path: Path) -> None:
+    class Refusing:
+        def save_pretrained(self, folder: Path) -> None:
+            raise ValueError("temperature must be above 0")
+
+    network, warnings = nn.Linear(1, 1), []
+    network.config = Refusing()
+    recipe = Recipe(lambda: network, {}, {}, lambda network, batch: None, classes=("no", "yes"))
+    write_model_folder(tmp_path, recipe, network, warnings.append)
+    assert json.loads((tmp_path / "model" / "prediction.json").read_text()) == {"classes": ["no", "yes"]}
+    assert warnings == [
+        f"{tmp_path / 'model'} is incomplete, and so is what export makes of it: ValueError: temperature "
+        "must be above 0"
+    ]
 
 
 def test_transformers_reads_the_folder(tmp_path: Path) -> None:
@@ -47,7 +63,7 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     network = transformers.BertForSequenceClassification(config).eval()
     data = SimpleNamespace(tokenizer=tokenizer)
     recipe = Recipe(lambda: network, data, data, lambda network, batch: None, classes=("no", "yes"))
-    write_model_folder(tmp_path, recipe, network)
+    write_model_folder(tmp_path, recipe, network, pytest.fail)
     save_file(network.state_dict(), tmp_path / "model" / "model.safetensors", {"format": "pt"})
 
     read = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
@@ -66,6 +82,11 @@ def test_export_makes_a_folder_of_a_run(tmp_path: Path) -> None:
     words = ["recipe=cnn", "data=digits", "train.max_steps=1", "launch.nproc=1", "tracker=none"]
     done = launch_forked(tmp_path, [*words, "run.dir=run"])
     assert done.returncode == 0, done.stderr
+    for run, target in (("nowhere", "made/"), ("run", "run/checkpoints/"), ("run", "run/checkpoints/inner/")):
+        refused = launch_forked(tmp_path, ["export", run, target])
+        assert refused.returncode == 2, refused.stderr
+    assert not (tmp_path / "made").exists()
+    assert {file.name for file in (tmp_path / "run" / "checkpoints").iterdir()} <= {"step-00000001"}
     for target in ("made/", "made"):  # the second time it is there
         done = launch_forked(tmp_path, ["export", "run", target])
         assert done.returncode == 0, done.stderr
