@@ -124,7 +124,10 @@ class Pool:
             mine = [row for row in self._shared if int(row[PID]) in pids]
             if not mine:
                 return None
-            return self._lost(mine, _first_line(error), "killed by signal" in str(error))
+            # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
+            codes = [each.exitcode or 0 for each in self._iterator._workers if each.pid in pids]
+            killed = "killed by signal" in str(error) or any(code < 0 for code in codes)
+            return self._lost(mine, _first_line(error), killed)
         if "DataLoader timed out" not in str(error):
             return None
         busy = [row for row in self._shared if row[READING] != -1]

@@ -22,7 +22,7 @@ from launcher.data.reader import Request
 from launcher.data.sources import evaluation_batches, readable, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
-from launcher.errors import DataError, Interrupted, LauncherError, StalledError
+from launcher.errors import DataError, Interrupted, LauncherError, LoaderKilledError, StalledError
 from tests.meta_device import META, MetaDevice
 
 CPU = torch.device("cpu")
@@ -201,11 +201,16 @@ def test_an_evaluation_never_waits_for_the_device():
     assert {upload.partition(":")[0] for upload in device.uploads} == {"data/device.py to_device"}
 
 
-def test_a_loader_process_that_is_killed_is_named_with_its_sample():
+@pytest.mark.parametrize("seen_by", ["torch's handler of SIGCHLD", "its wait for a batch"])
+def test_a_loader_process_that_is_killed_is_named_with_its_sample(seen_by, monkeypatch):
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(DataError, match="a loader process ended while it read sample 7 of the training set"):
+    if seen_by == "its wait for a batch":  # torch's error then has no signal in it
+        monkeypatch.setattr("torch.utils.data._utils.signal_handling._error_if_any_worker_fails", int)
+        monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    words = "a loader process ended while it read sample 7 of the training set"
+    with pytest.raises(LoaderKilledError, match=words):
         epoch(batches(Noisy(50, {7: die}), workers=2))
 
 

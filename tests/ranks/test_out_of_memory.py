@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,9 +46,9 @@ def step(stepper: Stepper, rank: int, micro_batches: int, at: int = NOWHERE) -> 
     sent = 0
     flush = stepper.reducer.flush
 
-    def flushing(abandoned: bool = False) -> None:
+    def flushing(*args: Any) -> None:
         nonlocal sent
-        flush(abandoned)
+        flush(*args)
         sent = shortage.allocations
 
     stepper.reducer.flush = flushing  # type: ignore[method-assign]
