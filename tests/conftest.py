@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -44,6 +45,17 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 
 NEEDS_GPU = ("gpu", "gpus2")
+# Tests beyond the six minutes of the default set, by id: the longest on two cores, and all variants of a test
+# but its quickest. In a file of their own, because most of them are single cases of a table.
+SLOW = Path(__file__).with_name("slow.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    listed = set(SLOW.read_text().splitlines())
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
