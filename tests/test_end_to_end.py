@@ -74,6 +74,7 @@ def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
         "confusion_matrix.png",
         "curves.png",
         "env.json",
+        "model",
         "logs",
         "metrics.jsonl",
         "overrides.txt",
