@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_parameters
-from launcher.engine.wire.reducer import Reducer
+from launcher.engine.wire.reducer import Reducer, is_lent
 
 SHOWN = 3  # parameters named in an error; more would bury the rest
 
@@ -25,7 +25,8 @@ TAKEN_OVER = (
 )
 HOLDS_OTHERS = (
     "within WeightAverage.in_model() the model has the averages, not the weights that the Stepper trains: "
-    "only forward passes are possible there. Train, save, load and update averages after the context."
+    "only forward passes are possible there. Build Steppers, train, save, load and update averages after the "
+    "context."
 )
 DETACHED = (
     "the model has changed since this Stepper was built: {found}. The Stepper trains only parameters in "
@@ -33,6 +34,12 @@ DETACHED = (
     "Stepper; set values with p.copy_() under torch.no_grad() or with load(). To train the model as it is "
     "now, build another Stepper on it."
 )
+
+
+def refuse_lent(model: nn.Module) -> None:
+    """Raise UnusableError within in_model(): another Stepper would take the averages for the weights."""
+    if is_lent(model):
+        raise UnusableError(HOLDS_OTHERS)
 
 
 class Attachment:
@@ -46,7 +53,6 @@ class Attachment:
             slot.view(segment.weight) for segment in layout.segments for slot in segment.slots
         ]
         self._trained = [layout.parameters[slot.name] for slot in layout.slots]
-        self._holds_others = False
         self._accept()
 
     def check(self) -> None:
@@ -66,18 +72,18 @@ class Attachment:
     def refuse_other_weights(self) -> None:
         """Raise UnusableError where the model does not have the weights that this Stepper trains."""
         self.refuse_taken_over()
-        if self._holds_others:
+        if self._reducer.lent:
             raise UnusableError(HOLDS_OTHERS)
 
     @contextmanager
     def holding_others(self) -> Iterator[None]:
         """The context within which the flat memory holds other weights than the rounded masters."""
         self.refuse_other_weights()
-        self._holds_others = True
+        self._reducer.lent = True
         try:
             yield
         finally:
-            self._holds_others = False
+            self._reducer.lent = False
 
     def _accept(self) -> None:
         """Compare with the present model from now on."""

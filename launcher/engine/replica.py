@@ -65,11 +65,23 @@ class Replica:
     def load(self, state: EngineState) -> ScaleStart:
         """Restore `state`. Raises ValueError, before anything is changed, for the state of another model.
 
-        A collective where the optimizer is sharded.
+        A collective where the optimizer is sharded: there a state that one rank refuses is refused by all.
         """
-        refuse_other_model(self.model, state)
-        refuse_numbers(state)
-        self.updater.load_states(self.shards, state.optimizer, updated=state.counters["applied"] > 0)
+        failure: Exception | None = None
+        try:
+            self._refuse(state)
+        except Exception as error:
+            failure = error
+        # A rank that raised alone would leave the others in the exchange of weights that ends a load.
+        if self.shards.any_rank(failure is not None) and failure is None:
+            failure = ValueError(
+                "another rank refuses the state that it was given, with the reason in its own error. Nothing "
+                "was changed on any rank: give all ranks the whole state that state() returned."
+            )
+        if failure is not None:
+            raise failure
+        updated = state.counters["applied"] > 0
+        self.updater.load_states(self.shards, state.optimizer, updated)
         self.shards.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
             if not p.requires_grad:
@@ -79,6 +91,12 @@ class Replica:
         self.buffers.snapshot()
         self._start()
         return self.scale.restore(state.counters, state.scale_mode)
+
+    def _refuse(self, state: EngineState) -> None:
+        refuse_other_model(self.model, state)
+        refuse_numbers(state)
+        updated = state.counters["applied"] > 0
+        self.updater.refuse_states(self.shards, state.optimizer, updated)
 
     def comparable(self, reference_count: int | None) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by readable name."""

@@ -19,6 +19,7 @@ import launcher.engine.limits as limits
 from launcher.engine.agreement import refuse_differences
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, Parts
+from launcher.engine.attachment import refuse_lent
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import (
@@ -115,6 +116,7 @@ class Stepper:
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
         refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, capturable, groups)
+        refuse_lent(model)
         rates = rates_of(learning_rates, optimizer.lr)
         limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
         self.model, self.group = model, group_of(group)

@@ -264,6 +264,7 @@ FORBIDDEN: dict[str, Any] = {
     "settle": lambda stepper, average: average.settle(),
     "restart": lambda stepper, average: average.restart(),
     "in_model": lambda stepper, average: average.in_model().__enter__(),
+    "another Stepper": lambda stepper, average: Stepper(stepper.model, SGD(0.1)),
 }
 
 

@@ -241,27 +241,33 @@ class AdaptedUpdater:
             if value is not None
         }
 
-    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
-        """Take the optimizer's tensors and numbers by `state/parameter`.
+    def refuse_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
+        """Raise ValueError for the states of another optimizer, by `state/parameter`.
 
-        `updated`: whether they were saved after an update. Raises ValueError, before anything is changed, for
-        those of another optimizer: other names, shapes or dtypes than this one then has.
+        These have other names, shapes or dtypes than this one has, after an update if they were `updated`.
         """
-        expected = self._examples(updated)
-        if updated and not type(self._optimizer).__module__.startswith("torch.optim"):
-            # Only of torch's own is it known that no later step adds states.
-            expected = {key: value for key, value in named.items() if self._is_ours(key)} | expected
+        expected = self._expected(named, updated)
         tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
         refuse_misfits("optimizer states", {key: each.shape for key, each in tensors.items()}, named)
         for key, each in tensors.items():
             refuse_dtype("optimizer states", key, each.dtype, named[key].dtype)
+
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
+        """Take the optimizer's tensors and numbers, which `refuse_states` has accepted."""
         self._optimizer.state.clear()
-        for key, example in expected.items():
+        for key, example in self._expected(named, updated).items():
             state, _, name = key.partition("/")
             number = None if isinstance(example, Tensor) else type(example)(named[key].item())
             self._optimizer.state[self._masters[name]][state] = (
                 named[key].to(example.device, copy=True) if isinstance(example, Tensor) else number
             )
+
+    def _expected(self, named: Mapping[str, Tensor], updated: bool) -> dict[str, Any]:
+        expected = self._examples(updated)
+        if updated and not type(self._optimizer).__module__.startswith("torch.optim"):
+            # Only of torch's own is it known that no later step adds states.
+            expected = {key: value for key, value in named.items() if self._is_ours(key)} | expected
+        return expected
 
     def _is_ours(self, key: str) -> bool:
         return key.partition("/")[2] in self._masters

@@ -163,14 +163,15 @@ class Updater:
             for name, value in collect([states[position] for states in self.states]).items()
         }
 
-    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
-        """Take the states by `state/parameter`: zeros if nothing was `updated` before they were saved.
-
-        Raises ValueError, before anything is changed, for those of another optimizer.
-        """
+    def refuse_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
+        """Raise ValueError for the states of another optimizer, by `state/parameter`."""
         shapes = shards.shapes
         expected = {f"{state}/{name}": shapes[name] for state in self.optimizer.states for name in shapes}
         refuse_misfits("optimizer states", expected, named, torch.float32)
+
+    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
+        """Take the states, which `refuse_states` has accepted: zeros if nothing was `updated` before."""
+        shapes = shards.shapes
         for position, state in enumerate(self.optimizer.states):
             values = {name: named[f"{state}/{name}"] for name in shapes}
             shards.spread(values, [states[position] for states in self.states])

@@ -120,6 +120,7 @@ class Reducer:
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
         self._hooks = [] if stays else _register_hooks(self, layout)
         self.closed = False
+        self.lent = False  # the parameters hold other weights than those that are trained
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for several micro-batches per step from the next step on, or free it. Between steps."""
@@ -407,6 +408,13 @@ def _take_over(reducer: Reducer, layout: Layout) -> None:
             older.close()
             _LIVING.discard(older)
     _LIVING.add(reducer)
+
+
+def is_lent(model: nn.Module) -> bool:
+    """Whether the parameters hold other weights than those that a living Stepper trains."""
+    own = set(map(id, model.parameters()))
+    lent = (older._layout.parameters.values() for older in _LIVING if older.lent)
+    return any(id(parameter) in own for parameters in lent for parameter in parameters)
 
 
 def _register_hooks(reducer: Reducer, layout: Layout) -> list[RemovableHandle]:

@@ -59,6 +59,14 @@ class Shards:
             for part in self._parts(segment)
         ]
 
+    def any_rank(self, found: bool) -> bool:
+        """Whether `found` on any rank; a collective where the optimizer is sharded, else this rank's own."""
+        if not self.sharded:
+            return found
+        flag = torch.tensor(int(found), device=self._layout.device)
+        works.run(dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
+        return bool(flag)
+
     def collect(
         self, tensors: Sequence[Tensor], rank: int | None = None, allocate: Allocate = on_host
     ) -> dict[str, Tensor]:
