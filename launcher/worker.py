@@ -53,11 +53,7 @@ from launcher.telemetry.gpu import GpuSampler, measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
 from launcher.training.answers import Answers
-from launcher.training.checkpointing import Checkpoints
-from launcher.training.divergence.check import DivergenceCheck
 from launcher.training.divergence.rerun import DivergenceInspector
-from launcher.training.divergence.rescue import Rescue
-from launcher.training.evaluations.evaluator import Evaluator
 from launcher.training.failures.rank_failure import (
     failure_of,
     of_another_rank,
@@ -68,12 +64,19 @@ from launcher.training.failures.recipe_errors import guarded, guarding
 from launcher.training.failures.shortage_advice import advice_for, place_of_shortage
 from launcher.training.loop import Averaged, Task, train
 from launcher.training.model_folder import facts_for_prediction, write_model_folder
-from launcher.training.monitor import Monitor
-from launcher.training.out_of_memory import Relief
+from launcher.training.parts.bucket_trial import BucketTrial
+from launcher.training.parts.checkpoints import Checkpoints
+from launcher.training.parts.divergence import DivergenceCheck
+from launcher.training.parts.evaluation import Evaluator
+from launcher.training.parts.log import Monitor
+from launcher.training.parts.relief import Relief
+from launcher.training.parts.replica_check import Replicas
+from launcher.training.parts.rescue import Rescue
+from launcher.training.parts.step_times import of_the_slowest, overhead_ms
+from launcher.training.parts.stragglers import Stragglers
 from launcher.training.progress import Course, Start
 from launcher.training.recorded_config import asked
 from launcher.training.recorded_steps import recorded
-from launcher.training.replica_check import Replicas
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
 from launcher.training.setup.compilation import compiled
@@ -83,10 +86,7 @@ from launcher.training.setup.initial_weights import Loaded, load_weights, settle
 from launcher.training.setup.micro_batch import settled
 from launcher.training.setup.scale_start import calibrate
 from launcher.training.signals import Requests, heeded
-from launcher.training.timing.bucket_trial import BucketTrial
 from launcher.training.timing.links import Links
-from launcher.training.timing.step_times import of_the_slowest, overhead_ms
-from launcher.training.timing.stragglers import Stragglers
 from launcher.training.warning_log import warnings_logged
 
 if TYPE_CHECKING:

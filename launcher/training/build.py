@@ -47,7 +47,7 @@ from launcher.recipe.contract import Recipe, set_title
 from launcher.recipe.registry import look_up, registry_of
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.telemetry import Telemetry
-from launcher.training.gradient_stats import GradientStats
+from launcher.training.parts.gradient_stats import GradientStats
 from launcher.training.setup.compilation import repeated_blocks
 from launcher.training.setup.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
 from launcher.training.setup.parameter_groups import parameter_groups

@@ -18,13 +18,13 @@ from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
-from launcher.training.checkpointing import Checkpoints
-from launcher.training.evaluations.evaluator import Evaluator
 from launcher.training.failures.model_mistakes import in_place_mistake
-from launcher.training.monitor import Monitor
-from launcher.training.out_of_memory import DroppedStepError, Relief
+from launcher.training.parts.checkpoints import Checkpoints
+from launcher.training.parts.evaluation import Evaluator
+from launcher.training.parts.log import Monitor
+from launcher.training.parts.relief import DroppedStepError, Relief
+from launcher.training.parts.replica_check import Replicas
 from launcher.training.progress import Course, Position, Start
-from launcher.training.replica_check import Replicas
 from launcher.training.run import Question, Voter
 
 

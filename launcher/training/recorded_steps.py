@@ -29,7 +29,7 @@ from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Loss
 from launcher.training.loop import Learner, Task
-from launcher.training.out_of_memory import free_memory
+from launcher.training.parts.relief import free_memory
 from launcher.training.progress import Position
 from launcher.training.run import Run
 

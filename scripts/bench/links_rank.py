@@ -29,8 +29,8 @@ from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper, StepResult, Wire
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with
+from launcher.training.parts.bucket_trial import BucketTrial
 from launcher.training.progress import Position
-from launcher.training.timing.bucket_trial import BucketTrial
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Times, interleave
 from scripts.bench.network import bytes_sent, limit_own_link

@@ -26,11 +26,11 @@ from launcher.engine import SGD, Policy, Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA, Spans
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
-from launcher.training.out_of_memory import Relief
+from launcher.training.parts.relief import Relief
+from launcher.training.parts.step_times import StepTimes, parts_of
 from launcher.training.progress import Position, Standing
 from launcher.training.run import Run
 from launcher.training.signals import Requests
-from launcher.training.timing.step_times import StepTimes, parts_of
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 
 STEP_MS = 5.0

@@ -10,12 +10,12 @@ import torch
 from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Policy, Wire
 from launcher.telemetry import Telemetry
+from launcher.training.parts.bucket_trial import PAYS, ROUNDS, WARM_UP, BucketTrial
 from launcher.training.progress import Position
-from launcher.training.timing.bucket_trial import PAYS, ROUNDS, WARM_UP, BucketTrial
 from tests.engine.observe import train
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_bucket_sizes import stepper_of
-from tests.training.test_monitor import Recorder
+from tests.training.parts.test_log import Recorder
 
 START = 40  # steps before the run was resumed
 SIZES = 3

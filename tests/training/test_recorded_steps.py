@@ -24,7 +24,7 @@ from launcher.recipe import Loss, cross_entropy
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
 from launcher.training.loop import Learner, Task
-from launcher.training.out_of_memory import Relief
+from launcher.training.parts.relief import Relief
 from launcher.training.progress import Course, Position, SinceEvaluation, Standing
 from launcher.training.recorded_steps import recorded
 from launcher.training.run import Question, Run

@@ -22,7 +22,7 @@ from launcher.errors import OutOfMemoryError, counted, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
-from launcher.training.out_of_memory import free_memory
+from launcher.training.parts.relief import free_memory
 from launcher.training.progress import MicroBatch, Standing
 from launcher.training.recorded_config import record_config
 from launcher.training.run import Run

@@ -13,9 +13,9 @@ from launcher.checkpoint import Due, Metric, Report, Staged, Writer
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, StorageError
-from launcher.training.monitor import Monitor
+from launcher.training.parts.log import Monitor
+from launcher.training.parts.replica_check import check_replicas
 from launcher.training.progress import Course, Measured, Position
-from launcher.training.replica_check import check_replicas
 from launcher.training.run import Question, Run, Votes
 
 

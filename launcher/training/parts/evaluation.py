@@ -26,12 +26,12 @@ from launcher.evaluation.rehearsal import rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import ONLY_SET, Recipe, set_title
+from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.answers import Answers
-from launcher.training.evaluations.after_evaluation import AfterEvaluation
-from launcher.training.evaluations.early_stopping import EarlyStopping
 from launcher.training.failures.recipe_errors import guarding
-from launcher.training.monitor import Monitor
-from launcher.training.out_of_memory import free_memory
+from launcher.training.parts.early_stopping import EarlyStopping
+from launcher.training.parts.log import Monitor
+from launcher.training.parts.relief import free_memory
 from launcher.training.progress import HIGHER_IS_BETTER, Course, Measured, Position, SinceEvaluation, Standing
 from launcher.training.run import Question, Run, Votes
 

@@ -31,8 +31,8 @@ from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.training.build import seed_generators
 from launcher.training.failures.recipe_errors import guarding
+from launcher.training.parts.replica_check import checksums
 from launcher.training.progress import Position
-from launcher.training.replica_check import checksums
 from launcher.training.run import Run
 
 EVENT = "after_evaluation"

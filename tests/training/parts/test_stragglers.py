@@ -16,14 +16,14 @@ from launcher.engine.limits import VOTES
 from launcher.report.recording import Recording
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry import Telemetry
+from launcher.training.parts.stragglers import WINDOW, Stragglers
 from launcher.training.progress import Position
 from launcher.training.run import BUCKET_SLOT, DATA_SLOT, LINK_SLOT, WAIT_SLOT, Question, Run
 from launcher.training.timing.links import Links, LinkUse
 from launcher.training.timing.slow_links import use_of, votes_of
-from launcher.training.timing.stragglers import WINDOW, Stragglers
+from tests.training.parts.test_log import Recorder
 from tests.training.reports import CLEAN, LIMITS
 from tests.training.runs import run_alone
-from tests.training.test_monitor import Recorder
 
 Spans = dict[str, float]
 

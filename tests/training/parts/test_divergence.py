@@ -9,7 +9,7 @@ import pytest
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
-from launcher.training.divergence.check import DivergenceCheck
+from launcher.training.parts.divergence import DivergenceCheck
 from launcher.training.progress import Position
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 

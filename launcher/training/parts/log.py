@@ -18,14 +18,14 @@ from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import ExponentCounts
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import DataError, counted
-from launcher.training.divergence.check import DivergenceCheck
-from launcher.training.divergence.rescue import Rescue
-from launcher.training.gradient_stats import GradientStats
 from launcher.training.occurrences import Occurrences
-from launcher.training.out_of_memory import DroppedStepError
+from launcher.training.parts.divergence import DivergenceCheck
+from launcher.training.parts.gradient_stats import GradientStats
+from launcher.training.parts.relief import DroppedStepError
+from launcher.training.parts.rescue import Rescue
+from launcher.training.parts.step_times import StepTimes, parts_of
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Run, Voter, Votes
-from launcher.training.timing.step_times import StepTimes, parts_of
 
 log = logging.getLogger("launcher")
 

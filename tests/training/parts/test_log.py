@@ -10,12 +10,12 @@ from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
 from launcher.telemetry.tracker.rows import media_of, row_of
-from launcher.training.divergence.check import DivergenceCheck
-from launcher.training.gradient_stats import GradientStats
-from launcher.training.monitor import Monitor
+from launcher.training.parts.divergence import DivergenceCheck
+from launcher.training.parts.gradient_stats import GradientStats
+from launcher.training.parts.log import Monitor
+from launcher.training.parts.stragglers import Stragglers
 from launcher.training.progress import Position, Totals
 from launcher.training.run import Question, Votes
-from launcher.training.timing.stragglers import Stragglers
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 from tests.training.runs import run_alone
 

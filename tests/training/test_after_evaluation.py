@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.training.evaluations.after_evaluation import MAX_STEM_BYTES, file_stems
+from launcher.training.after_evaluation import MAX_STEM_BYTES, file_stems
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.evaluation.evaluate import Evaluation
-from launcher.training.evaluations.early_stopping import EarlyStopping
+from launcher.training.parts.early_stopping import EarlyStopping
 from launcher.training.progress import Standing
 
 
