@@ -24,6 +24,12 @@ def with_epochs(dataset: object) -> list[Any]:
     return [each for each in _within(dataset) if callable(getattr(each, "set_epoch", None))]
 
 
+def reads_together(dataset: object) -> bool:
+    """Whether it has a `__getitems__` that is not only the loop of torch's own wrappers."""
+    within = [each for each in _within(dataset) if not isinstance(each, Subset | StackDataset)]
+    return hasattr(dataset, "__getitems__") and any(hasattr(each, "__getitems__") for each in within)
+
+
 def enter_epoch(datasets: list[Any], epoch: int, seed: int) -> None:
     """Call `set_epoch` where another epoch was set last; with 0 for samples that are evaluated.
 
@@ -43,6 +49,7 @@ def enter_epoch(datasets: list[Any], epoch: int, seed: int) -> None:
 
 
 def _within(dataset: object) -> Iterator[object]:
+    """The data set, and those that torch's own wrappers are around."""
     yield dataset
     if isinstance(dataset, Subset):
         yield from _within(dataset.dataset)

@@ -18,19 +18,15 @@ from torch.utils.data import default_collate
 
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import place_of
-from launcher.data.epochs import enter_epoch, with_epochs
+from launcher.data.epochs import enter_epoch, reads_together, with_epochs
 from launcher.data.ragged import refuse_unlike
 from launcher.data.random_state import (
-    Drawn,
-    States,
-    drawn_since,
-    drawn_since_seeded,
-    restore,
+    GeneratorsKept,
     sample_seeds,
     seed_all,
-    seed_torch,
     spread_seed,
     states,
+    undrawn_since,
 )
 from launcher.data.tensors import Batch, time_first
 from launcher.errors import DataError, LauncherError, counted, described
@@ -107,57 +103,40 @@ class _Read(NamedTuple):
     kept: Sequence[int]
     bad: Sequence[BadSample]
 
-    @classmethod
-    def whole(cls, samples: Sequence[Any]) -> _Read:
-        """All samples of a request."""
-        return cls(samples, range(len(samples)), ())
-
-
-def nobody_asks(index: int) -> None:
-    """Where no other process asks which sample is being read."""
-
 
 class Reader:
     """Answers requests from a data set. What torch's DataLoader holds as its data set.
 
     `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
-    last of a request. A data set with `__getitems__(indices)` is asked for all samples of a request at once,
-    as torch's DataLoader does, unless they draw random numbers: these depend on the sample.
+    last of a request. All generators are seeded before each sample. A data set with `__getitems__(indices)`
+    is asked for all samples of a request at once, as torch's DataLoader does, unless they draw random
+    numbers: these depend on the sample.
     """
 
     def __init__(self, dataset: Indexed, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self.reading: Callable[[int], None] = nobody_asks
-        self._takes_generator = takes_generator(dataset)
+        self.reading: Callable[[int], None] = lambda index: None
+        self._sample = self._from_generator if takes_generator(dataset) else self._seeded
+        self._together = reads_together(dataset) and self._sample == self._seeded
         self._with_epochs = with_epochs(dataset)
-        self._together = getattr(dataset, "__getitems__", None)
-        # What samples have drawn from; None before the first, which are watched one by one.
-        self._draws: Drawn | None = None if self._together is None else Drawn(torch=False, others=False)
 
     def begin(self) -> None:
-        """Nothing is to be done before an iteration."""
-
-    def __getitem__(self, request: Request) -> Fetched:
-        return self._fetched(request)
+        """Do nothing: an iteration needs no preparation."""
 
     def read_here(self, request: Request) -> Fetched:
-        """The answer in the process that trains, whose generators are as before at the end."""
-        before = states()
-        try:
-            return self._fetched(request, before)
-        finally:
-            restore(before)
+        """Answer in the process that trains, whose generators are as before at the end."""
+        with GeneratorsKept():
+            return self[request]
 
-    def _fetched(self, request: Request, before: States | None = None) -> Fetched:
-        """`before` are the present states, if they are known."""
+    def __getitem__(self, request: Request) -> Fetched:
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except RAISED as error:  # a user's data set may fail in any way
             failure = f"set_epoch failed{_at(error)}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
-        found = self._samples(request, None if self._with_epochs else before)
+        found = self._read_together(request) or self._read_each(request)
         self.reading(-1)
         if not found.samples:
             return Fetched(None, (), tuple(found.bad))
@@ -166,80 +145,44 @@ class Reader:
         except RAISED as error:
             return self._without_odd(request, found, error)
 
-    def _samples(self, request: Request, before: States | None) -> _Read:
-        """What is read of a request. `before` are the present states, if they are known.
-
-        The generators are seeded before each sample of the first request, and of all later ones those that
-        these have drawn from. A later request whose samples are the first to draw from another is read twice.
-        """
-        if self._takes_generator:
-            return self._read(request, self._from_generator)
-        if self._draws is None:
-            self._draws = Drawn(torch=False, others=False)
-            return self._read(request, self._watched)
-        if self._draws.others:
-            return self._read(request, self._with_all_seeded)
-        before = before or states()
-        if self._draws.torch:
-            found = self._read(request, self._with_torch_seeded)
-        else:
-            found = self._read_at_once(request) or self._read(request, None)
-        drawn = drawn_since(before)
-        if drawn.others or drawn.torch > self._draws.torch:
-            self._draws = Drawn(torch=True, others=drawn.others)
-            return self._samples(request, None)
-        return found
-
-    def _read(self, request: Request, sample: Callable[[int, int], Any] | None) -> _Read:
-        """As `_samples`, each from `sample(index, seed)`; None: as the data set gives it."""
-        samples: list[Any] = []
-        bad: dict[int, BadSample] = {}  # by offset
-        indices, reading, dataset = request.indices, self.reading, self._dataset
-        seeds = sample_seeds(self._seed, request.epoch, request.position, len(indices)) if sample else []
-        for offset, index in enumerate(indices):
-            reading(index)
-            try:
-                samples.append(sample(index, seeds[offset]) if sample else dataset[index])
-            except RAISED as error:  # a user's data set may fail in any way
-                bad[offset] = BadSample.of(index, error)
-        if not bad:
-            return _Read.whole(samples)
-        return _Read(samples, tuple(o for o in range(len(indices)) if o not in bad), [*bad.values()])
-
-    def _read_at_once(self, request: Request) -> _Read | None:
-        """As `_samples`, with nothing done before each; None where that is needed, or one of them fails."""
-        together, dataset = self._together, self._dataset
-        if together is None and self.reading is not nobody_asks:
+    def _read_together(self, request: Request) -> _Read | None:
+        """Read all samples by one call; None where the data set has none for it, or it fails or draws."""
+        if not self._together:
             return None
         self.reading(TOGETHER)
+        before = states()
         try:
-            if together is None:
-                return _Read.whole([dataset[index] for index in request.indices])
-            samples = together(list(request.indices))
-        except RAISED:  # a user's data set may fail in any way
+            samples = self._dataset.__getitems__(list(request.indices))  # type: ignore[attr-defined]
+        except RAISED:  # a user's data set may fail in any way; read one by one, the sample is named
             return None
-        if not isinstance(samples, list | tuple) or len(samples) != len(request.indices):
+        self._together = undrawn_since(before)
+        if (
+            not self._together
+            or not isinstance(samples, list | tuple)
+            or len(samples) != len(request.indices)
+        ):
             return None
-        return _Read.whole(samples)
+        return _Read(samples, range(len(samples)), ())
+
+    def _read_each(self, request: Request) -> _Read:
+        samples: list[Any] = []
+        bad: dict[int, BadSample] = {}  # by offset
+        seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
+        for offset, index in enumerate(request.indices):
+            self.reading(index)
+            try:
+                samples.append(self._sample(index, seeds[offset]))
+            except RAISED as error:  # a user's data set may fail in any way
+                bad[offset] = BadSample.of(index, error)
+        kept = [offset for offset in range(len(request.indices)) if offset not in bad]
+        return _Read(samples, tuple(kept), [*bad.values()])
 
     def _from_generator(self, index: int, seed: int) -> Any:
         return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
 
-    def _with_torch_seeded(self, index: int, seed: int) -> Any:
-        seed_torch(seed % 2**32)
-        return self._dataset[index]
-
-    def _with_all_seeded(self, index: int, seed: int) -> Any:
+    def _seeded(self, index: int, seed: int) -> Any:
         seed_all(seed)
         return self._dataset[index]
-
-    def _watched(self, index: int, seed: int) -> Any:
-        try:
-            return self._with_all_seeded(index, seed)
-        finally:
-            before, now = self._draws, drawn_since_seeded(seed)
-            assert before is not None
-            self._draws = Drawn(before.torch or now.torch, before.others or now.others)
 
     def _collated(self, request: Request, samples: Sequence[Any]) -> Batch:
         """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""

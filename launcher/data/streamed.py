@@ -27,7 +27,7 @@ from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
-from launcher.data.random_state import Generators, seed_all, spread_seed
+from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, collated, in_words, unforeseen
 from launcher.data.tensors import Batch, transformed
 from launcher.errors import ConfigError, DataError, counted
@@ -112,18 +112,9 @@ class StreamReader(IterableDataset[Fetched]):
         number = (own + start.next_process) % processes  # the first process makes what was to come next
         current, self._pass = self._pass, self._pass if self._pass == EVALUATION else self._pass + 1
         self._reader = f"{self._share.rank}/{number}" if self._share.divided else "all"  # alike read alike
-        made = self._micro_batches(start, own, processes, number, current)
         if self._process is not None:
             present(number, processes, self._share.divided)
-            yield from made
-            return
-        generators = Generators(self._seed)
-        while True:
-            with generators:
-                fetched = next(made, None)
-            if fetched is None:
-                return
-            yield fetched
+        yield from self._micro_batches(start, own, processes, number, current)
 
     def _micro_batches(
         self, start: Standpoint, own: int, processes: int, number: int, current_pass: int
@@ -135,6 +126,8 @@ class StreamReader(IterableDataset[Fetched]):
             self._stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
         at = 0 if state is None else int(state["at"])
         skipped = 0
+        # What it draws before its first sample: the same in every process that reads it whole.
+        seed_all(spread_seed("stream begins", self._seed, current_pass, self._reader))
         source = iter(self._stream)
         parts = self._parts(start.step)
         if not self._share.divided:
@@ -214,7 +207,8 @@ class StreamData:
             lambda step: iter([range(samples)]),
             Standpoint(1, 0),
         )
-        return next(iter(reader), None)
+        with GeneratorsKept():
+            return next(iter(reader), None)
 
     def usable(self, fetched: Fetched) -> Batch:
         """The batch, on the device. Raises DataError where there is none."""

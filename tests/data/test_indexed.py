@@ -215,12 +215,15 @@ def test_a_loader_process_that_is_killed_is_named_with_its_sample(seen_by, monke
 
 
 class Quiet(Noisy):
-    """Samples without random numbers."""
+    """Samples without random numbers, several of which may be asked for at once."""
 
     def __getitem__(self, index):
         if index in self.at:
             self.at[index]()
         return {"index": index}
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
 
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])
@@ -230,7 +233,7 @@ def test_no_sample_is_blamed_where_several_are_read_together(end):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
 
-    dataset = Subset(Quiet(50, {7: act}), range(50))  # which asks for several at once
+    dataset = Subset(Quiet(50, {7: act}), range(50))
     with pytest.raises(LauncherError, match=r"samples of the training set together, by its __getitems__"):
         epoch(batches(dataset, workers=1, timeout_s=1.0))
 

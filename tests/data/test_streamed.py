@@ -63,6 +63,13 @@ class DividedAmongWorkers(IterableDataset):
         return iter([{"index": index} for index in range(first, 30, step)])
 
 
+class Shuffled(IterableDataset):
+    """Draws its order before its first sample."""
+
+    def __iter__(self):
+        return iter([{"index": index} for index in numpy.random.permutation(30)])
+
+
 def of_hugging_face(size=30, num_shards=4, columns=("index",)):
     rows = datasets.Dataset.from_dict({name: list(range(size)) for name in columns})
     return rows.to_iterable_dataset(num_shards=num_shards)
@@ -105,6 +112,13 @@ def test_the_batches_are_the_same_on_any_number_of_ranks_and_loader_processes(na
         assert expected[4] == list(range(8)), "then the stream starts again"
     for world_size, workers, micro_batch in ((1, 1, None), (2, 0, 3), (1, 3, 2), (3, 2, 1)):
         assert numbers(Numbers, world_size, workers, micro_batch, name) == expected, (world_size, workers)
+
+
+def test_an_order_that_is_drawn_is_the_same_on_any_number_of_ranks_and_loader_processes():
+    expected = numbers(Shuffled, 1, 0)
+    assert expected[0] != expected[4], "another in each pass"
+    for world_size, workers in ((1, 2), (2, 0), (3, 1)):
+        assert numbers(Shuffled, world_size, workers) == expected, (world_size, workers)
 
 
 def test_each_pass_draws_other_random_numbers():
