@@ -23,8 +23,8 @@ from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
 from launcher.commands.watch import watch
 from launcher.config.groups import conf_dir
+from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader, Patience, follow
-from launcher.distributed.process_group import LaunchEnv
 from launcher.errors import DIVERGED, INTERRUPTED, ConfigError, Interrupted, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
 

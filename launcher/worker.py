@@ -28,16 +28,11 @@ from launcher.data.loader import loader_processes
 from launcher.data.sources import Batches, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
+from launcher.distributed.env import LaunchEnv, WorkerEnv
+from launcher.distributed.failures import claim_first_failure, give_reason
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import Peer, meet
-from launcher.distributed.process_group import (
-    LaunchEnv,
-    WorkerEnv,
-    claim_first_failure,
-    give_reason,
-    join,
-    tighten,
-)
+from launcher.distributed.process_group import join, tighten
 from launcher.distributed.watchdog import Watchdog
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.engine.diagnostics.step_timer import PARTS
@@ -77,6 +72,7 @@ from launcher.training.parts.stragglers import Stragglers
 from launcher.training.progress import Course, Start
 from launcher.training.recorded_config import asked
 from launcher.training.recorded_steps import recorded
+from launcher.training.requests import Requests, heeded
 from launcher.training.resume import Continuity
 from launcher.training.run import Run, Votes
 from launcher.training.setup.compilation import compiled
@@ -85,7 +81,6 @@ from launcher.training.setup.decisions import decisions
 from launcher.training.setup.initial_weights import Loaded, load_weights, settle
 from launcher.training.setup.micro_batch import settled
 from launcher.training.setup.scale_start import calibrate
-from launcher.training.signals import Requests, heeded
 from launcher.training.timing.links import Links
 from launcher.training.warning_log import warnings_logged
 

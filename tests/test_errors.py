@@ -9,7 +9,7 @@ import launcher.errors
 from launcher.commands.run import report_failure
 from launcher.config.short_traceback import short_traceback
 from launcher.data.reader import BadSample
-from launcher.distributed.handoff import departure_of
+from launcher.distributed.failures import departure_of
 from launcher.errors import LauncherError, RecipeError
 
 

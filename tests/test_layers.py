@@ -61,11 +61,22 @@ FOUND_AT_IMPORT = (
     "run_dir",
     "sweep",
     "telemetry",
+    "distributed/env.py",
+    "distributed/failures.py",
     "distributed/process_group.py",
     "distributed/handoff.py",
+    "distributed/store.py",
     "distributed/heartbeat.py",
 )
-WITHOUT_AGENT = ("__init__", "supervise", "worker_count", "signals", "root_cause")  # of the supervisor
+# of the supervisor
+WITHOUT_AGENT = (
+    "__init__",
+    "supervise",
+    "worker_count",
+    "parent_signals",
+    "root_cause",
+    "restart_policy",
+)
 
 
 @cache

@@ -22,7 +22,7 @@ from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load, take
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group
-from launcher.distributed.process_group import LaunchEnv, WorkerEnv
+from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire
 from launcher.engine.limits import VOTES
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised

@@ -22,7 +22,7 @@ from launcher.checkpoint.format import read
 from launcher.checkpoint.manifest import MANIFEST, manifest_digest, verify
 from launcher.checkpoint.snapshot import Identity, Snapshot
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
 
 AUTO, NEVER = "auto", "never"

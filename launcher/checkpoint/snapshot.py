@@ -17,7 +17,7 @@ import launcher.checkpoint.generators as generators
 from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
-from launcher.distributed.process_group import LEADER, WorkerEnv
+from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AverageState, Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
 from launcher.engine.precision.loss_scale import ScaleStart

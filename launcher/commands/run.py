@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.distributed.handoff import JobFailed, Leader
-from launcher.distributed.process_group import LaunchEnv
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import JobFailed
+from launcher.distributed.handoff import Leader
 from launcher.errors import STOPPED, LauncherError, PreemptedError, escaped
 from launcher.process.shortage import shortage_of
 from launcher.process.terminal import columns_of, wrapped

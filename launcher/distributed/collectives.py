@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 
 
 def exchange_texts(env: WorkerEnv, text: str) -> list[str]:

@@ -16,9 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from launcher.distributed import nccl
-from launcher.distributed.process_group import OF_ANOTHER, TIMED_OUT, LaunchEnv
-from launcher.errors import whole_text
+from launcher.distributed.env import LaunchEnv
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -102,13 +100,6 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
                 unknown.append(rank)
                 time.sleep(0.005)
     return found
-
-
-def is_loss(error: BaseException) -> bool:
-    """Whether an error of Gloo or NCCL says that another rank has closed its connection."""
-    text = whole_text(error)
-    lost = OF_ANOTHER.search(text) and not nccl.is_own(text)
-    return isinstance(error, RuntimeError) and bool(lost) and not TIMED_OUT.search(text)
 
 
 def disagreement(said: Mapping[int, Calls], world_size: int) -> str:

@@ -10,39 +10,33 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
-from launcher.config.short_traceback import short_traceback
-from launcher.distributed.flight_recorder import is_loss, last_call, latest_calls
-from launcher.distributed.launches import join_launch, meeting_place, origin
-from launcher.distributed.process_group import (
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import (
     ASSEMBLE_S,
-    LaunchEnv,
+    Departure,
+    JobFailed,
+    attributed,
+    departure_of,
     first_failure,
-    is_of_another,
-    limit_silence,
-    memory,
-    open_store,
 )
-from launcher.distributed.store_waits import arrived, awaited, unset
+from launcher.distributed.launches import join_launch, meeting_place, origin
+from launcher.distributed.store import arrived, awaited, limit_silence, memory, open_store, unset
 from launcher.errors import (
     CollectiveError,
     LauncherError,
     PreemptedError,
     StalledError,
-    described,
 )
-from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-OWN_RANK = re.compile(r"\brank ?\d+")
 RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 
@@ -57,50 +51,6 @@ class Patience:
     abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once if it is alive
     goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end
     unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be starting
-
-
-@dataclass(frozen=True)
-class Departure:
-    """How one rank left a job; `error` is empty if it ended well."""
-
-    rank: int
-    time_s: float
-    error: str = ""
-    exit_code: int = 0
-    shared: bool = False  # the error is about other ranks, which its text names
-    last_call: str = ""  # the collective in which it lost another rank
-    gone: bool = False  # ended by its watchdog: it will not join further jobs
-    lost: bool = False  # the error is that of a rank which lost another one: not the origin
-    traceback: str = ""  # of an exception, to be printed before the error
-    restart_helps: bool = False  # whatever the exit code
-
-
-def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
-    """The error of `blamed` with its rank, or without it if other ranks left with the same message.
-
-    `departures` are those of all ranks that recorded one, including `blamed`.
-    """
-    error, of_rank = blamed.error, f"rank {blamed.rank} "
-    if blamed.shared:
-        return error
-    alike = sum(_without_ranks(each.error) == _without_ranks(error) for each in departures)
-    if not blamed.lost and alike > 1:
-        return f"each rank {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
-    return error if error.startswith(of_rank) else f"{of_rank}failed: {error}"
-
-
-def _without_ranks(error: str) -> str:
-    """The error without rank numbers, to compare errors of different ranks."""
-    return OWN_RANK.sub("rank", error)
-
-
-class JobFailed(LauncherError):
-    """The job failed on some rank, whose departure gives the reason."""
-
-    def __init__(self, text: str, departure: Departure) -> None:
-        super().__init__(text)
-        self.exit_code = departure.exit_code
-        self.traceback = departure.traceback
 
 
 class Leader:
@@ -313,25 +263,3 @@ def receive(
     message = json.loads(awaited(store, f"message/{number}", wait_s, rank, what, failure))
     assert isinstance(message, dict)
     return message
-
-
-def departure_of(rank: int, error: BaseException | None = None) -> Departure:
-    """How this rank left: the error as a sentence, and the traceback of one that needs it."""
-    if error is None:
-        return Departure(rank, time.time())
-    error = shortage_of(error, f"rank {rank}") or error
-    if isinstance(error, LauncherError):
-        shared = isinstance(error, CollectiveError)
-        return Departure(
-            rank,
-            time.time(),
-            str(error),
-            error.exit_code,
-            shared,
-            traceback=error.traceback,
-            restart_helps=error.restart_helps,
-        )
-    text, lost = described(error, with_notes=True), is_of_another(error)
-    called = last_call(latest_calls()) if is_loss(error) else ""
-    trace = "" if lost else short_traceback(error)
-    return Departure(rank, time.time(), text, 1, last_call=called, lost=lost, traceback=trace)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.distributed.store_waits import awaited
+from launcher.distributed.store import awaited
 from launcher.errors import PreflightError
 
 if TYPE_CHECKING:

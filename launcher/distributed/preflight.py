@@ -18,7 +18,7 @@ import torch
 
 from launcher.config.schema import Config, to_dict
 from launcher.distributed.connections import own_addresses
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import PreflightError, counted
 
 if TYPE_CHECKING:

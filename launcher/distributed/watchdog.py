@@ -27,17 +27,11 @@ from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.distributed import stranded
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import LEAVE_S, claim_first_failure, first_failure, leave_word, reason_of
 from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
-from launcher.distributed.process_group import (
-    LEAVE_S,
-    LaunchEnv,
-    claim_first_failure,
-    first_failure,
-    leave_word,
-    limit_silence,
-    reason_of,
-)
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
+from launcher.distributed.store import limit_silence
 from launcher.errors import LauncherError, PreemptedError, StalledError
 from launcher.process import guardian
 from launcher.process.signals import STOPPING
@@ -63,7 +57,7 @@ log = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ending:
     """Why this rank exits, and with which code. Rank `writer` writes the run's files."""
 
     text: str
@@ -183,7 +177,7 @@ class Watchdog:
                 self._asked = time.monotonic(), signal.Signals(number)
         return 0 in arrived
 
-    def _poll(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Verdict | None:
+    def _poll(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Ending | None:
         roll_call.answer(beat)
         if self._failed is not None:
             return self._of_slow_clean_up(*self._failed)
@@ -199,7 +193,7 @@ class Watchdog:
             return None
         writer = min(places)
         if self._is_overdue(beat) and (text := who_stalls(places, self._launch.world_size, self._under_way)):
-            return Verdict(text, StalledError.exit_code, writer)
+            return Ending(text, StalledError.exit_code, writer)
         return self._of_signal(missing(places, self._launch.world_size), places, writer)
 
     def _is_overdue(self, beat: Beat) -> bool:
@@ -214,13 +208,13 @@ class Watchdog:
             return False
         return min(beat.age_s, time.monotonic() - self._asked[0]) >= UNRESPONSIVE_S
 
-    def _of_slow_clean_up(self, since_s: float, error: BaseException) -> Verdict | None:
+    def _of_slow_clean_up(self, since_s: float, error: BaseException) -> Ending | None:
         if time.monotonic() - since_s < CLEAN_UP_S:
             return None
         code = error.exit_code if isinstance(error, LauncherError) else 1
-        return Verdict(f"rank {self._launch.rank} failed: {error}", code, self._launch.rank)
+        return Ending(f"rank {self._launch.rank} failed: {error}", code, self._launch.rank)
 
-    def _of_other_failure(self, store: dist.Store, beat: Beat) -> Verdict | None:
+    def _of_other_failure(self, store: dist.Store, beat: Beat) -> Ending | None:
         first = first_failure(store, self._job)
         if first is None or first == self._launch.rank:
             return None
@@ -230,9 +224,9 @@ class Watchdog:
             return None
         text, exit_code = reason_of(store, self._job, first)
         # A preempted rank saves and exits after the same step as all others.
-        return None if exit_code == PreemptedError.exit_code else Verdict(text, exit_code)
+        return None if exit_code == PreemptedError.exit_code else Ending(text, exit_code)
 
-    def _of_signal(self, silent: list[int], places: dict[int, Beat | None], writer: int) -> Verdict | None:
+    def _of_signal(self, silent: list[int], places: dict[int, Beat | None], writer: int) -> Ending | None:
         """The verdict if this rank was asked to stop and waits for another one, which may have died."""
         if self._asked is None:
             return None
@@ -240,21 +234,21 @@ class Watchdog:
         stopped = f"stopped by {number.name} before a checkpoint could be written"
         if silent:
             ranks = ", ".join(map(str, silent))
-            return Verdict(f"rank {ranks} has died or does not answer; the others were {stopped}.", 1, writer)
+            return Ending(f"rank {ranks} has died or does not answer; the others were {stopped}.", 1, writer)
         late = time.monotonic() - asked_s >= SAVED_UNTIL * self._limits.grace_s
         waits = len(last_ranks(places)) < self._launch.world_size
         if late and waits and (text := who_stalls(places, self._launch.world_size, self._under_way)):
-            return Verdict(f"{stopped}: {text}", 128 + number, writer)
+            return Ending(f"{stopped}: {text}", 128 + number, writer)
         return None
 
-    def _of_lost_store(self, beat: Beat) -> Verdict | None:
+    def _of_lost_store(self, beat: Beat) -> Ending | None:
         if self._failed is not None:
             return self._of_slow_clean_up(*self._failed)
         return self._lost_store(beat) if self._is_overdue(beat) else None
 
-    def _lost_store(self, beat: Beat) -> Verdict:
+    def _lost_store(self, beat: Beat) -> Ending:
         rank = self._launch.rank
-        return Verdict(
+        return Ending(
             f"rank {rank} waited for {beat.age_s:.0f} s, and rank 0's machine "
             f"({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that machine, or "
             "the link to it, is gone.",
@@ -262,7 +256,7 @@ class Watchdog:
             rank,
         )
 
-    def _leave(self, verdict: Verdict, store: dist.Store | None) -> None:
+    def _leave(self, verdict: Ending, store: dist.Store | None) -> None:
         """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
         rank = self._launch.rank

@@ -21,7 +21,7 @@ from launcher.data.sources import Readable, evaluation_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.collectives import reduce
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded

@@ -25,7 +25,7 @@ from torch import Tensor
 from launcher.data.tensors import Batch
 from launcher.distributed.alone import Alone
 from launcher.distributed.collectives import send_to_all
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.messages import content_of, error_message, message_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.sources import Readable, first_batch
 from launcher.distributed.collectives import reduce
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.evaluation.evaluate import (
     Smaller,
     evaluating,

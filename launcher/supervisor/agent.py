@@ -27,8 +27,9 @@ from launcher.process.lifetime import Orphans
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
-from launcher.supervisor.root_cause import PREEMPTED, Restarts, RunFailed, Verdict
-from launcher.supervisor.signals import Signals, held_back
+from launcher.supervisor.parent_signals import Signals, held_back
+from launcher.supervisor.restart_policy import Restarts
+from launcher.supervisor.root_cause import PREEMPTED, RunFailed, Verdict
 
 POLL_EVERY_S = 0.05
 

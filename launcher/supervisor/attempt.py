@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launcher.distributed.handoff import Departure
+from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.process.lifetime import Orphans
 from launcher.process.signals import STACKS

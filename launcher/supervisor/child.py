@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from launcher import worker
 from launcher.config.schema import Config
-from launcher.distributed.handoff import Departure, departure_of
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import Departure, departure_of
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.distributed.process_group import LaunchEnv
 from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import FATAL, HEEDED, STACKS
 from launcher.run_dir.atomic import make_folder, open_plain

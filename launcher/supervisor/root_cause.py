@@ -1,7 +1,6 @@
 """What ended a set of workers: one sentence from exit codes, recorded errors and heartbeats.
 
-Owns the choice of the rank at fault, and which failures a restart can fix. Pure: it reads no clock, no file
-and no process.
+Owns the choice of the rank at fault. Pure: it reads no clock, no file and no process.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.distributed.failures import Departure, attributed
 from launcher.distributed.flight_recorder import called, of_sizes
-from launcher.distributed.handoff import Departure, attributed
 from launcher.distributed.heartbeat import FINISHING, Beat, where
-from launcher.errors import LauncherError, NoProgressError, PreemptedError, StalledError
+from launcher.errors import LauncherError, PreemptedError, StalledError
 
-UNEXPECTED, STALLED, REPLICAS_DIFFER = 1, StalledError.exit_code, 9
+UNEXPECTED, STALLED = 1, StalledError.exit_code
 PREEMPTED = PreemptedError.exit_code
-RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
-FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
 # Exits of a rank that received more than it expected: Gloo aborts it, or memory was overwritten.
 OVERRUN = frozenset(
     -number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
@@ -60,11 +57,6 @@ class Verdict:
     last_step: int | None = None  # of a run that was ended while it wrote its result and report
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool = False  # whatever the exit code
-
-    @property
-    def recoverable(self) -> bool:
-        """Whether starting the workers again can help."""
-        return self.restart_helps or self.exit_code in RECOVERABLE
 
 
 class RunFailed(LauncherError):
@@ -204,32 +196,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-@dataclass
-class Restarts:
-    """How often the workers of a run have been restarted, and how often without progress."""
-
-    allowed: int
-    newest_step: int = 0  # of the newest checkpoint before the present generation
-    used: int = 0
-    fruitless: int = 0
-
-    def allow(self, verdict: Verdict, newest_step: int) -> None:
-        """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
-
-        Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row
-        that have published no new checkpoint.
-        """
-        self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
-        self.newest_step = newest_step
-        if not verdict.recoverable or self.used == self.allowed:
-            raise RunFailed(verdict)
-        if self.fruitless == FRUITLESS:
-            error = NoProgressError(
-                f"the workers were started {FRUITLESS} times in a row and have failed each time before they "
-                f"had written a new checkpoint. The last time {verdict.text}. {verdict.hint}".rstrip()
-            )
-            error.traceback = verdict.traceback
-            raise error
-        self.used += 1

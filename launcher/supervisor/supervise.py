@@ -20,8 +20,8 @@ from launcher.process.signals import saving_stops
 from launcher.process.torch_private import warn_if_unchecked
 from launcher.run_dir.records import write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
+from launcher.supervisor.parent_signals import Signals, heeded, held_back
 from launcher.supervisor.root_cause import RunFailed, Verdict
-from launcher.supervisor.signals import Signals, heeded, held_back
 
 
 def supervise(config: Config, num_workers: int) -> None:

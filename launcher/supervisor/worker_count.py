@@ -12,9 +12,9 @@ import os
 
 from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
-from launcher.distributed.process_group import LaunchEnv
-from launcher.distributed.torch_build import CRASHED, Driver, ask_driver, refuse_failed_driver
+from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
+from launcher.process.torch_build import CRASHED, Driver, ask_driver, refuse_failed_driver
 
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import reduce
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.recipe.contract import Loss, Recipe
 from launcher.recipe.training_aids import MIXED_LABEL
 from launcher.training.progress import SinceEvaluation

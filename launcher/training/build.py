@@ -27,7 +27,7 @@ from launcher.data.loader import Loading
 from launcher.data.sources import Readable, readable
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import (
     SGD,
     AdamW,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from launcher.config.schema import Config
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import LEADER, WorkerEnv
+from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.replica import size_bytes

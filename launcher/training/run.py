@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.config.schema import Config
+from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import Stepper, StepReport, WeightAverage
 from launcher.run_dir.records import logs_of_failure
 from launcher.telemetry import Telemetry
 from launcher.training.progress import Position
-from launcher.training.signals import Requests
+from launcher.training.requests import Requests
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from torch import nn
 from launcher import checkpoint
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Report, Staged, Writer
 from launcher.checkpoint import format as checkpoint_format
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
 from launcher.recipe import registry_of

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import Stepper, StepResult, Wire
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with

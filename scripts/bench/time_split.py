@@ -20,8 +20,8 @@ from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.tensors import DeviceBatches, TensorData
+from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA, Spans
 from launcher.telemetry import Telemetry
@@ -29,8 +29,8 @@ from launcher.training.answers import Answers
 from launcher.training.parts.relief import Relief
 from launcher.training.parts.step_times import StepTimes, parts_of
 from launcher.training.progress import Position, Standing
+from launcher.training.requests import Requests
 from launcher.training.run import Run
-from launcher.training.signals import Requests
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 
 STEP_MS = 5.0

@@ -42,7 +42,7 @@ from launcher.checkpoint import (
 )
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
 from launcher.checkpoint.tensors import Run, write_tensors
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
 from launcher.training.results import weights_sha256

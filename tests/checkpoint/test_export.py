@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launcher.checkpoint import Identity, Origin, Progress, Snapshot, publish, take
 from launcher.checkpoint.export import export
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper
 from launcher.errors import ConfigError, StorageError
 from tests.configs import composed

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, load, publish, stage
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from tests.configs import composed
 from tests.engine.observe import train

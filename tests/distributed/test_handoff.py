@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.distributed.handoff import departure_of
+from launcher.distributed.failures import departure_of
 from launcher.errors import DataError
 from tests.forked import Forked, be_script
 from tests.limits import at_most
@@ -50,7 +50,8 @@ BUG = "ValueError: a bug on one rank"  # the end of the traceback, and the error
 ENDS = """
 import os, signal, sys, time
 from launcher.cli import report_failure
-from launcher.distributed.process_group import LaunchEnv, open_store
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
 from launcher.distributed.handoff import Leader, Patience, follow

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.distributed.process_group import LaunchEnv, _device, _refuse_shared_gpu
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.process_group import _device, _refuse_shared_gpu
 from launcher.errors import PreflightError
 
 TORCHRUN = {

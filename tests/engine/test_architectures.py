@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper
 from launcher.engine.diagnostics.nonfinite import diagnose
 from launcher.engine.fp32_modules import kind_of

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
 from tests.ranks.harness import run_ranks
 

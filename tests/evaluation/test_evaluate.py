@@ -8,7 +8,7 @@ from sklearn import metrics
 from torch import nn
 
 from launcher.data.tensors import TensorData
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import (
     Evaluation,

@@ -14,7 +14,7 @@ from sklearn import metrics as sk
 from torch import nn
 
 from launcher.data.tensors import TensorData
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from launcher.data.loader import Loading
 from launcher.data.sources import FIRST, readable
 from launcher.data.tensors import TensorData
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from launcher.data.tensors import TensorData
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, evaluate

@@ -14,7 +14,7 @@ import torch
 
 from launcher.checkpoint import agree, load, newest_intact, publish, resume, retain, verify
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
 from tests.faults import saving
 from tests.ranks.harness import run_ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter
 from launcher.engine.diagnostics.nonfinite import diagnose

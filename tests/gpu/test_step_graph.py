@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import HostRead, NoMemory, Policy, StepGraph, Stepper
 from launcher.engine.recorder import Recorder
 from tests.configs import composed

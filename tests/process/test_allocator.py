@@ -9,7 +9,7 @@ import resource
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.process.allocator import OWN_CHOICES, keep_freed_memory
 from tests.ranks.harness import run_ranks
 

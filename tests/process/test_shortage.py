@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher.cli import main
-from launcher.distributed.handoff import departure_of
+from launcher.distributed.failures import departure_of
 from launcher.errors import ConfigError, OutOfMemoryError, StorageError
 from launcher.process.shortage import NO_ROOM, ran_out, shortage_of
 from launcher.run_dir.atomic import read_json

@@ -112,7 +112,7 @@ def _be_a_rank(
     import torch
     import torch.distributed as dist
 
-    from launcher.distributed.process_group import WorkerEnv
+    from launcher.distributed.env import WorkerEnv
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
 from tests.engine.observe import state_digest
 from tests.engine.test_abandon import Failing

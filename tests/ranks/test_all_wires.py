@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher.engine.wire.choice as choice
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter, GradientStatistics
 from tests.engine.observe import train

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from tests.engine.observe import state_digest, weights_are_rounded_masters
 from tests.engine.test_any_order import (

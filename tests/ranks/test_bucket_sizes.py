@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from tests.engine.observe import train
 from tests.ranks.harness import run_ranks

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import Policy, Wire
 from launcher.telemetry import Telemetry
 from launcher.training.parts.bucket_trial import PAYS, ROUNDS, WARM_UP, BucketTrial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from tests.ranks.harness import run_ranks
 

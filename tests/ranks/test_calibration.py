@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Stepper
 from tests.models import Planted
 from tests.ranks.harness import run_ranks

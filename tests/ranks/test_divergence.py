@@ -9,7 +9,7 @@ from torch import nn
 
 from launcher.data.batch_plan import BatchPlan, epoch_order
 from launcher.data.tensors import Batch, DeviceBatches, TensorData
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
 from launcher.training.divergence.rerun import DivergenceInspector

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper, Wire
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Odd, Planted, conv_net, features, loss_sum, mlp

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import ParameterGroup, Policy, Stepper, UnusableError
 from tests.engine.observe import train
 from tests.engine.optim.test_groups import CASES, GROUPS, Grouped, batch

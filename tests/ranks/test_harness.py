@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from tests.ranks.harness import RankFailure, run_ranks
 
 

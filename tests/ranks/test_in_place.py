@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.training.parts.replica_check import check_replicas
 from tests.engine.observe import state_digest, train

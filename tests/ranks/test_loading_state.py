@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
 from launcher.engine.state import EngineState
 from tests.engine.observe import state_digest, train

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
 from launcher.engine.wire.step_counts import FIELDS
 from tests.engine.observe import train

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
 from launcher.engine.wire.transports import Bucket, WideSum
 from tests.engine.observe import state_digest

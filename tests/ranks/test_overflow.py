@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, StepReport, Wire
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import conv_net, features, loss_sum

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed import preflight
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import PreflightError
 from tests.configs import composed
 from tests.ranks.harness import run_ranks

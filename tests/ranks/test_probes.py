@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper, Wire
 from tests.models import Planted
 from tests.ranks.harness import run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher.engine.works as works
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
 from launcher.engine.agreement import refuse_differences
 from tests.engine.observe import state_digest

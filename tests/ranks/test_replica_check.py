@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire
 from launcher.errors import ReplicaError
 from launcher.training.parts.replica_check import check_replicas

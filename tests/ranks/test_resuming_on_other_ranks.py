@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint import Identity, Origin, Progress, publish, restore, resume, take
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper, Wire
 from tests.configs import composed
 from tests.engine.observe import state_digest, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, HostRead, NoMemory, Policy, Scaling, StepGraph, Stepper, Wire
 from tests.engine.test_step_graph import bits
 from tests.models import features, loss_sum, mlp

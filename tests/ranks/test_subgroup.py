@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from tests.engine.observe import state_digest, train
 from tests.models import Planted, conv_net, features, loss_sum

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.sync_batchnorm import synchronised
 from tests.engine.observe import train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Stepper
 from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks

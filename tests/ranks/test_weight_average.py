@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features

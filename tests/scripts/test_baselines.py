@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from scripts.bench.baselines import PEERS, Disagreement, Setup, installed, refuse_disagreement
 from scripts.bench.interleaved import Goal, goal_table, interleave
 from scripts.bench.ours import ours

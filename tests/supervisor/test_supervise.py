@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from launcher.config.schema import LaunchConfig
-from launcher.distributed.handoff import Departure
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, where
-from launcher.distributed.process_group import LaunchEnv
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
 from launcher.supervisor import worker_count
-from launcher.supervisor.root_cause import Fate, Restarts, RunFailed, Verdict, hang, judge
-from launcher.supervisor.signals import HEEDED, Signals, heeded, held_back
+from launcher.supervisor.parent_signals import HEEDED, Signals, heeded, held_back
+from launcher.supervisor.restart_policy import Restarts
+from launcher.supervisor.root_cause import Fate, RunFailed, Verdict, hang, judge
 
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
@@ -245,7 +246,7 @@ def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatie
     signals, now_s = Signals(), 100.0
     for number in numbers:
         now_s += pause_s
-        monkeypatch.setattr("launcher.supervisor.signals.time.monotonic", lambda at=now_s: at)
+        monkeypatch.setattr("launcher.supervisor.parent_signals.time.monotonic", lambda at=now_s: at)
         signals.receive(number)
     monkeypatch.undo()
     assert signals.impatient == impatient

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from launcher.config.schema import ScaleConfig
+from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Stepper
 from launcher.telemetry import Telemetry
+from launcher.training.requests import Requests
 from launcher.training.run import Run
-from launcher.training.signals import Requests
 from tests.configs import composed
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.run_dir.atomic import read_json
 from launcher.telemetry.events import read_events

@@ -15,7 +15,7 @@ from torch import nn
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
 from launcher.data.streamed import StreamData
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
 from launcher.errors import ConfigError, DataError, RecipeError

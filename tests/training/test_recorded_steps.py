@@ -16,8 +16,8 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
 from launcher.data.sources import readable, training_batches
 from launcher.data.tensors import Batch, TensorData
+from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.process_group import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.errors import ConfigError
 from launcher.recipe import Loss, cross_entropy
@@ -27,9 +27,9 @@ from launcher.training.loop import Learner, Task
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Course, Position, SinceEvaluation, Standing
 from launcher.training.recorded_steps import recorded
+from launcher.training.requests import Requests
 from launcher.training.run import Question, Run
 from launcher.training.setup.compilation import compiled
-from launcher.training.signals import Requests
 from tests.configs import composed
 from tests.models import features
 from tests.recording import Again, Tape

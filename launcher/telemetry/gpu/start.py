@@ -14,8 +14,8 @@ from launcher.telemetry.gpu.sampler import GpuSampler, NodeLog, energy_before_j
 from launcher.telemetry.stream import Telemetry
 
 if TYPE_CHECKING:
+    from launcher.distributed.env import WorkerEnv
     from launcher.distributed.preflight import Peer
-    from launcher.distributed.process_group import WorkerEnv
 
 
 def measure_gpus(

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, place_of
-from launcher.distributed.flight_recorder import disagreement, exchange_calls, is_loss, loss
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import failure_of_another, stall_of
+from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss
 from launcher.distributed.last_words import LastWords
+from launcher.distributed.lost_rank import is_loss, is_of_another
 from launcher.distributed.nccl import failure_of_nccl
-from launcher.distributed.process_group import LaunchEnv, failure_of_another, is_of_another, stall_of
 from launcher.engine import UnusableError, works
 from launcher.errors import (
     CollectiveError,

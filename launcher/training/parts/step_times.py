@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine.diagnostics.step_timer import PARTS, UPDATE, WIRE
 
 AROUND_THE_LAYERS = 3  # loss, its scaling, and what is counted take as long as so many small layers

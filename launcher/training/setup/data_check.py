@@ -22,7 +22,7 @@ from launcher.data.sources import Readable
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import DataError, DataWarning
 from launcher.metrics.metric import name_of
 from launcher.recipe.contract import Recipe, set_title

@@ -14,7 +14,8 @@ from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.config.validation import OF_OUR_OWN
 from launcher.data.batch_plan import BatchPlan
-from launcher.distributed.process_group import WorkerEnv, own_thread_count
+from launcher.distributed.env import WorkerEnv
+from launcher.distributed.process_group import own_thread_count
 from launcher.engine import Stepper
 from launcher.errors import counted, listed
 from launcher.recipe.contract import ONLY_SET, Recipe

@@ -21,7 +21,7 @@ from launcher.checkpoint.weights_file import FLOATS, parts_of, read, sha256_of
 from launcher.config.messages import program
 from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine.flat.buffers import HALF
 from launcher.engine.flat.names import named_parameters, plain_names
 from launcher.errors import ConfigError, listed

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.engine.flat.layout import Layout
 from launcher.engine.optim.compilation import Compilation, _compare_judgements, _Wrong

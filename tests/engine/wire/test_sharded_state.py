@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import launcher.engine.wire.shards as shards
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
-from launcher.distributed.process_group import LEADER, WorkerEnv
+from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
 from launcher.training.results import ema_sha256, weights_sha256
 from tests.configs import composed

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launcher.config.schema import RunConfig
+from launcher.distributed.env import WorkerEnv
 from launcher.distributed.preflight import Peer
-from launcher.distributed.process_group import WorkerEnv
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import read_events
 from launcher.telemetry.gpu import measure_gpus

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.data.tensors import Batch
-from launcher.distributed.process_group import LaunchEnv
+from launcher.distributed.env import LaunchEnv
 from launcher.engine import EngineWarning
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Loss, Recipe, TensorData

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from launcher.distributed.process_group import WorkerEnv
+from launcher.distributed.env import WorkerEnv
 from launcher.engine import Policy
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.training.parts.step_times import StepTimes, of_the_slowest, overhead_ms, parts_of

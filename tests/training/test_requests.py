@@ -15,7 +15,7 @@ import pytest
 
 from launcher.errors import DivergedError, Interrupted, PreemptedError
 from launcher.process.signals import SAVING, saving_stops
-from launcher.training.signals import heeded
+from launcher.training.requests import heeded
 
 
 @pytest.fixture

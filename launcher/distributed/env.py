@@ -1,0 +1,85 @@
+"""This process's place in the job: rank, world size, device, process group.
+
+Owns every read of RANK and related variables. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from launcher.errors import PreflightError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+LEADER = 0  # the rank that writes files, and has what is gathered for them
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """This process according to torchrun, or a scheduler that sets the same variables."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+    run_id: str = "none"
+    launched: bool = False  # by a launcher that sets RANK
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, ...; without RANK this process is alone.
+
+        Raises PreflightError for variables that contradict each other.
+        """
+        if "RANK" not in environ:
+            return cls()
+        numbers = {}
+        for key, default in (
+            ("RANK", None),
+            ("WORLD_SIZE", None),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ):
+            text = environ.get(key, default)
+            if text is None or not text.isdecimal():
+                raise PreflightError(
+                    f"{key}={text!r} in the environment, but RANK is set, so {key} must be a whole number. "
+                    "Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+                )
+            numbers[key] = int(text)
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            raise PreflightError(
+                f"RANK={numbers['RANK']} with WORLD_SIZE={numbers['WORLD_SIZE']}: ranks count from 0."
+            )
+        return cls(
+            rank=numbers["RANK"],
+            world_size=numbers["WORLD_SIZE"],
+            local_rank=numbers["LOCAL_RANK"],
+            local_world_size=numbers["LOCAL_WORLD_SIZE"],
+            restart_count=numbers["TORCHELASTIC_RESTART_COUNT"],
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            launched=True,
+        )
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """One rank's place in a running job. `group` is None for a job of one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank writes files and console output. Never a reason to skip a collective."""
+        return self.rank == LEADER

@@ -1,0 +1,238 @@
+"""How the ranks of a job fail: which failed first, why, and how each leaves the job.
+
+Owns these records and their keys in the store. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from launcher.config.short_traceback import short_traceback
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.flight_recorder import last_call, latest_calls
+from launcher.distributed.last_words import LastWords
+from launcher.distributed.lost_rank import TIMED_OUT, is_loss, is_of_another
+from launcher.distributed.store import limit_silence
+from launcher.errors import (
+    CollectiveError,
+    LauncherError,
+    PreemptedError,
+    StalledError,
+    described,
+    whole_text,
+)
+from launcher.process.shortage import shortage_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
+PRINT_S = 0.3
+LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
+OWN_RANK = re.compile(r"\brank ?\d+")
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How one rank left a job; `error` is empty if it ended well."""
+
+    rank: int
+    time_s: float
+    error: str = ""
+    exit_code: int = 0
+    shared: bool = False  # the error is about other ranks, which its text names
+    last_call: str = ""  # the collective in which it lost another rank
+    gone: bool = False  # ended by its watchdog: it will not join further jobs
+    lost: bool = False  # the error is that of a rank which lost another one: not the origin
+    traceback: str = ""  # of an exception, to be printed before the error
+    restart_helps: bool = False  # whatever the exit code
+
+
+def departure_of(rank: int, error: BaseException | None = None) -> Departure:
+    """How this rank left: the error as a sentence, and the traceback of one that needs it."""
+    if error is None:
+        return Departure(rank, time.time())
+    error = shortage_of(error, f"rank {rank}") or error
+    if isinstance(error, LauncherError):
+        shared = isinstance(error, CollectiveError)
+        return Departure(
+            rank,
+            time.time(),
+            str(error),
+            error.exit_code,
+            shared,
+            traceback=error.traceback,
+            restart_helps=error.restart_helps,
+        )
+    text, lost = described(error, with_notes=True), is_of_another(error)
+    called = last_call(latest_calls()) if is_loss(error) else ""
+    trace = "" if lost else short_traceback(error)
+    return Departure(rank, time.time(), text, 1, last_call=called, lost=lost, traceback=trace)
+
+
+class JobFailed(LauncherError):
+    """The job failed on some rank, whose departure gives the reason."""
+
+    def __init__(self, text: str, departure: Departure) -> None:
+        super().__init__(text)
+        self.exit_code = departure.exit_code
+        self.traceback = departure.traceback
+
+
+def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
+    """The error of `blamed` with its rank, or without it if other ranks left with the same message.
+
+    `departures` are those of all ranks that recorded one, including `blamed`.
+    """
+    error, of_rank = blamed.error, f"rank {blamed.rank} "
+    if blamed.shared:
+        return error
+    alike = sum(_without_ranks(each.error) == _without_ranks(error) for each in departures)
+    if not blamed.lost and alike > 1:
+        return f"each rank {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
+    return error if error.startswith(of_rank) else f"{of_rank}failed: {error}"
+
+
+def _without_ranks(error: str) -> str:
+    """The error without rank numbers, to compare errors of different ranks."""
+    return OWN_RANK.sub("rank", error)
+
+
+def claim_first_failure(
+    store: dist.Store | None, job: str, rank: int, words: LastWords | None = None
+) -> None:
+    """Record that this rank failed, before others can notice. The first claim counts.
+
+    Clocks of different machines cannot tell which rank failed first; the store can. On one machine, where
+    there are `words`, the store is not used: a rank that has just died may have left it unreadable.
+    """
+    if words is not None:
+        return words.fail(rank)
+    if store is None:
+        return
+    from torch.distributed import DistError
+
+    limit_silence(LEAVE_S)
+    with suppress(DistError):  # if the store is gone, the other ranks notice by themselves
+        store.compare_set(f"job/{job}/first_failure", "", str(rank))
+
+
+def first_failure(store: dist.Store, job: str) -> int | None:
+    """The rank that failed first, if any has recorded a failure."""
+    key = f"job/{job}/first_failure"
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def failure_of_another(
+    store: dist.Store, job: str, rank: int, words: LastWords | None
+) -> LauncherError | None:
+    """The failure that ended the job, with its rank and exit code, if another rank than `rank` had it.
+
+    Waits briefly for the departure of the rank that failed first. None if there is none.
+    """
+    from torch.distributed import DistError
+
+    with suppress(DistError, ValueError):
+        first = first_failure(store, job) if words is None else words.first_failure()
+        if first is None or first == rank:
+            return None
+        if words is None:
+            store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
+            text = store.get(key).decode()
+        else:
+            text = _awaited(words, first)
+        said = json.loads(text)
+        if said["error"] and not said["lost"] and said["exit_code"] != PreemptedError.exit_code:
+            own = "" if said["shared"] else f"rank {first} failed: "
+            failure = LauncherError(f"{own}{said['error']}")
+            failure.exit_code, failure.traceback = said["exit_code"], said.get("traceback", "")
+            return failure
+    return None
+
+
+def _awaited(words: LastWords, rank: int) -> str:
+    """What the rank records as it leaves; empty if it does not within ASSEMBLE_S."""
+    deadline = time.monotonic() + ASSEMBLE_S
+    while not (text := words.of(rank)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return text
+
+
+def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:
+    """Record why this rank fails, for ranks whose main thread cannot find out: see `reason_of`."""
+    if store is None:
+        return
+    from torch.distributed import DistError
+
+    exit_code = error.exit_code if isinstance(error, LauncherError) else 1
+    text = str(error) if isinstance(error, LauncherError) else described(error)
+    with suppress(DistError):
+        store.set(f"job/{job}/reason/{rank}", json.dumps([text, exit_code]))
+
+
+def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
+    """Why a rank that has claimed the first failure failed, and its exit code. Raises DistError."""
+    key = f"job/{job}/reason/{rank}"
+    if not store.check([key]):
+        return f"rank {rank} failed. Its log and its stderr say why.", LauncherError.exit_code
+    text, exit_code = json.loads(store.get(key))
+    return text if text.startswith("rank ") else f"rank {rank} failed: {text}", exit_code
+
+
+def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
+    """Record, in place of the main thread, that this rank leaves for good and is not to be waited for.
+
+    Returns when all ranks but 0 have done so, or after ASSEMBLE_S. torchrun ends the remaining ranks once the
+    first has ended, including rank 0, which might not yet have printed why it failed.
+    """
+    from torch.distributed import DistError
+
+    limit_silence(LEAVE_S)
+    said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code}
+    said |= {"shared": True, "gone": True, "lost": False}  # the text names the rank at fault
+    with suppress(DistError):
+        store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
+        store.set(f"heard/{launch.rank}", "")
+        others = [f"job/{job}/left/{rank}" for rank in range(1, launch.world_size)]
+        store.wait(others, timedelta(seconds=ASSEMBLE_S))
+        time.sleep(PRINT_S)
+
+
+def stall_of(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> StalledError | None:
+    """The ranks that did not join a collective, if `error` is a timeout; None for other errors.
+
+    Ranks that waited record it in the store; those that have not done so shortly after are the ones that
+    hang.
+    """
+    if store is None or not (isinstance(error, RuntimeError) and TIMED_OUT.search(whole_text(error))):
+        return None
+    from torch.distributed import DistError
+
+    deadline, missing = time.monotonic() + ASSEMBLE_S, list(range(launch.world_size))
+    try:
+        store.set(f"job/{job}/gave_up/{launch.rank}", "")
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
+    except DistError:
+        return StalledError(
+            f"rank {launch.rank} waited too long for a collective, and rank 0's machine "
+            f"({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that machine, or "
+            "the link to it, is gone. launch.stall_s says how long a collective may take."
+        )
+    if not missing:
+        return StalledError("a collective took too long although all ranks joined it: the network stalls.")
+    return StalledError(
+        f"rank {', '.join(map(str, missing))} did not join a collective in time: it hangs or has been "
+        "stopped. launch.stall_s (before the first step launch.init_timeout_s) says how long others wait."
+    )

@@ -1,0 +1,176 @@
+"""The key-value store that the ranks of a launch share: how it is opened, and waits for its keys.
+
+Owns the connection to it and the errors of a rank that waits in vain. Imports torch only to open it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from launcher.config.messages import first_line
+from launcher.distributed.env import LaunchEnv
+from launcher.errors import PreflightError, StalledError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
+    """The key-value store that the ranks of this launch share; None for one process.
+
+    Under torchrun it is the agent's; under a plain scheduler rank 0 hosts it on MASTER_ADDR:MASTER_PORT and
+    waits for no other rank. Keys are private to this attempt of this launch, so a restart never reads keys of
+    an earlier attempt. Raises PreflightError, or StalledError where no store answers within the time.
+    """
+    if launch.world_size == 1:
+        return None
+    import torch.distributed as dist
+
+    address, port = _meeting_place(launch)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if _has_agent_store():
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        elif launch.rank == 0:
+            listening = _listening(port)
+            store = dist.TCPStore(
+                address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening
+            )
+        else:
+            _wait_for_listener(address, port, timeout_s)
+            store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    except (dist.DistError, OSError) as error:
+        raise StalledError(
+            f"rank {launch.rank} could not reach rank 0 within {timeout_s:g} s: {first_line(error)} Rank 0 "
+            f"was not started, has died, or MASTER_ADDR={address} and MASTER_PORT={port} do not point to it."
+        ) from error
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
+
+
+def _meeting_place(launch: LaunchEnv) -> tuple[str, int]:
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(key):
+            raise PreflightError(f"{key} is not set, so rank {launch.rank} cannot find the others.")
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise PreflightError(f"MASTER_PORT={port!r} in the environment must be a port: 1 to 65535.")
+    return os.environ["MASTER_ADDR"], int(port)
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _listening(port: int) -> int:
+    """Descriptor of a socket for the store, bound here because torch's error is a page of C++ frames."""
+    both = _has_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
+    except OSError as error:
+        raise PreflightError(
+            f"MASTER_PORT={port} cannot be used on this machine: {os.strerror(error.errno or 0)}. If another "
+            "launch uses it, give this one another port, the same on all its ranks."
+        ) from error
+
+
+def _has_ipv6() -> bool:
+    """Whether an interface has an address of IPv6: the kernel may support it and be told not to use it."""
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as addresses:
+        return socket.has_dualstack_ipv6() and bool(addresses.read())
+    return False
+
+
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """In Python, so that a signal ends it. Raises OSError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((address, port), 1.0).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
+
+
+def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
+    """A store that outlives an attempt, for keys that a restart must find again.
+
+    Only under torchrun, whose agent keeps its store between attempts, also for a single process.
+    """
+    import torch.distributed as dist
+
+    if store is None and _has_agent_store():
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return None if store is None else dist.PrefixStore(f"launcher/{launch.run_id}/memory", store)
+
+
+def limit_silence(seconds: float) -> None:
+    """Limit how long the store's machine may stay silent before a store call fails.
+
+    The timeouts of a TCPStore apply to waiting for a key. For the answer to a request it waits as long as the
+    kernel retransmits the request to a machine that is gone: a quarter of an hour.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    for descriptor in map(int, os.listdir("/proc/self/fd") if port else ()):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                _limit_silence(os.dup(descriptor), int(port), seconds)
+
+
+def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
+    """Only if the socket is connected to that port. Closes the descriptor."""
+    with socket.socket(fileno=descriptor) as end:
+        if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                end.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 3)))
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def awaited(
+    store: dist.Store, key: str, wait_s: float, rank: int, what: str, failure: Exception | None
+) -> bytes:
+    """The value that rank 0 sets. Raises `failure`, or else StalledError, if it does not."""
+    from torch.distributed import DistError
+
+    began = time.monotonic()
+    try:
+        if arrived(store, [key], wait_s):
+            return store.get(key)
+        text = "Rank 0 is still starting, hangs, or has died: its output says which."
+    except DistError:
+        text = "Then the store was gone: rank 0 or its torchrun has ended or died, or the link to it is down."
+    waited_s = time.monotonic() - began
+    raise failure or StalledError(
+        f"rank {rank} waited {waited_s:.0f} s for rank 0 to hand over {what}. {text}"
+    )
+
+
+def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
+    """Whether all keys are set within the time. Raises DistError if the store is gone.
+
+    Asks again and again: a wait of the store's own would handle no signal, and print C++ frames at its end.
+    """
+    began = time.monotonic()
+    while not store.check(keys):
+        waited_s = time.monotonic() - began
+        if waited_s >= wait_s:
+            return False
+        time.sleep(min(0.02 + waited_s / 50, 0.5))
+    return True
+
+
+def unset(store: dist.Store, keys: Sequence[str]) -> str:
+    """The ranks, counted from 1, whose keys are not set, as part of a sentence."""
+    return ", ".join(str(rank) for rank, key in enumerate(keys, start=1) if not store.check([key]))

@@ -1,0 +1,49 @@
+"""Whether the workers of a run that has failed are started again.
+
+Owns which failures a restart can fix, and the count of restarts and of those without progress. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.errors import NoProgressError
+from launcher.supervisor.root_cause import STALLED, UNEXPECTED, RunFailed, Verdict
+
+REPLICAS_DIFFER = 9
+RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
+FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
+
+
+@dataclass
+class Restarts:
+    """How often the workers of a run have been restarted, and how often without progress."""
+
+    allowed: int
+    newest_step: int = 0  # of the newest checkpoint before the present generation
+    used: int = 0
+    fruitless: int = 0
+
+    def allow(self, verdict: Verdict, newest_step: int) -> None:
+        """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
+
+        Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row
+        that have published no new checkpoint.
+        """
+        self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
+        self.newest_step = newest_step
+        if not _can_help(verdict) or self.used == self.allowed:
+            raise RunFailed(verdict)
+        if self.fruitless == FRUITLESS:
+            error = NoProgressError(
+                f"the workers were started {FRUITLESS} times in a row and have failed each time before they "
+                f"had written a new checkpoint. The last time {verdict.text}. {verdict.hint}".rstrip()
+            )
+            error.traceback = verdict.traceback
+            raise error
+        self.used += 1
+
+
+def _can_help(verdict: Verdict) -> bool:
+    """Whether starting the workers again can help."""
+    return verdict.restart_helps or verdict.exit_code in RECOVERABLE
