@@ -58,11 +58,16 @@ class IndexedData:
 
     def pool(self, requests: Sequence[Request] | _Requests) -> Pool:
         """Processes that answer these requests in order."""
-        return Pool(Reader(self._read, self._collate, self.how.seed), requests, self.how, self.kind)
+        return Pool(self._reader(), requests, self.how, self.kind)
 
     def fetch(self, request: Request) -> Fetched:
         """The answer to one request, read in this process."""
-        return Reader(self._read, self._collate, self.how.seed).read_here(request)
+        reader = self._reader()
+        reader.reading = self.how.reading
+        return reader.read_here(request)
+
+    def _reader(self) -> Reader:
+        return Reader(self._read, self._collate, self.how.seed)
 
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""

@@ -48,6 +48,7 @@ class Loading:
     max_bad: int = 0
     timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
     labels: Labels | None = None  # None: there are no classes
+    reading: Callable[[int], None] = lambda index: None  # before each sample that is read in this process
 
 
 class Noting(Protocol):
@@ -71,6 +72,7 @@ class Pool:
     def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: Loading, kind: str) -> None:
         self.kind = kind
         self._reader = reader
+        reader.reading = how.reading
         self._requests = requests
         self._how = how
         self._shared = numpy.frombuffer(mmap.mmap(-1, 24 * max(how.workers, 1)), numpy.int64).reshape(-1, 3)

@@ -10,7 +10,7 @@ import mmap
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.distributed.last_words import LastWords
 
@@ -38,6 +38,8 @@ IN_A_STEP = frozenset(STEP_PARTS)
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _ROW = struct.Struct("=qqd?")  # phase, step, seconds of the machine's monotonic clock, Beat.under_way
+_SAMPLE = struct.Struct("=q")  # after the row; written for each sample, and the row for each phase
+_SIZE = _ROW.size + _SAMPLE.size
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Beat:
     step: int
     age_s: float
     under_way: bool = False  # whether the rank has completed a step since it started
+    sample: int = -1  # that it reads itself, by its index; negative: none, or several at once
 
     @property
     def order(self) -> tuple[int, int]:
@@ -62,6 +65,8 @@ def limit_s(phase: str, stall_s: float) -> float:
 
 def where(beat: Beat) -> str:
     """Where in the run a heartbeat is, as part of a sentence."""
+    if beat.sample >= 0:
+        return f"{where(replace(beat, sample=-1))}, reading sample {beat.sample}"
     if beat.phase in (*STEP_PARTS, "report"):
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
@@ -80,16 +85,18 @@ class Heartbeat:
     def __init__(self, table: mmap.mmap | None = None, rank: int = 0, words: LastWords | None = None) -> None:
         self._table = table
         self.words = words  # of all ranks; None without a process that reads them
-        self._row = slice(rank * _ROW.size, (rank + 1) * _ROW.size)
+        self._row = slice(rank * _SIZE, rank * _SIZE + _ROW.size)
+        self._of_sample = slice(rank * _SIZE + _ROW.size, (rank + 1) * _SIZE)
         self._step = 0
         self._phase, self._number = PHASES[0], 0
         self._since_s = time.monotonic()
         self._under_way = False
+        self._sample = -1
 
     @property
     def latest(self) -> Beat:
         """Where this rank is, and for how long. May be called from any thread."""
-        return Beat(self._phase, self._step, time.monotonic() - self._since_s, self._under_way)
+        return Beat(self._phase, self._step, time.monotonic() - self._since_s, self._under_way, self._sample)
 
     @property
     def steps_done(self) -> int:
@@ -129,6 +136,12 @@ class Heartbeat:
         self._since_s = time.monotonic()
         self._write()
 
+    def reading(self, index: int) -> None:
+        """Record that this rank's own process reads a sample; a negative number: none any more."""
+        self._sample = index
+        if self._table is not None:
+            self._table[self._of_sample] = _SAMPLE.pack(index)
+
     def first_step_done(self) -> None:
         """Record that this rank has completed a step since it started: other limits hold from then on."""
         self._under_way = True
@@ -145,7 +158,7 @@ class Heartbeats:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._memory = mmap.mmap(-1, num_ranks * _ROW.size)  # anonymous and shared: no file, no name
+        self._memory = mmap.mmap(-1, num_ranks * _SIZE)  # anonymous and shared: no file, no name
         self.words = LastWords(num_ranks)
         self.restart()
 
@@ -154,6 +167,7 @@ class Heartbeats:
         self.words.clear()
         for rank in range(self._num_ranks):
             self.of(rank).beat("starting", 0)
+            self.of(rank).reading(-1)
 
     def of(self, rank: int) -> Heartbeat:
         return Heartbeat(self._memory, rank, self.words)
@@ -161,8 +175,14 @@ class Heartbeats:
     def read(self) -> list[Beat]:
         """The latest heartbeat of each rank, by rank."""
         now = time.monotonic()
-        rows = (_ROW.unpack_from(self._memory, rank * _ROW.size) for rank in range(self._num_ranks))
-        return [Beat(PHASES[phase], step, now - since_s, done) for phase, step, since_s, done in rows]
+        rows = (_ROW.unpack_from(self._memory, rank * _SIZE) for rank in range(self._num_ranks))
+        samples = (
+            _SAMPLE.unpack_from(self._memory, rank * _SIZE + _ROW.size)[0] for rank in range(self._num_ranks)
+        )
+        return [
+            Beat(PHASES[phase], step, now - since_s, done, sample)
+            for (phase, step, since_s, done), sample in zip(rows, samples, strict=True)
+        ]
 
     def steps_done(self) -> int:
         """Steps completed by the rank that is furthest ahead."""

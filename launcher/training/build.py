@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,8 +112,13 @@ class DataSets:
     validation: Mapping[str, Readable]  # by name; ONLY_SET where there is one without
 
 
-def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
-    """The recipe's data on the device, or behind the loader processes that read it."""
+def data_sets(
+    config: Config, recipe: Recipe, env: WorkerEnv, reading: Callable[[int], None] = lambda index: None
+) -> DataSets:
+    """The recipe's data on the device, or behind the loader processes that read it.
+
+    `reading(index)` is called before each sample that is read in this process, and with -1 after the last.
+    """
     how = Loading(
         workers=loader_processes(config, env),
         device=env.device,
@@ -121,6 +126,7 @@ def data_sets(config: Config, recipe: Recipe, env: WorkerEnv) -> DataSets:
         max_bad=config.data.max_bad,
         timeout_s=PATIENCE * config.launch.stall_s,
         labels=None if recipe.classes is None else Labels(recipe.label, len(recipe.classes)),
+        reading=reading,
     )
     return DataSets(
         readable(recipe.train, recipe.collate, how, "training"),
