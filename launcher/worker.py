@@ -43,7 +43,7 @@ from launcher.recipe.contract import Recipe, Used
 from launcher.recipe.load import load_recipe
 from launcher.run_dir.records import logs_of_failure, rank_log, write_environment
 from launcher.telemetry import Telemetry, open_telemetry
-from launcher.telemetry.events import FORMAT
+from launcher.telemetry.events import EndEvent, StartEvent
 from launcher.telemetry.gpu import GpuSampler, measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import build, results
@@ -248,18 +248,18 @@ def _announce(job: _Job, devices: Sequence[str], start: Start) -> None:
     for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
     run.telemetry.emit(
-        "start",
-        start.step,
-        format=FORMAT,
-        epochs=run.config.train.epochs,
-        steps_per_epoch=job.course.steps_per_epoch,
-        total_steps=job.course.total_steps,
-        world_size=run.env.world_size,
-        parameters=sum(p.numel() for p in job.model.parameters()),
-        model=job.used.model,
-        data=job.used.data,
-        compare_by=job.recipe.compare_by,
-        asked=asked(run.config),
+        StartEvent(
+            start.step,
+            epochs=run.config.train.epochs,
+            steps_per_epoch=job.course.steps_per_epoch,
+            total_steps=job.course.total_steps,
+            world_size=run.env.world_size,
+            parameters=sum(p.numel() for p in job.model.parameters()),
+            model=job.used.model,
+            data=job.used.data,
+            compare_by=job.recipe.compare_by,
+            asked=asked(run.config),
+        )
     )
 
 
@@ -410,17 +410,18 @@ def _finish(
     if run.env.is_leader:
         results.write_files(run_dir, result, results.confusion_of(evaluations), run.telemetry)
     run.telemetry.emit(
-        "end",
-        steps,
-        state="done",
-        exit=0,
-        seconds=seconds,
-        since_step=since_step,
-        samples_per_s=result["samples_per_s"],
-        metrics=result["metrics"],
-        **({"reason": evaluator.stopped} if evaluator.stopped else {}),
-        weights_sha256=result["weights_sha256"],
-        step_time=result.get("step_time"),
+        EndEvent(
+            steps,
+            state="done",
+            exit=0,
+            seconds=seconds,
+            since_step=since_step,
+            samples_per_s=result["samples_per_s"],
+            metrics=result["metrics"],
+            reason=evaluator.stopped or None,
+            weights_sha256=result["weights_sha256"],
+            step_time=result.get("step_time"),
+        )
     )
     if run.env.is_leader:
         results.mark_end(run_dir, "done", 0)

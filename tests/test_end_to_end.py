@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 from tests.limits import at_most
 

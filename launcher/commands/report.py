@@ -79,7 +79,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     """The records of the runs, large ones side by side. Raises OSError."""
     from launcher.report.recording import read_recording
     from launcher.report.run_record import RunRecord
-    from launcher.telemetry.events import FILE_NAME
+    from launcher.telemetry.event_log import FILE_NAME
 
     sizes = [(path / FILE_NAME).stat().st_size for path in directories if (path / FILE_NAME).is_file()]
     workers = min(len(directories), len(os.sched_getaffinity(0)))

@@ -38,7 +38,7 @@ from launcher.report.run_record import RunRecord
 from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import REPORT
-from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.formatting import evaluation_cells, metric, metric_title, number
 
 MAX_OVERFLOWS = 40  # rows; for more, the chart is enough

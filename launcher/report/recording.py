@@ -29,7 +29,8 @@ from launcher.report.step_lines import (
 )
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import LOGS
-from launcher.telemetry.events import FILE_NAME, FORMAT, MAX_LINE_BYTES, TOO_LONG
+from launcher.telemetry.event_log import FILE_NAME, MAX_LINE_BYTES, TOO_LONG
+from launcher.telemetry.events import FORMAT, KINDS
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, averaged, time_at_end
 
 Event = dict[str, Any]
@@ -37,23 +38,6 @@ Event = dict[str, Any]
 NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
 BLOCK_BYTES = 1 << 22
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
-KNOWN = (
-    "start",
-    "step",
-    "eval",
-    "overflow",
-    "gradients",
-    "checkpoint",
-    "restart",
-    "gpu",
-    "warning",
-    "straggler",
-    "end",
-    "decision",
-    "report",
-    "after_evaluation",
-    "out_of_memory",
-)
 NO_METRICS = frozenset(("event", "time", "step", "epoch", "set", "samples", "tokens", "seconds"))
 MAX_RECORDS = 200  # of each kind; more are counted
 MAX_CURVES = 200  # of evaluations, and of devices
@@ -239,7 +223,7 @@ class Recording:
 
     def _add_rare(self, event: Event) -> None:
         kind = event["event"]
-        if kind not in KNOWN:
+        if kind not in KINDS:
             self.unknown[kind] += 1
             return
         if kind == "gradients":

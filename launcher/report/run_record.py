@@ -19,7 +19,7 @@ from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
 from launcher.run_dir.status import FILE_NAME as STATUS
-from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.formatting import duration, metric_title
 from launcher.telemetry.tracker.delivery import lacking
 

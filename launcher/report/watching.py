@@ -24,7 +24,7 @@ from launcher.report.run_table import first_line, printable, shortened
 from launcher.report.text_plot import plot_lines
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, SWEEP
-from launcher.telemetry.events import FILE_NAME
+from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.formatting import duration, metric, number, scale_text
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them

@@ -1,296 +1,282 @@
-"""`metrics.jsonl`: every event of a run, one JSON object a line; the source of truth for reports.
+"""The events of a run, a class for each kind, with the fields that metrics.jsonl and trackers have.
 
-Owns the format, its writer and its reader. Strict JSON: non-finite floats are the strings "inf", "-inf" and
-"nan", which the reader converts back. Complete lines are never changed; they are dropped where a run resumes
-from an earlier step. The file may be large: it is read line by line, and only what is needed is parsed.
+Owns names, types and meaning of the fields; `run_dir.codec` owns how they are written and read. A field with
+a default is absent from a line where it has none. All fields are plain values: no tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import os
-import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from launcher.errors import listed
-from launcher.run_dir.atomic import json_line, open_plain, restored, write_chunks
-from launcher.run_dir.records import METRICS
-from launcher.telemetry.stream import LIMIT, PERIODIC, Record
+from launcher.run_dir.codec import FLAT, decoded, encoded
 
-FILE_NAME = METRICS
 FORMAT = 1  # of the events; a reader of an older one leaves out what it does not know
-SHOWN = 5  # line numbers in a warning
-MAX_LINE_BYTES = (
-    1 << 24
-)  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
-BLOCK_BYTES = 1 << 20
-# The beginning of every line that `EventLog` writes: what decides whether the line is needed.
-HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d+)[,}]')
-TOO_LONG = b"a longer line\n"  # holds no event
-
-
-class EventLog:
-    """Appends each event at once, so that a killed run loses at most the line being written.
-
-    `write` raises OSError where an event cannot be written, and keeps it: the next call writes it first. Of
-    more than `limit` events that wait, the oldest periodic ones are lost. The file has whole lines only.
-    """
-
-    name = FILE_NAME
-
-    def __init__(self, path: Path, limit: int = LIMIT) -> None:
-        _cut_torn_line(path)
-        self._path = path
-        self._limit = limit
-        self._file = self._opened()
-        self._unwritten: deque[tuple[str, int, bytes]] = deque()  # event, step, line
-        self._lost: list[int] = []  # steps of the events that are lost
-        self._rewind: tuple[int, bool] | None = None  # not done yet
-        self._last_step = 0
-
-    def write(self, record: Record) -> None:
-        self._unwritten.append((record["event"], record.get("step", 0), json_line(record)))
-        self._write_all()
-
-    def rewind(self, step: int, evaluates_again: bool) -> None:
-        """Drop the events after `step`, and all `end` events.
-
-        With `evaluates_again`, also drop the evaluation after `step`. Where that raises OSError, the next
-        `write` does it first.
-        """
-        self._rewind = step, evaluates_again
-        self._write_all()
-
-    def lacks(self) -> str:
-        """The events that are not in the file, in words; "" if it has all. Tries to write them once more."""
-        if self._unwritten:
-            with contextlib.suppress(OSError):
-                self._write_all()
-        steps = [*self._lost, *(step for _, step, _ in self._unwritten)]
-        return f"{len(steps):,} events of steps {min(steps)} to {max(steps)}" if steps else ""
-
-    def close(self) -> None:
-        try:
-            self._write_all()
-        finally:
-            self._file.close()
-
-    def _write_all(self) -> None:
-        """Write what waits. Raises OSError; what is not written waits for the next call."""
-        try:
-            self._require_file()
-            if self._rewind is not None:
-                self._drop_events(*self._rewind)
-                self._rewind = None
-            while self._unwritten:
-                self._append(self._unwritten[0][2])
-                self._last_step = self._unwritten.popleft()[1]
-        except OSError:
-            self._forget_oldest()
-            raise
-
-    def _forget_oldest(self) -> None:
-        """Keep at most `limit` events in memory, and all that are not periodic."""
-        if len(self._unwritten) > self._limit:
-            periodic = (place for place, (event, _, _) in enumerate(self._unwritten) if event in PERIODIC)
-            if (oldest := next(periodic, None)) is not None:
-                self._lost.append(self._unwritten[oldest][1])
-                del self._unwritten[oldest]
-
-    def _append(self, line: bytes) -> None:
-        written = self._file.write(line)
-        if written != len(line):  # a full disk may accept a part without an error
-            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - (written or 0))
-            raise OSError(f"only {written} of {len(line)} bytes fit into {self._path}")
-
-    def _require_file(self) -> None:
-        """Begin a new file and raise OSError where the file that is written no longer has a name."""
-        if self._file.closed:  # there was no directory for a new one
-            self._file = self._opened()
-        elif os.fstat(self._file.fileno()).st_nlink == 0:
-            self._file.close()
-            gone = self._path if self._path.parent.exists() else self._path.parent
-            with contextlib.suppress(OSError):
-                self._file = self._opened()
-            raise OSError(
-                f"{gone} has been deleted or replaced during the run: what was recorded up to step "
-                f"{self._last_step} is lost"
-            )
-
-    def _drop_events(self, step: int, evaluates_again: bool) -> None:
-        with _open(self._path) as file:
-            kept: list[tuple[int, int]] = []  # ranges of bytes, adjacent ones joined
-            size_bytes = 0
-            for begin, size_bytes, line in _lines(file):
-                if happened(_head(line), step, evaluates_again):
-                    if kept and kept[-1][1] == begin:
-                        begin = kept.pop()[0]
-                    kept.append((begin, size_bytes))
-            if kept != [(0, size_bytes)] and size_bytes:
-                write_chunks(self._path, _ranges(file, kept), durable=True)
-                self._file.close()
-                self._file = self._opened()
-
-    def _opened(self) -> io.FileIO:
-        return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of the file in order, without damaged lines. Raises OSError."""
-    return read_recording(path).events
 
 
 @dataclass(frozen=True)
-class Recording:
-    """The readable events of a file."""
+class Event:
+    """What all kinds have. `is_periodic`: comes all the time, so that single ones may wait, or be lost."""
 
-    events: list[dict[str, Any]]
-    damaged: list[int]  # line numbers, from 1, that hold no event
-
-    @property
-    def warning(self) -> str:
-        """The warning about damaged lines; "" if there are none."""
-        if not self.damaged:
-            return ""
-        return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
+    kind: ClassVar[str]
+    is_periodic: ClassVar[bool] = False
+    step: int  # updates attempted so far
+    time: float = field(default_factory=time.time, kw_only=True)  # unix seconds
 
 
-def read_recording(path: Path) -> Recording:
-    """The events of the file and its damaged lines. An incomplete last line (of a killed writer) is ignored.
+@dataclass(frozen=True, kw_only=True)
+class StartEvent(Event):
+    """A process of the run begins its first step."""
 
-    Raises OSError.
-    """
-    return _selected(path, _event, lambda event: True)
-
-
-def recorded_before(path: Path) -> Recording:
-    """What a run that resumes needs of a file that may be large: its decisions, and its damaged lines.
-
-    Empty without a file. Raises OSError.
-    """
-    if not path.exists():
-        return Recording([], [])
-    return _selected(path, _head, lambda head: head["event"] == "decision")
-
-
-def _selected(
-    path: Path, parsed: Callable[[bytes], dict[str, Any] | None], wanted: Callable[[Record], bool]
-) -> Recording:
-    found = Recording([], [])
-    with _open(path) as file:
-        for number, (_, _, line) in enumerate(_lines(file), start=1):
-            head = parsed(line)
-            if head is None and line != b"\n":
-                found.damaged.append(number)
-            elif head is not None and wanted(head):
-                event = head if parsed is _event else _event(line)
-                found.events.extend([] if event is None else [event])
-    return found
+    kind = "start"
+    format: int = FORMAT
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None  # of the whole run
+    world_size: int | None = None
+    parameters: int | None = None  # elements of the model
+    model: str = ""  # the names of what the recipe really uses
+    data: str = ""
+    compare_by: str | None = None  # the metric by which the recipe compares runs
+    asked: Mapping[str, object] | None = None  # by config key: the user's value of what the run decides
 
 
-def recorded(path: Path, wanted: Callable[[Record], bool]) -> Iterator[dict[str, Any]]:
-    """The events of the file that are `wanted`, in order. Only these are parsed, and none is kept.
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    """The steps since the `step` event before, every train.log_every_steps."""
 
-    `wanted` gets at least event, time and step. Nothing without a file. Raises OSError.
-    """
-    if not path.exists():
-        return
-    with _open(path) as file:
-        for _, _, line in _lines(file):
-            head = _head(line)
-            if head is not None and wanted(head) and (event := _event(line)) is not None:
-                yield event
-
-
-def last_run_id(events: Iterable[Record]) -> str | None:
-    """The tracker's id of the run, if it has been tracked before."""
-    found = [event["run_id"] for event in events if isinstance(event.get("run_id"), str)]
-    return found[-1] if found else None
-
-
-def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
-    """Whether a line is kept. Damaged lines are, for inspection."""
-    if event is None:
-        return True
-    repeated = event["event"] in ("eval", "after_evaluation") and evaluates_again and event["step"] == step
-    return event["event"] != "end" and int(event["step"]) <= step and not repeated
+    kind = "step"
+    is_periodic = True
+    epoch: int  # counts from 0
+    loss: float  # mean over the samples
+    lr: float
+    grad_norm: float  # of the mean gradient, before clipping
+    scale: float  # the loss scale
+    skipped: int  # steps of the run that were skipped
+    samples: float  # or tokens, over all ranks
+    samples_per_s: float
+    step_ms: float  # mean of a step, and of its parts
+    data_ms: float
+    compute_ms: float
+    wire_ms: float
+    update_ms: float
+    other_ms: float  # in none of the parts
+    memory_bytes: int  # the largest amount in use so far
 
 
-def time_of(event: Record) -> float:
-    """Of an event that may be from a file: 0 if it has no valid time."""
-    time_s = event.get("time")
-    return float(time_s) if isinstance(time_s, int | float) else 0.0
+@dataclass(frozen=True, kw_only=True)
+class EvalEvent(Event):
+    """An evaluation on one set."""
+
+    kind = "eval"
+    epoch: int
+    set: str | None = None  # the name of the set, where there are several
+    loss: float | None
+    metrics: Mapping[str, float | None] = field(metadata=FLAT)  # also train_loss, train_accuracy
+    samples: float  # or tokens, that were measured
+    seconds: float
+    higher_is_better: Mapping[str, bool]  # by metric; absent: not declared
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line; None if it holds none."""
-    try:
-        event = restored(json.loads(line))
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
-    return event if whole else None
+@dataclass(frozen=True, kw_only=True)
+class OverflowEvent(Event):
+    """A step was skipped, because gradients or losses were not finite."""
+
+    kind = "overflow"
+    epoch: int
+    scale: float  # that the step used
+    ranks: Sequence[int]  # whose own gradient was not finite
+    parameters: Sequence[str]  # whose reduced gradient was not finite
+    bad_losses: int  # micro-batches whose loss was not finite
 
 
-def _head(line: bytes) -> dict[str, Any] | None:
-    """`event`, `time` and `step` of a line as a run writes it, in a tenth of the time of `_event`.
+@dataclass(frozen=True)
+class LayerShares:
+    """Shares of a parameter's gradient elements."""
 
-    Any other line is parsed whole. None if it holds no event.
-    """
-    found = HEAD.match(line) if line.endswith(b"}\n") else None
-    if found is None:
-        return _event(line)
-    return {"event": found[1].decode(), "time": float(found[2]), "step": int(found[3])}
+    zero_share: float  # zero in fp16, as sent
+    zero_share_at_scale_1: float  # would be zero in fp16 without a loss scale
+    near_max_share: float  # within two octaves of 65504
 
 
-def _open(path: Path) -> BinaryIO:
-    return open(open_plain(path, os.O_RDONLY), "rb", buffering=BLOCK_BYTES)
+@dataclass(frozen=True, kw_only=True)
+class GradientsEvent(Event):
+    """Where the gradients of a step lie in the range of fp16, every telemetry.gradients_every_steps."""
+
+    kind = "gradients"
+    is_periodic = True
+    epoch: int
+    scale: float
+    zero_share: float  # of all gradients: see LayerShares
+    zero_share_at_scale_1: float
+    near_max_share: float
+    zeros: int  # elements, which the histogram leaves out
+    first_exponent: int
+    histogram: Sequence[int]  # elements by exponent of 2, from `first_exponent` on
+    layers: Mapping[str, LayerShares]  # by parameter
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Begin, end and content of each complete line; `TOO_LONG` for one that nobody should hold in memory."""
-    begin = end = 0
-    while line := file.readline(MAX_LINE_BYTES):
-        end += len(line)
-        if line.endswith(b"\n"):
-            yield begin, end, line
-            begin = end
-        elif len(line) == MAX_LINE_BYTES:
-            line = b""  # frees it
-            while (rest := file.readline(BLOCK_BYTES)) and not rest.endswith(b"\n"):
-                end += len(rest)
-            if rest:
-                end += len(rest)
-                yield begin, end, TOO_LONG
-                begin = end
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent(Event):
+    """A checkpoint of this step is on the disk."""
+
+    kind = "checkpoint"
+    path: str
+    seconds: float  # that writing took
+    size_bytes: int
+    best: bool  # whether it is the best so far
 
 
-def _ranges(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    for begin, end in ranges:
-        file.seek(begin)
-        while begin < end:
-            block = file.read(min(BLOCK_BYTES, end - begin))
-            begin += len(block)
-            yield block
+@dataclass(frozen=True, kw_only=True)
+class RestartEvent(Event):
+    """A process resumes the run from a checkpoint."""
+
+    kind = "restart"
+    path: str
+    attempt: int  # restarts by the parent process
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, so that a resumed run does not append its first event to it."""
-    if not path.exists():
-        return
-    with _open(path) as file:
-        size_bytes = begin = file.seek(0, os.SEEK_END)
-        end_bytes = 0
-        while begin and not end_bytes:
-            begin = max(0, begin - BLOCK_BYTES)
-            file.seek(begin)
-            newline = file.read(BLOCK_BYTES).rfind(b"\n")
-            end_bytes = begin + newline + 1 if newline >= 0 else 0
-    if end_bytes < size_bytes:
-        os.truncate(path, end_bytes)
+@dataclass(frozen=True, kw_only=True)
+class GpuNumbers:
+    """One GPU of this node; what it does not support is absent. README.md says what each field means."""
+
+    index: int | None = None  # of nvidia-smi
+    uuid: str = ""
+    utilisation_percent: float | None = None
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    memory_bytes: float | None = None
+    temperature_c: float | None = None
+    pcie_gen: float | None = None
+    pcie_width: float | None = None
+    ecc_errors: float | None = None
+    remapped_rows: float | None = None
+    energy_j: float | None = None
+    incomplete: bool | None = None
+    throttled_s: Mapping[str, float] | None = None  # by reason
+    pcie_tx_bytes_per_s: float | None = None
+    pcie_rx_bytes_per_s: float | None = None
+    nvlink_tx_bytes_per_s: float | None = None
+    nvlink_rx_bytes_per_s: float | None = None
+    other_processes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuEvent(Event):
+    """The GPUs of this node since the event before; `step` is the logged step that ends the interval."""
+
+    kind = "gpu"
+    is_periodic = True
+    seconds: float
+    power_w: float | None = None  # summed over the GPUs, as is the energy
+    energy_j: float | None = None
+    memory_bytes: float | None = None  # the largest
+    temperature_c: float | None = None
+    utilisation_percent: float | None = None  # mean
+    run_energy_j: float | None = None  # of the run so far, over all its attempts
+    joules_per_sample: float | None = None
+    incomplete: bool | None = None  # a GPU told its power for a part of the interval only
+    gpus: Sequence[GpuNumbers] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarningEvent(Event):
+    """A warning to the user."""
+
+    kind = "warning"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionEvent(Event):
+    """A choice made by the program, with its reason."""
+
+    kind = "decision"
+    topic: str
+    text: str
+    facts: Mapping[str, object] = field(default_factory=dict, metadata=FLAT)  # as values, by topic
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerEvent(Event):
+    """A rank for which the others wait, or, with a `receiver`, whose link to it is slow."""
+
+    kind = "straggler"
+    rank: int
+    host: str
+    receiver: int | None = None  # rank
+    receiver_host: str | None = None
+    late_ms: float  # per step
+    step_ms: float
+    waiting_share: float | None = None  # of the samples in which bytes were waiting to be sent
+    mbit_per_s: float | None = None
+    first_step: int  # of the steps that were compared
+    last_step: int
+    cause: str  # data, compute, link
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemoryEvent(Event):
+    """Ranks ran out of memory: the micro-batch was halved, and the step is repeated."""
+
+    kind = "out_of_memory"
+    ranks: Sequence[int]
+    micro_batch: int  # from here on
+    dropped: int  # the step that is repeated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportEvent(Event):
+    """The classification report of the end. Of many classes only the text: result.json has the matrix."""
+
+    kind = "report"
+    text: str
+    table: Sequence[Mapping[str, object]] | None = None  # a row for each class
+    classes: Sequence[str] | None = None
+    confusion_matrix: Sequence[Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AfterEvaluationEvent(Event):
+    """What the recipe shows after an evaluation, each by name."""
+
+    kind = "after_evaluation"
+    epoch: int
+    texts: Mapping[str, str]
+    numbers: Mapping[str, float]
+    pictures: Mapping[str, str]  # paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndEvent(Event):
+    """The process ends; only one that is done has more than state, exit and error."""
+
+    kind = "end"
+    state: str  # done, failed, preempted
+    exit: int
+    error: str | None = None
+    seconds: float | None = None  # of this process, for the steps after `since_step`
+    since_step: int | None = None
+    samples_per_s: float | None = None
+    metrics: Mapping[str, float | None] | None = None  # of the last evaluation
+    reason: str | None = None  # why it ended early
+    weights_sha256: str | None = None
+    step_time: Mapping[str, object] | None = None  # milliseconds of the slowest rank, its `rank` and `steps`
+
+
+KINDS: dict[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}
+
+
+def record_of(event: Event) -> dict[str, Any]:
+    """The event as metrics.jsonl has it: `event`, `time` and `step` first."""
+    fields = encoded(event)
+    return {"event": event.kind, "time": fields.pop("time"), "step": fields.pop("step"), **fields}
+
+
+def event_of(record: Mapping[str, Any]) -> Event | None:
+    """The event of a record that has at least `event` and `step`; None for a kind that is not known."""
+    kind = KINDS.get(record["event"])
+    return None if kind is None else decoded(kind, {k: v for k, v in record.items() if k != "event"})

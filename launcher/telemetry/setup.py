@@ -18,7 +18,7 @@ from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, read_json
 from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
 from launcher.telemetry.console.console import Console
-from launcher.telemetry.events import EventLog, last_run_id, recorded, recorded_before
+from launcher.telemetry.event_log import EventLog, last_run_id, recorded, recorded_before
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact

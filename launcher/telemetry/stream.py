@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from launcher.errors import described
+from launcher.telemetry.events import DecisionEvent, Event, WarningEvent, record_of
 
 Record = Mapping[
     str, Any
@@ -84,13 +84,11 @@ class Telemetry:
     def __init__(
         self,
         sinks: Iterable[Sink] = (),
-        clock: Callable[[], float] = time.time,
         every_s: float | None = None,
         limit: int = LIMIT,
     ) -> None:
         self._sinks: list[Sink] = []
         self._followers: list[PositionSink] = []
-        self._clock = clock
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
         self._waiting: deque[Record] = deque()
@@ -123,13 +121,13 @@ class Telemetry:
             if isinstance(sink, PositionSink):
                 self._followers.append(sink)
 
-    def emit(self, event: str, step: int, /, **fields: Any) -> None:
-        """Fields are plain floats, ints, bools, strings, None, and lists or dicts of these."""
-        self._step = max(self._step, step)  # a sampler's event may be of an earlier step
+    def emit(self, event: Event) -> None:
+        """Send an event to all sinks."""
+        self._step = max(self._step, event.step)  # a sampler's event may be of an earlier step
         if not self._sinks:
             return
-        record = {"event": event, "time": self._clock(), "step": step, **fields}
-        if self._writer is not None and event in PERIODIC:
+        record = record_of(event)
+        if self._writer is not None and event.is_periodic:
             if len(self._waiting) < self._limit:
                 self._waiting.append(record)
             else:
@@ -144,13 +142,13 @@ class Telemetry:
         with self._lock:
             self._drain()
 
-    def decision(self, topic: str, text: str, /, **fields: Any) -> None:
+    def decision(self, topic: str, text: str, /, **facts: object) -> None:
         """A choice made by the program, with its reason: one line on the console."""
-        self.emit("decision", self._step, topic=topic, text=text, **fields)
+        self.emit(DecisionEvent(self._step, topic=topic, text=text, facts=facts))
 
     def warn(self, text: str) -> None:
         """A warning to all sinks; `step` is that of the latest event."""
-        self.emit("warning", self._step, text=text)
+        self.emit(WarningEvent(self._step, text=text))
 
     def advance(self, epoch: int, step: int) -> None:
         """Called for every step at little cost: advances the bar and status.json, writes no event."""

@@ -29,13 +29,13 @@ from launcher.evaluation.messages import content_of, message_of
 from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
+from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.training.build import seed_generators
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.parts.replica_check import checksums
 from launcher.training.progress import Position
 from launcher.training.run import Run
 
-EVENT = "after_evaluation"
 STILL_AT_WORK = b"..."  # no message
 BEATS_PER_STALL = 4.0
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
@@ -98,12 +98,13 @@ class AfterEvaluation:
             name: self._written(name, stems[name], content, position) for name, content in pictures.items()
         }
         self.run.telemetry.emit(
-            EVENT,
-            position.step,
-            epoch=position.epoch,
-            texts=texts,
-            numbers=numbers,
-            pictures={name: path for name, path in paths.items() if path is not None},
+            AfterEvaluationEvent(
+                position.step,
+                epoch=position.epoch,
+                texts=texts,
+                numbers=numbers,
+                pictures={name: path for name, path in paths.items() if path is not None},
+            )
         )
 
     def _written(self, name: str, stem: str, content: bytes, position: Position) -> str | None:

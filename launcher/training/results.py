@@ -33,6 +33,7 @@ from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import REPORT, write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
+from launcher.telemetry.events import ReportEvent
 from launcher.training.progress import Totals
 
 SPLIT = "split.csv"
@@ -141,7 +142,7 @@ def write_files(
         if confusion is not None:
             text = confusion.report()
             write_text(run_dir / "classification_report.txt", text)
-            telemetry.emit("report", content["steps"], text=text, **_tables(confusion))
+            telemetry.emit(ReportEvent(content["steps"], text=text, **_tables(confusion)))
         write_result(run_dir, content)
     except OSError as error:
         raise StorageError(

@@ -17,6 +17,7 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.differences import changed_settings, settings_of
+from launcher.telemetry.events import RestartEvent
 from launcher.training.answers import Answers
 from launcher.training.progress import Course, Position, Standing, Start, Totals
 from launcher.training.run import Run
@@ -99,7 +100,7 @@ class Continuity:
                 f"resumed with other settings than the checkpoint's: {listed(others, SHOWN, '; ')}"
             )
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
-        telemetry.emit("restart", start.step, path=str(path), attempt=restart_count)
+        telemetry.emit(RestartEvent(start.step, path=str(path), attempt=restart_count))
         telemetry.decision("resume", f"after step {start.step}, from {path}")
         there, here = saved.identity.precision, self.run.config.precision.name
         if there != here:

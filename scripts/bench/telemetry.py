@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,14 +32,15 @@ from launcher.config.resolve import compose_jobs
 from launcher.config.schema import RunConfig
 from launcher.run_dir.claim import claimed
 from launcher.telemetry import Telemetry, open_telemetry
+from launcher.telemetry.events import StartEvent, StepEvent
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 
 GOAL, STEP_MS = 1.01, 5.0
 WORDS = ("recipe=resnet18", "tracker.name=[wandb,tensorboard]", "tracker.mode=offline")
-EVENT = {
+NUMBERS: dict[str, Any] = {
     **{"epoch": 0, "loss": 0.7, "lr": 0.1, "grad_norm": 1.5, "scale": 65536.0, "skipped": 0, "samples": 128},
     **{"samples_per_s": 25_000.0, "step_ms": 5.0, "data_ms": 0.1, "compute_ms": 3.0, "wire_ms": 1.0},
-    **{"update_ms": 0.9, "memory_bytes": 123_456_789},
+    **{"update_ms": 0.8, "other_ms": 0.1, "memory_bytes": 123_456_789},
 }
 SETTLED_S = 3.0  # until the trackers have started and used their allowance
 
@@ -63,7 +65,7 @@ def all_sinks(folder: Path) -> Iterator[Telemetry]:
         with open(folder / "console", "w") as sys.stdout:
             telemetry = open_telemetry(claim.config, os.environ, False)
             sys.stdout = shown
-            telemetry.emit("start", 0, total_steps=10**6)
+            telemetry.emit(StartEvent(0, total_steps=10**6))
             yield telemetry
             telemetry.close()
 
@@ -89,7 +91,7 @@ def measure(repeats: int, steps: int) -> Found:
             step()
             at, began = next(number), time.thread_time()
             telemetry.advance(0, at)
-            telemetry.emit("step", at, **EVENT)
+            telemetry.emit(StepEvent(at, **NUMBERS))
             in_calls += time.thread_time() - began
         calls.append(in_calls / steps)
         others.append((time.process_time() - time.thread_time() - other) / steps)

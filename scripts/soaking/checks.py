@@ -15,7 +15,7 @@ from typing import Any
 from launcher.checkpoint import verify
 from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.format import DAMAGED
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 
 MARK = "LAUNCHER_SOAK"  # the environment variable that marks every process of a run
 LEFTOVERS = (".unfinished-*", ".deleted-*")

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.commands.new import write_recipe
 from launcher.errors import ConfigError, StorageError
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 
 

@@ -38,7 +38,8 @@ from launcher.report.watching import (
 )
 from launcher.run_dir.atomic import json_line, write_json
 from launcher.run_dir.lock import LOCK, Holder, _start_of, locked
-from launcher.telemetry.events import FORMAT, EventLog
+from launcher.telemetry.event_log import EventLog
+from launcher.telemetry.events import FORMAT
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from typing import Any
 
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import Config, RunConfig
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.ranks.harness import forkserver, leave_out_pictures
 
 RECIPE = Path(__file__).with_name("noisy.py")

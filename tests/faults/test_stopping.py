@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.faults.launching import EPOCH, RECIPE, WORDS, Ended, Started, run
 from tests.faults.parent import is_alive
 from tests.faults.usercode import send_signal, slowly, stop_after

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.telemetry import setup
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.faults.launching import RECIPE, Ended, run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here

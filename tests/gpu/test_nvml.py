@@ -10,6 +10,7 @@ import torch
 
 from launcher.telemetry.gpu import GpuSampler, Rank
 from launcher.telemetry.stream import Telemetry
+from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
@@ -26,7 +27,7 @@ def test_the_gpu_of_a_rank_is_measured_while_it_works(gpu: torch.device) -> None
     for step in range(1, 10_000):
         a = (a @ a).clamp(-1, 1)
         torch.cuda.synchronize()
-        telemetry.emit("step", step, samples=1)
+        telemetry.emit(made("step", step, samples=1))
         if time.monotonic() - began > 3:
             break
     joules = sampler.finish()

@@ -24,7 +24,7 @@ from launcher.recipe.training_aids import (
     refuse_split_pairs,
     with_training_aids,
 )
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.configs import composed
 from tests.forked import launch_forked
 

@@ -11,7 +11,7 @@ from launcher.data import pretrained_encoder
 from launcher.engine import AdamW, Policy, Scaling, Stepper
 from launcher.errors import ConfigError
 from launcher.recipe import load_recipe, model_builder
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.configs import composed
 from tests.data.text.test_sentences import PAIRS, written
 from tests.forked import launch_forked

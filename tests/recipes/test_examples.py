@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from launcher.checkpoint.catalog import FOLDER
 from launcher.config.groups import recipes_dir
 from launcher.recipe import registry_of
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 
 EXAMPLES = recipes_dir() / "examples"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from launcher.errors import ConfigError
 from launcher.recipe import load_recipe, model_builder
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.configs import composed
 from tests.forked import launch_forked
 

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.report.html import ASSETS
 from launcher.report.page import write_report
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 from tests.report.browser import CHROMIUM, Browser, browser
 from tests.report.test_page import write_run
 

@@ -16,7 +16,7 @@ from launcher.report.comparison import is_sweep, read_job, settings_of, write_co
 from launcher.report.comparison_plot import Line, mean_of
 from launcher.report.curve import Curve
 from launcher.run_dir.atomic import write_json
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 
 
 def write_job(sweep: Path, number: int, overrides: list[str], loss: float = 1.0, state: str = "done") -> Path:

@@ -17,7 +17,7 @@ from launcher.report.plots import draw_confusion_matrix, draw_curves
 from launcher.report.recording import read_recording
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 from launcher.training.results import write_page
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""

@@ -12,7 +12,8 @@ from launcher.report import recording as module
 from launcher.report.recording import MAX_LINE_BYTES, Follower, Recording, read_recording
 from launcher.report.step_lines import columns_of_events, columns_of_lines, event_of
 from launcher.run_dir.atomic import json_line
-from launcher.telemetry.events import FORMAT, EventLog
+from launcher.telemetry.event_log import EventLog
+from launcher.telemetry.events import FORMAT
 from tests.telemetry.console.test_console import shares_of
 
 

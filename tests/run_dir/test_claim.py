@@ -19,7 +19,7 @@ from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StalledError, StorageError
 from launcher.run_dir import claim, differences, records
 from launcher.run_dir.claim import claimed
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 from tests.run_dir.test_records import sample_config
 
 
@@ -89,7 +89,7 @@ from pathlib import Path
 from launcher.config.schema import from_dict
 from launcher.errors import ConfigError
 from launcher.run_dir.claim import claimed
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 from tests.run_dir.test_records import sample_config
 print("ready", flush=True)
 sys.stdin.read()

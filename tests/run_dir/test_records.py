@@ -17,7 +17,7 @@ import yaml
 from launcher.config.schema import Config, RunConfig, to_dict
 from launcher.run_dir import atomic, records
 from launcher.run_dir.atomic import read_json
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 from tests.configs import composed
 
 CANARY = "c0ffee" * 6 + "c0ff"

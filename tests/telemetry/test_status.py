@@ -8,6 +8,7 @@ from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import mark_failed
 from launcher.telemetry import Telemetry
 from launcher.telemetry.status import Pace, StatusFile
+from tests.telemetry.made import made
 
 
 class Clock:
@@ -31,25 +32,25 @@ def opened(tmp_path, clock):
 def test_the_states_of_a_run_are_on_disk_at_once(tmp_path, clock):
     path, telemetry = opened(tmp_path, clock)
     assert read_json(path)["state"] == "starting"
-    telemetry.emit("start", 0, total_steps=40)
+    telemetry.emit(made("start", 0, total_steps=40))
     assert read_json(path)["state"] == "running"
     assert read_json(path)["total_steps"] == 40
-    telemetry.emit("eval", 10, epoch=0, accuracy=0.5)
+    telemetry.emit(made("eval", 10, epoch=0, accuracy=0.5))
     status = read_json(path)
     assert (status["step"], status["epoch"], status["last"]["eval"]["accuracy"]) == (10, 0, 0.5)
-    telemetry.emit("end", 40, state="failed", exit=5)
+    telemetry.emit(made("end", 40, state="failed", exit=5))
     status = read_json(path)
     assert (status["state"], status["exit"], status["step"], status["eta_s"]) == ("failed", 5, 40, None)
 
 
 def test_it_is_never_older_than_ten_seconds_while_steps_are_made(tmp_path, clock):
     path, telemetry = opened(tmp_path, clock)
-    telemetry.emit("start", 0, total_steps=1000)
+    telemetry.emit(made("start", 0, total_steps=1000))
     written_at, written_step = clock.seconds, 0
     for step in range(1, 200):
         clock.seconds += 0.9
         if step % 10 == 0:
-            telemetry.emit("step", step, epoch=0, loss=1.0)
+            telemetry.emit(made("step", step, epoch=0, loss=1.0))
         else:
             telemetry.advance(0, step)
         if (now := read_json(path)["step"]) != written_step:
@@ -60,10 +61,10 @@ def test_it_is_never_older_than_ten_seconds_while_steps_are_made(tmp_path, clock
 
 def test_it_is_not_rewritten_at_every_step(tmp_path, clock):
     path, telemetry = opened(tmp_path, clock)
-    telemetry.emit("start", 0, total_steps=10)
+    telemetry.emit(made("start", 0, total_steps=10))
     inode = path.stat().st_ino
     for step in range(5):
-        telemetry.emit("step", step, epoch=0)
+        telemetry.emit(made("step", step, epoch=0))
     assert path.stat().st_ino == inode
 
 
@@ -102,8 +103,8 @@ def test_the_remaining_time_leaves_the_start_up_out(clock):
 
 def test_a_leader_that_was_killed_leaves_its_way_and_gets_a_verdict(tmp_path, clock):
     path, telemetry = opened(tmp_path, clock)
-    telemetry.emit("start", 0, total_steps=40)
-    telemetry.emit("eval", 10, epoch=0, accuracy=0.5)
+    telemetry.emit(made("start", 0, total_steps=40))
+    telemetry.emit(made("eval", 10, epoch=0, accuracy=0.5))
     mark_failed(path, 6, steps_done=9)
     status = read_json(path)
     assert (status["state"], status["exit"], status["eta_s"]) == ("failed", 6, None)
@@ -112,7 +113,7 @@ def test_a_leader_that_was_killed_leaves_its_way_and_gets_a_verdict(tmp_path, cl
 
 def test_a_verdict_knows_more_steps_than_the_file(tmp_path, clock):
     path, telemetry = opened(tmp_path, clock)
-    telemetry.emit("start", 0, total_steps=40)
+    telemetry.emit(made("start", 0, total_steps=40))
     mark_failed(path, 6, steps_done=19)
     assert read_json(path)["step"] == 19
 
@@ -131,9 +132,9 @@ def test_a_change_of_state_that_could_not_be_written_is_written_at_the_next_even
     run_dir.mkdir()
     path, telemetry = opened(run_dir, clock)
     aside = run_dir.rename(tmp_path / "aside")  # as a file system that is away for a moment
-    telemetry.emit("start", 0, total_steps=40)
-    telemetry.emit("step", 1, epoch=0)
+    telemetry.emit(made("start", 0, total_steps=40))
+    telemetry.emit(made("step", 1, epoch=0))
     aside.rename(run_dir)
     assert read_json(path)["state"] == "starting"
-    telemetry.emit("step", 2, epoch=0)
+    telemetry.emit(made("step", 2, epoch=0))
     assert (read_json(path)["state"], read_json(path)["step"]) == ("running", 2)

@@ -3,12 +3,15 @@
 import logging
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import EventLog, read_events
+from launcher.telemetry.event_log import EventLog, read_events
+from launcher.telemetry.events import WarningEvent
 from launcher.telemetry.stream import SinkError
+from tests.telemetry.made import made
 
 
 class Kept:
@@ -52,16 +55,16 @@ ERRORS = [BrokenPipeError(32, "Broken pipe"), SinkError("gone")]  # nobody will 
 
 def test_an_event_reaches_every_sink_with_time_and_step():
     first, second = Kept(), Kept()
-    telemetry = Telemetry([first, second], clock=lambda: 12.5)
-    telemetry.emit("step", 3, loss=0.5)
-    assert first.records == second.records == [{"event": "step", "time": 12.5, "step": 3, "loss": 0.5}]
+    telemetry = Telemetry([first, second])
+    telemetry.emit(WarningEvent(3, text="odd", time=12.5))
+    assert first.records == second.records == [{"event": "warning", "time": 12.5, "step": 3, "text": "odd"}]
 
 
 def test_events_that_waited_stay_in_order_where_a_sink_fails():
     kept = Kept()
     telemetry = Telemetry([Broken(FULL, "write"), kept], every_s=3600)
     for step in (1, 2, 3):
-        telemetry.emit("step", step)
+        telemetry.emit(made("step", step))
     telemetry.close()
     assert [record["step"] for record in kept.records if record["event"] == "step"] == [1, 2, 3]
     assert len(kept.texts()) == 1
@@ -79,7 +82,7 @@ def test_a_sink_that_failed_is_tried_again_at_every_event_and_reported_once_per_
     pausing.write = write
     telemetry = Telemetry([pausing, kept])
     for step in range(1, 8):
-        telemetry.emit("step", step)
+        telemetry.emit(made("step", step))
     assert [r["step"] for r in pausing.records if r["event"] == "step"] == [1, 4, 5, 7]
     assert [text.split(":")[0] for text in kept.texts()] == ["pausing cannot be written"] * 2
     again = [r["text"] for r in kept.records if r["event"] == "decision"]
@@ -91,7 +94,7 @@ def test_what_a_sink_lacks_is_said_before_the_others_are_closed():
     lacking.lacks = lambda: "3 events of steps 1 to 3"
     with Telemetry([lacking, kept]) as telemetry:
         for step in (1, 2, 3):
-            telemetry.emit("step", step)
+            telemetry.emit(made("step", step))
     assert kept.texts()[-1] == "broken lacks 3 events of steps 1 to 3."
 
 
@@ -103,7 +106,7 @@ def test_a_broken_sink_is_dropped_after_one_warning_to_the_others(error, positio
     sinks.insert(position, Broken(error, "write"))
     telemetry = Telemetry(sinks)
     for step in range(5):
-        telemetry.emit("step", step)
+        telemetry.emit(made("step", step))
     for sink in good:
         assert [record["step"] for record in sink.records if record["event"] == "step"] == [0, 1, 2, 3, 4]
         assert len(sink.texts()) == 1
@@ -115,7 +118,7 @@ def test_a_broken_sink_is_dropped_after_one_warning_to_the_others(error, positio
 def test_any_method_of_a_sink_may_fail(method):
     good, broken = Kept(), Broken(SinkError("gone"), method)
     telemetry = Telemetry([good, broken])
-    telemetry.emit("step", 1)
+    telemetry.emit(made("step", 1))
     telemetry.advance(0, 2)
     telemetry.advance(0, 3)
     telemetry.close()
@@ -128,7 +131,7 @@ def test_sinks_that_all_break_end_in_one_log_line_each_and_no_exception(caplog):
     telemetry = Telemetry([Broken(SinkError("a"), "write"), Broken(SinkError("b"), "write")])
     with caplog.at_level(logging.WARNING, logger="launcher"):
         for step in range(3):
-            telemetry.emit("step", step)
+            telemetry.emit(made("step", step))
         telemetry.close()
     assert [message.split(": ")[2][0] for message in sorted(caplog.messages)] == ["a", "b"]
 
@@ -136,7 +139,7 @@ def test_sinks_that_all_break_end_in_one_log_line_each_and_no_exception(caplog):
 def test_only_an_exception_is_caught_not_an_interrupt():
     telemetry = Telemetry([Broken(KeyboardInterrupt(), "write")])
     with pytest.raises(KeyboardInterrupt):
-        telemetry.emit("step", 1)
+        telemetry.emit(made("step", 1))
 
 
 def test_the_last_added_is_closed_first_and_may_still_warn_the_others():
@@ -162,7 +165,7 @@ def test_the_last_added_is_closed_first_and_may_still_warn_the_others():
 
 def test_without_sinks_nothing_happens_but_the_step_is_known():
     telemetry = Telemetry()
-    telemetry.emit("step", 7, loss=float("nan"))
+    telemetry.emit(made("step", 7, loss=float("nan")))
     telemetry.advance(0, 8)
     telemetry.decision("precision", "fp16")
     telemetry.warn("quiet")
@@ -174,7 +177,8 @@ def test_events_from_several_threads_all_arrive():
     kept = Kept()
     telemetry = Telemetry([kept])
     threads = [
-        threading.Thread(target=lambda: [telemetry.emit("gpu", n) for n in range(200)]) for _ in range(4)
+        threading.Thread(target=lambda: [telemetry.emit(made("gpu", n)) for n in range(200)])
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -191,23 +195,23 @@ def threaded(*sinks, **options):
 def test_events_of_steps_wait_for_the_thread_and_all_others_are_written_after_them():
     kept = Kept()
     with threaded(kept) as telemetry:
-        telemetry.emit("step", 1, loss=0.5)
+        telemetry.emit(made("step", 1, loss=0.5))
         telemetry.advance(0, 1)
         assert (kept.records, kept.positions) == ([], [])
-        telemetry.emit("eval", 1, accuracy=1.0)
+        telemetry.emit(made("eval", 1, accuracy=1.0))
         assert [record["event"] for record in kept.records] == ["step", "eval"]
         assert kept.positions == [(0, 1)]
-        telemetry.emit("step", 2)
+        telemetry.emit(made("step", 2))
         telemetry.flush()
         assert len(kept.records) == 3
-        telemetry.emit("step", 3)
+        telemetry.emit(made("step", 3))
     assert [record["step"] for record in kept.records] == [1, 1, 2, 3]
 
 
 def test_the_thread_writes_them_by_itself():
     kept = Kept()
     with Telemetry([kept], every_s=0.01) as telemetry:
-        telemetry.emit("step", 1)
+        telemetry.emit(made("step", 1))
         deadline = time.monotonic() + 30
         while not kept.records and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -225,15 +229,15 @@ def test_a_disk_that_does_not_answer_blocks_no_step_and_what_is_lost_is_counted(
 
     slow.write = write
     with Telemetry([kept, slow], every_s=0.01, limit=5) as telemetry:
-        telemetry.emit("step", 0)
+        telemetry.emit(made("step", 0))
         assert entered.wait(30)
         began = time.monotonic()
         for step in range(1, 101):
-            telemetry.emit("step", step)
+            telemetry.emit(made("step", step))
             telemetry.advance(0, step)
         assert time.monotonic() - began < 5, "each write takes 20 s"
         stuck.set()
-        telemetry.emit("end", 100)
+        telemetry.emit(made("end", 100))
     assert [record["step"] for record in kept.records if record["event"] == "step"] == [0, 1, 2, 3, 4, 5]
     assert kept.texts() == ["the files of the run were not written for a while: 95 events are lost."]
     assert kept.records[-1]["event"] == "end" or kept.records[-2]["event"] == "end"
@@ -243,7 +247,7 @@ def test_a_rewind_comes_after_what_was_emitted_before_it():
     kept = Kept()
     kept.rewind = lambda step, evaluates_again: kept.records.append({"event": "rewound"})
     with threaded(kept) as telemetry:
-        telemetry.emit("step", 1)
+        telemetry.emit(made("step", 1))
         telemetry.rewind(0, False)
     assert [record["event"] for record in kept.records] == ["step", "rewound"]
 
@@ -252,8 +256,8 @@ def test_an_event_that_a_sink_cannot_represent_costs_only_itself(tmp_path):
     kept, path = Kept(), tmp_path / "metrics.jsonl"
     with Telemetry([EventLog(path), kept]) as telemetry:
         for step in (1, 2, 3):
-            telemetry.emit("after_evaluation", step, numbers={"n": object()})
-        telemetry.emit("end", 3, state="done")
+            telemetry.emit(replace(made("after_evaluation", step), numbers={"n": object()}))
+        telemetry.emit(made("end", 3, state="done"))
     written = [event["event"] for event in read_events(path)]
     assert written == ["warning", "end", "warning"]
     assert len(kept.texts()) == 2

@@ -11,7 +11,7 @@ import torch
 from launcher.distributed.env import WorkerEnv
 from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.run_dir.atomic import read_json
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers
 from launcher.training.progress import SinceEvaluation, Standing

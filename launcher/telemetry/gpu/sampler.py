@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from launcher.run_dir.records import LOGS
-from launcher.telemetry.events import EventLog, recorded
+from launcher.telemetry.event_log import EventLog, recorded
+from launcher.telemetry.events import GpuEvent, GpuNumbers
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, Reader
@@ -193,8 +194,8 @@ class GpuSampler:
                 total["joules_per_sample"] = total["energy_j"] / own_samples
         if any(numbers.get("incomplete") for numbers in each):
             total["incomplete"] = self.incomplete = True
-        gpus = [{"index": gpu.index, "uuid": gpu.uuid, **numbers} for gpu, numbers in found]
-        self._telemetry.emit("gpu", step, **total, gpus=gpus)
+        gpus = [GpuNumbers(index=gpu.index, uuid=gpu.uuid, **numbers) for gpu, numbers in found]
+        self._telemetry.emit(GpuEvent(step, **total, gpus=gpus))
 
     def _share(self, gpus: list[Gpu]) -> float:
         """The share of the ranks that these GPUs serve; all, if the ranks use no GPU."""

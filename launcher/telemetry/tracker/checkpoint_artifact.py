@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.telemetry.events import FILE_NAME, recorded
+from launcher.telemetry.event_log import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
 
 

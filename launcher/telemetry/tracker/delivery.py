@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher.run_dir.atomic import make_folder, read_json, write_json
 from launcher.run_dir.records import TRACKERS
-from launcher.telemetry.events import happened, time_of
+from launcher.telemetry.event_log import happened, time_of
 from launcher.telemetry.stream import Record
 
 WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s

@@ -32,6 +32,7 @@ from launcher.errors import (
 from launcher.process import frames
 from launcher.process.shortage import shortage_of
 from launcher.telemetry import Telemetry
+from launcher.telemetry.events import EndEvent
 from launcher.training import results
 from launcher.training.failures.recipe_errors import IN_LOG, recipe_failure
 
@@ -153,6 +154,6 @@ def report_failure(
     else:
         state = "failed"
         log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
-    telemetry.emit("end", steps, state=state, exit=code, error=in_words(error))
+    telemetry.emit(EndEvent(steps, state=state, exit=code, error=in_words(error)))
     if launch.rank == 0:
         results.write_failure(run_dir, state, code, error)

@@ -13,6 +13,7 @@ from launcher.checkpoint import Due, Metric, Report, Staged, Writer
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, StorageError
+from launcher.telemetry.events import CheckpointEvent
 from launcher.training.parts.log import Monitor
 from launcher.training.parts.replica_check import check_replicas
 from launcher.training.progress import Course, Measured, Position
@@ -122,12 +123,13 @@ class Checkpoints:
             self.due.written()
             size, seconds = report.size_bytes, report.seconds
             self.run.telemetry.emit(
-                "checkpoint",
-                report.step,
-                path=str(report.path),
-                seconds=seconds,
-                size_bytes=size,
-                best=report.step == self._best_step,
+                CheckpointEvent(
+                    report.step,
+                    path=str(report.path),
+                    seconds=seconds,
+                    size_bytes=size,
+                    best=report.step == self._best_step,
+                )
             )
         if report.error is None:
             return

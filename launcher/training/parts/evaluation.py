@@ -26,6 +26,7 @@ from launcher.evaluation.rehearsal import rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import ONLY_SET, Recipe, set_title
+from launcher.telemetry.events import EvalEvent
 from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.answers import Answers
 from launcher.training.failures.recipe_errors import guarding
@@ -202,20 +203,20 @@ class Evaluator:
             )
         self._report_unreadable(set_title(name), found.unreadable)
         telemetry.emit(
-            "eval",
-            position.step,
-            epoch=position.epoch,
-            **({} if name == ONLY_SET else {"set": name}),
-            loss=found.loss,
-            **found.metrics,
-            **since.metrics(),
-            samples=found.samples,
-            seconds=time.perf_counter() - began,
-            higher_is_better={
-                metric: higher
-                for metric, higher in (found.higher_is_better | HIGHER_IS_BETTER).items()
-                if higher is not None
-            },
+            EvalEvent(
+                position.step,
+                epoch=position.epoch,
+                set=None if name == ONLY_SET else name,
+                loss=found.loss,
+                metrics=found.metrics | since.metrics(),
+                samples=found.samples,
+                seconds=time.perf_counter() - began,
+                higher_is_better={
+                    metric: higher
+                    for metric, higher in (found.higher_is_better | HIGHER_IS_BETTER).items()
+                    if higher is not None
+                },
+            )
         )
         return found
 

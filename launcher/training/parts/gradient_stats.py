@@ -15,6 +15,7 @@ from torch import Tensor
 
 from launcher.engine.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
 from launcher.telemetry import Telemetry
+from launcher.telemetry.events import GradientsEvent, LayerShares
 
 
 class GradientStats:
@@ -51,13 +52,14 @@ class GradientStats:
         self._next = step - step % self._every + self._every
         found = counts.read(scale)
         self._telemetry.emit(
-            "gradients",
-            step,
-            epoch=epoch,
-            scale=scale,
-            **asdict(found.total),
-            zeros=found.zeros,
-            first_exponent=FIRST_EXPONENT,
-            histogram=list(found.histogram),
-            layers={name: asdict(shares) for name, shares in found.layers.items()},
+            GradientsEvent(
+                step,
+                epoch=epoch,
+                scale=scale,
+                **asdict(found.total),
+                zeros=found.zeros,
+                first_exponent=FIRST_EXPONENT,
+                histogram=list(found.histogram),
+                layers={name: LayerShares(**asdict(shares)) for name, shares in found.layers.items()},
+            )
         )

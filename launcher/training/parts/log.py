@@ -18,6 +18,7 @@ from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import ExponentCounts
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import DataError, counted
+from launcher.telemetry.events import OverflowEvent, StepEvent
 from launcher.training.occurrences import Occurrences
 from launcher.training.parts.divergence import DivergenceCheck
 from launcher.training.parts.gradient_stats import GradientStats
@@ -151,13 +152,14 @@ class Monitor:
 
     def _report_skip(self, position: Position, report: StepReport, rescued: bool) -> None:
         self._telemetry.emit(
-            "overflow",
-            position.step,
-            epoch=position.epoch,
-            scale=report.scale,
-            ranks=list(report.culprit_ranks),
-            parameters=list(report.culprit_parameters),
-            bad_losses=report.bad_losses,
+            OverflowEvent(
+                position.step,
+                epoch=position.epoch,
+                scale=report.scale,
+                ranks=list(report.culprit_ranks),
+                parameters=list(report.culprit_parameters),
+                bad_losses=report.bad_losses,
+            )
         )
         if report.bad_losses and not rescued:
             self._warn_of_bad_loss(position.step, report.bad_losses)
@@ -187,20 +189,21 @@ class Monitor:
         parts_ms = parts_of(spans, self._world_size)
         step_ms = 1e3 * window.seconds / steps
         self._telemetry.emit(
-            "step",
-            position.step,
-            epoch=position.epoch,
-            loss=sum(report.loss * report.count for report in finite) / weight,
-            lr=latest.lr,
-            grad_norm=latest.grad_norm,
-            scale=latest.scale,
-            skipped=latest.skipped_steps,
-            samples=samples,
-            samples_per_s=samples / window.seconds,
-            step_ms=step_ms,
-            **parts_ms,
-            other_ms=max(0.0, step_ms - sum(parts_ms.values())),
-            memory_bytes=_memory_bytes(self._device),
+            StepEvent(
+                position.step,
+                epoch=position.epoch,
+                loss=sum(report.loss * report.count for report in finite) / weight,
+                lr=latest.lr,
+                grad_norm=latest.grad_norm,
+                scale=latest.scale,
+                skipped=latest.skipped_steps,
+                samples=samples,
+                samples_per_s=samples / window.seconds,
+                step_ms=step_ms,
+                **parts_ms,
+                other_ms=max(0.0, step_ms - sum(parts_ms.values())),
+                memory_bytes=_memory_bytes(self._device),
+            )
         )
 
 

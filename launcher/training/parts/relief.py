@@ -21,6 +21,7 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
+from launcher.telemetry.events import OutOfMemoryEvent
 from launcher.training.answers import Answers, Kept
 from launcher.training.progress import MicroBatch, Position, Standing
 from launcher.training.recorded_config import record_config
@@ -149,7 +150,7 @@ class Relief:
         self._standing.micro_batch = MicroBatch(run.config.data.micro_batch, size)
         record_config(run, self._standing)
         short = {rank: text for rank, text in enumerate(texts) if text}
-        run.telemetry.emit("out_of_memory", step - 1, ranks=list(short), micro_batch=size, dropped=step)
+        run.telemetry.emit(OutOfMemoryEvent(step - 1, ranks=list(short), micro_batch=size, dropped=step))
         said = "; ".join(f"rank {rank} ran out of {text}" for rank, text in short.items())
         run.telemetry.warn(
             f"{said} in step {step}: the micro-batch is {size} per rank from this step on, not {before}, on "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
+from launcher.telemetry.events import StragglerEvent
 from launcher.training.occurrences import Occurrences
 from launcher.training.progress import Position
 from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
@@ -24,7 +25,6 @@ WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one
 LATE_SHARE = 0.25  # of a step
 LATE_MS = 1.0
-EVENT = "straggler"
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Stragglers:
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
             first_step = step - step % self._length - self._length
             self._conclude(step, first_step, self._done)
-            self._slow_links.compare(first_step, step, self._done.step_ms, EVENT)
+            self._slow_links.compare(first_step, step, self._done.step_ms)
 
     def _conclude(self, step: int, first_step: int, own: _Window) -> None:
         """All ranks have sent their times of the window before, of which `own` are those of this rank."""
@@ -109,15 +109,16 @@ class Stragglers:
         others_ms = statistics.median(data_ms[:latest] + data_ms[latest + 1 :])
         by_data = data_ms[latest] - others_ms > late_ms / 2
         self._run.telemetry.emit(
-            EVENT,
-            step,
-            rank=latest,
-            host=self._hosts[latest],
-            late_ms=late_ms,
-            step_ms=own.step_ms,
-            first_step=first_step,
-            last_step=first_step + self._length - 1,
-            cause="data" if by_data else "compute",
+            StragglerEvent(
+                step,
+                rank=latest,
+                host=self._hosts[latest],
+                late_ms=late_ms,
+                step_ms=own.step_ms,
+                first_step=first_step,
+                last_step=first_step + self._length - 1,
+                cause="data" if by_data else "compute",
+            )
         )
         if times := self._late.add(latest):
             self._warn(latest, times, late_ms, own.step_ms, by_data)

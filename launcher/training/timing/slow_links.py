@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from launcher.telemetry.events import StragglerEvent
 from launcher.training.occurrences import Occurrences
 from launcher.training.run import Run
 from launcher.training.timing.links import LinkUse
@@ -40,7 +41,7 @@ class SlowLinks:
             self._fresh[rank] = use_of(votes)
             self._known.add(rank)
 
-    def compare(self, first_step: int, step: int, step_ms: float, event: str) -> None:
+    def compare(self, first_step: int, step: int, step_ms: float) -> None:
         """At the end of a window from `first_step` on: record the slow one, once all have new samples."""
         self._since = self._since or first_step
         if len(self._fresh) < max(2, len(self._known)):
@@ -59,19 +60,20 @@ class SlowLinks:
         if beyond * step_ms < LATE_MS:
             return
         self._run.telemetry.emit(
-            event,
-            step,
-            rank=slowest,
-            host=self._hosts[slowest],
-            receiver=use.receiver,
-            receiver_host=self._hosts[use.receiver],
-            late_ms=beyond * step_ms,
-            step_ms=step_ms,
-            waiting_share=use.share,
-            mbit_per_s=use.mbit_per_s,
-            first_step=first_step,
-            last_step=step,
-            cause=CAUSE,
+            StragglerEvent(
+                step,
+                rank=slowest,
+                host=self._hosts[slowest],
+                receiver=use.receiver,
+                receiver_host=self._hosts[use.receiver],
+                late_ms=beyond * step_ms,
+                step_ms=step_ms,
+                waiting_share=use.share,
+                mbit_per_s=use.mbit_per_s,
+                first_step=first_step,
+                last_step=step,
+                cause=CAUSE,
+            )
         )
         if times := self._slow.add(slowest):
             self._warn(slowest, times, use, share)

@@ -13,7 +13,7 @@ from launcher.config.schema import DataConfig
 from launcher.data.tables.cells import amount
 from launcher.data.tables.tabular_set import load_table
 from launcher.errors import ConfigError, DataError
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.configs import composed
 from tests.forked import launch_forked
 

@@ -23,10 +23,12 @@ from launcher.telemetry.console.console import Console
 from launcher.telemetry.console.summary import end_lines
 from launcher.telemetry.formatting import duration, metric, narrowed, number
 from launcher.telemetry.step_time import TimeShares, TimeTotals, time_at_end
+from tests.telemetry.made import made
 
 RUN = """
 import sys, threading
 from pathlib import Path
+from tests.telemetry.made import made
 from launcher.telemetry import Telemetry
 from launcher.telemetry.console.console import Console
 
@@ -34,21 +36,21 @@ times = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "up
 telemetry = Telemetry([Console(sys.stdout, sys.stderr, Path("/runs/one"))])
 telemetry.decision("precision", "fp16, emulated: this CPU has no fp16 arithmetic")
 telemetry.decision("tracker", "offline: no API key", sync="wandb sync /runs/one/wandb/offline-run-*")
-telemetry.emit("start", 0, epochs=2, steps_per_epoch=12, total_steps=24)
+telemetry.emit(made("start", 0, epochs=2, steps_per_epoch=12, total_steps=24))
 step = 0
 for epoch in range(2):
     for _ in range(12):
         step += 1
         telemetry.advance(epoch, step)
         if step % 5 == 0:
-            telemetry.emit("step", step, epoch=epoch, loss=2.5 / step, lr=0.1, scale=65536.0, skipped=1,
-                           samples_per_s=1234.0, **times)
+            telemetry.emit(made("step", step, epoch=epoch, loss=2.5 / step, lr=0.1, scale=65536.0, skipped=1,
+                           samples_per_s=1234.0, **times))
     metrics = {"loss": 0.25, "accuracy": 0.875 + epoch / 10, "macro_f1": 0.9}
-    telemetry.emit("eval", step, epoch=epoch, **metrics, samples=360)
+    telemetry.emit(made("eval", step, epoch=epoch, **metrics, samples=360, seconds=1.5))
 telemetry.warn("something is odd")
-telemetry.emit("report", step, text="precision    recall\\n   class 0      1.00\\n")
-telemetry.emit("end", step, state="done", exit=0, seconds=83.0, since_step=0, samples_per_s=1200.0,
-               metrics={"loss": 0.25, "accuracy": 0.975})
+telemetry.emit(made("report", step, text="precision    recall\\n   class 0      1.00\\n"))
+telemetry.emit(made("end", step, state="done", exit=0, seconds=83.0, since_step=0, samples_per_s=1200.0,
+               metrics={"loss": 0.25, "accuracy": 0.975}))
 telemetry.close()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 """
@@ -123,8 +125,8 @@ def test_each_evaluation_stands_under_its_titles(piped):
     lines = piped.stdout.splitlines()
     at = [number for number, line in enumerate(lines) if "accuracy" in line and "F1" in line]
     assert len(at) == 2, "step lines come between, so the titles are repeated"
-    assert lines[at[0]].split() == ["epoch", "step", "loss", "accuracy", "F1", "samples"]
-    assert lines[at[0] + 1].split() == ["1", "12", "0.2500", "87.50", "%", "0.9000", "360"]
+    assert lines[at[0]].split() == ["epoch", "step", "loss", "accuracy", "F1", "samples", "seconds"]
+    assert lines[at[0] + 1].split() == ["1", "12", "0.2500", "87.50", "%", "0.9000", "360", "1.5000"]
     assert lines[at[1] + 1].split()[:2] == ["2", "24"]
     assert len(lines[at[0]]) == len(lines[at[0] + 1])
 
@@ -140,10 +142,10 @@ def test_names_and_texts_of_others_cannot_control_the_terminal():
     telemetry.warn(f"the file {odd}")
     texts = {f"text {odd}": f"two\n\tlines {odd}"}
     numbers, pictures = {f"number {odd}": 1.0}, {f"picture {odd}": odd}
-    telemetry.emit("after_evaluation", 1, texts=texts, numbers=numbers, pictures=pictures)
-    telemetry.emit("eval", 1, loss=1.0, set=odd, **{odd: 0.5})
-    telemetry.emit("report", 1, text=f"precision {odd}\n")
-    telemetry.emit("end", 1, state="done", metrics={odd: 0.5})
+    telemetry.emit(made("after_evaluation", 1, texts=texts, numbers=numbers, pictures=pictures))
+    telemetry.emit(made("eval", 1, loss=1.0, set=odd, **{odd: 0.5}))
+    telemetry.emit(made("report", 1, text=f"precision {odd}\n"))
+    telemetry.emit(made("end", 1, state="done", metrics={odd: 0.5}))
     telemetry.close()
     text = out.getvalue()
     assert {each for each in text if not each.isprintable()} == {"\n", "\t"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from tests.faults.launching import WORDS
 
 ROOT = Path(__file__).parents[3]

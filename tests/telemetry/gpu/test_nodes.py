@@ -12,10 +12,11 @@ from launcher.config.schema import RunConfig
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.preflight import Peer
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.gpu.sampler import energy_before_j
 from tests.configs import composed
+from tests.telemetry.made import made
 
 PEERS = [Peer(device="CPU", gpu=None, pid=number, host="h") for number in (1, 2)]
 
@@ -50,8 +51,8 @@ def test_a_node_without_rank_0_writes_its_measurements_and_warnings_and_nothing_
     peers = [dataclasses.replace(peer, gpu="GPU-of-no-driver") for peer in PEERS]
     with Telemetry() as telemetry:
         measure_gpus(config, env_of(1, 0), peers, telemetry)
-        telemetry.emit("step", 1, loss=0.5)
-        telemetry.emit("gpu", 1, power_w=300.0)
+        telemetry.emit(made("step", 1, loss=0.5))
+        telemetry.emit(made("gpu", 1, power_w=300.0))
         telemetry.warn("hot")
     found = [(event["event"], event["step"]) for event in read_events(tmp_path / "logs" / "gpu-rank1.jsonl")]
     assert found == [("gpu", 1), ("warning", 1)]

@@ -17,6 +17,7 @@ SECOND = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 SLICE = "MIG-cccccccc-0000-0000-0000-000000000000"
 SAMPLE = """
 import json, os, pathlib, sys, time
+from tests.telemetry.made import made
 from launcher.telemetry.gpu import GpuSampler, Rank
 from launcher.telemetry.stream import Telemetry
 
@@ -41,7 +42,7 @@ for step in range(1, plan.get("steps", 30) + 1):
     time.sleep(0.01)
     if step == plan.get("at"):
         pathlib.Path(os.environ["NVML_STANDIN"]).write_text(plan["then"])
-    telemetry.emit("step", step, samples=4)
+    telemetry.emit(made("step", step, samples=4))
 joules = sampler.finish()
 telemetry.close()
 print(json.dumps({"records": kept.records, "joules": joules}))

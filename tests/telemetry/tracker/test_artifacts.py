@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.telemetry.events import EventLog
+from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
 from tests.faults.launching import WORDS
 from tests.forked import launch_forked

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import EventLog, recorded
+from launcher.telemetry.event_log import EventLog, recorded
 from launcher.telemetry.tracker import TrackedRun
 from launcher.telemetry.tracker import delivery as module
 from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.sink import TrackerSink
+from tests.telemetry.made import made
 from tests.telemetry.tracker.test_sink import Recording
 
 
@@ -44,10 +45,10 @@ def attempt(
     sink = TrackerSink("t", lambda: tracker, run, print, delivery=delivery, report=reports.append)
     telemetry.add(sink)
     telemetry.rewind(steps.start - 1, evaluates_again)
-    telemetry.emit("start", steps.start - 1)
+    telemetry.emit(made("start", steps.start - 1))
     for step in steps:
-        telemetry.emit("step", step, loss=1.0)
-    telemetry.emit("eval", steps.stop - 1, accuracy=1.0)
+        telemetry.emit(made("step", step, loss=1.0))
+    telemetry.emit(made("eval", steps.stop - 1, accuracy=1.0))
     telemetry.close()
     return [step for step, _ in tracker.rows], reports
 

@@ -11,6 +11,7 @@ import pytest
 from launcher.telemetry import Telemetry
 from launcher.telemetry.tracker import Text, TrackedRun
 from launcher.telemetry.tracker.sink import Patience, TrackerError, TrackerSink
+from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
 
 
@@ -54,14 +55,16 @@ def tracked(tmp_path: Path, tracker: object, **options):
 def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: Path) -> None:
     tracker = Recording()
     telemetry, kept = tracked(tmp_path, tracker, facts=lambda: {"git": {"commit": "c0ffee"}})
-    telemetry.emit("step", 0, loss=9.0)
-    telemetry.emit("start", 0)
+    telemetry.emit(made("step", 0, loss=9.0))
+    telemetry.emit(made("start", 0))
     for step in range(1, 6):
-        telemetry.emit("step", step, loss=1 / step, data_ms=2.0)
-    telemetry.emit("report", 5, text="class caf\udce9")
-    telemetry.emit("end", 5, state="diverged", exit=5)
+        telemetry.emit(made("step", step, loss=1 / step, data_ms=2.0))
+    telemetry.emit(made("report", 5, text="class caf\udce9"))
+    telemetry.emit(made("end", 5, state="diverged", exit=5))
     telemetry.close()
-    assert tracker.rows == [(n, {"train/loss": 1 / n, "time/data_ms": 2.0}) for n in range(1, 6)]
+    assert [(step, row["train/loss"], row["time/data_ms"]) for step, row in tracker.rows] == [
+        (n, 1 / n, 2.0) for n in range(1, 6)
+    ]
     assert tracker.media_names == ["eval/classification_report"]
     assert tracker.texts == ["class caf\\udce9"], "bytes that are not UTF-8 are escaped"
     assert tracker.config == {"seed": 0, "git": {"commit": "c0ffee"}}
@@ -73,14 +76,14 @@ def test_events_arrive_in_order_in_another_thread_with_the_exit_code(tmp_path: P
 def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_path: Path) -> None:
     tracker = Recording(seconds=0.05)
     telemetry, kept = tracked(tmp_path, tracker, queue_rows=10)
-    telemetry.emit("start", 0)
+    telemetry.emit(made("start", 0))
     began = time.monotonic()
     for step in range(1, 201):
-        telemetry.emit("step", step, loss=1.0)
+        telemetry.emit(made("step", step, loss=1.0))
         if step % 50 == 0:
-            telemetry.emit("eval", step, accuracy=0.5)
+            telemetry.emit(made("eval", step, accuracy=0.5))
     assert time.monotonic() - began < 3.0, "200 rows of 50 ms each would take 10 s"
-    telemetry.emit("end", 200, state="done", exit=0)
+    telemetry.emit(made("end", 200, state="done", exit=0))
     telemetry.close()
     logged = [step for step, values in tracker.rows if "train/loss" in values]
     assert [step for step, values in tracker.rows if "eval/accuracy" in values] == [50, 100, 150, 200]
@@ -105,12 +108,12 @@ def test_a_tracker_that_computes_keeps_to_its_share_until_the_run_ends(tmp_path:
 
     tracker.log = log  # type: ignore[method-assign]
     telemetry, kept = tracked(tmp_path, tracker)
-    telemetry.emit("start", 0)
+    telemetry.emit(made("start", 0))
     for step in range(1, 101):
-        telemetry.emit("step", step, loss=1.0)
+        telemetry.emit(made("step", step, loss=1.0))
     time.sleep(0.5)
     assert sum(spent) < 0.2, "an allowance of 0.05 s, and 1/500 of the time"
-    telemetry.emit("end", 100, state="done", exit=0)
+    telemetry.emit(made("end", 100, state="done", exit=0))
     telemetry.close()
     assert [step for step, _ in tracker.rows] == list(range(1, 101))
     assert kept.texts() == []
@@ -128,10 +131,10 @@ def test_a_tracker_that_raises_is_given_up_with_one_warning(
 
     setattr(tracker, method, fail)
     telemetry, kept = tracked(tmp_path, tracker)
-    telemetry.emit("start", 0)
+    telemetry.emit(made("start", 0))
     deadline = time.monotonic() + 30
     while not kept.texts() and method != "finish" and time.monotonic() < deadline:
-        telemetry.emit("step", 1, loss=1.0)
+        telemetry.emit(made("step", 1, loss=1.0))
         time.sleep(0.01)
     telemetry.close()
     said = f"{type(error).__name__}: {error} (at {__file__}:{fail.__code__.co_firstlineno + 1}, in fail)"

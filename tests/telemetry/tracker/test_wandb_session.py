@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.run_dir.atomic import read_json
-from launcher.telemetry.events import read_events
+from launcher.telemetry.event_log import read_events
 from launcher.telemetry.tracker.mode import NO_KEY
 from tests.limits import at_most
 from tests.run_dir.test_records import CANARY
@@ -31,6 +31,7 @@ from pathlib import Path
 from launcher.run_dir.claim import claimed
 from launcher.telemetry.tracker.sink import Patience
 from tests.run_dir.test_records import sample_config
+from tests.telemetry.made import made
 
 plan = json.loads(sys.argv[1])
 if plan.get("limit_bytes"):
@@ -63,31 +64,33 @@ for job in range(plan.get("jobs", 1)):
     config = held.enter_context(claimed(wanted, [])).config
     telemetry = open_telemetry(config, os.environ, False, Patience(*plan.get("patience", ())))
     opening_s = time.monotonic() - began
-    telemetry.emit("start", 0, total_steps=plan["steps"])
+    telemetry.emit(made("start", 0, total_steps=plan["steps"]))
     if plan.get("signal"):
         freeze_or_kill()
     for step in range(1, plan["steps"] + 1):
         began = time.monotonic()
         values = {"loss": job + 1 / step, "lr": 0.1, "scale": 65536.0 / step, "skipped": 0, "step_ms": 1.0}
-        telemetry.emit("step", step, epoch=0, **values)
+        telemetry.emit(made("step", step, epoch=0, **values))
         slowest_s = max(slowest_s, time.monotonic() - began)
     higher = {"loss": False, "accuracy": True, "miss_rate": False}
     values = {"loss": 0.25, "accuracy": 0.975, "miss_rate": 0.1, "undeclared": 3.0, "samples": 360}
-    telemetry.emit("eval", plan["steps"], epoch=0, **values, higher_is_better=higher)
-    telemetry.emit("gradients", plan["steps"], zero_share=0.5, first_exponent=-24, histogram=[1, 2, 3])
-    telemetry.emit("gpu", plan["steps"], power_w=300.0, gpus=[{"index": 0, "uuid": "u", "power_w": 300.0}])
+    telemetry.emit(made("eval", plan["steps"], epoch=0, **values, higher_is_better=higher))
+    telemetry.emit(made("gradients", plan["steps"], zero_share=0.5, first_exponent=-24, histogram=[1, 2, 3]))
+    gpu = {"index": 0, "uuid": "u", "power_w": 300.0}
+    telemetry.emit(made("gpu", plan["steps"], power_w=300.0, gpus=[gpu]))
     texts, pictures = {"sample": "<b>"}, {"image": plan["picture"]} if plan.get("picture") else {}
-    telemetry.emit("after_evaluation", plan["steps"], texts=texts, pictures=pictures, numbers={"width": 3})
+    shown = {"texts": texts, "pictures": pictures, "numbers": {"width": 3}}
+    telemetry.emit(made("after_evaluation", plan["steps"], **shown))
     table = [{"class": "a", "precision": 1.0, "support": 3}, {"class": "b", "precision": 0.5, "support": 2}]
     matrix = {"classes": ["a", "b"], "confusion_matrix": [[3, 0], [1, 1]]}
-    telemetry.emit("report", plan["steps"], text="a report", table=table, **matrix)
+    telemetry.emit(made("report", plan["steps"], text="a report", table=table, **matrix))
     if plan.get("die"):
         until = time.monotonic() + 60
         while not is_on_disk(config.run.dir, plan["die"]) and time.monotonic() < until:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     state, code = plan.get("end", ["done", 0])
-    telemetry.emit("end", plan["steps"], state=state, exit=code, metrics={"accuracy": 0.975})
+    telemetry.emit(made("end", plan["steps"], state=state, exit=code, metrics={"accuracy": 0.975}))
     began = time.monotonic()
     telemetry.close()
     closing_s.append(time.monotonic() - began)

@@ -1,0 +1,295 @@
+"""`metrics.jsonl`: every event of a run, one JSON object a line; the source of truth for reports.
+
+Owns the format, its writer and its reader. Strict JSON: non-finite floats are the strings "inf", "-inf" and
+"nan", which the reader converts back. Complete lines are never changed; they are dropped where a run resumes
+from an earlier step. The file may be large: it is read line by line, and only what is needed is parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from launcher.errors import listed
+from launcher.run_dir.atomic import json_line, open_plain, restored, write_chunks
+from launcher.run_dir.records import METRICS
+from launcher.telemetry.stream import LIMIT, PERIODIC, Record
+
+FILE_NAME = METRICS
+SHOWN = 5  # line numbers in a warning
+MAX_LINE_BYTES = (
+    1 << 24
+)  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
+BLOCK_BYTES = 1 << 20
+# The beginning of every line that `EventLog` writes: what decides whether the line is needed.
+HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d+)[,}]')
+TOO_LONG = b"a longer line\n"  # holds no event
+
+
+class EventLog:
+    """Appends each event at once, so that a killed run loses at most the line being written.
+
+    `write` raises OSError where an event cannot be written, and keeps it: the next call writes it first. Of
+    more than `limit` events that wait, the oldest periodic ones are lost. The file has whole lines only.
+    """
+
+    name = FILE_NAME
+
+    def __init__(self, path: Path, limit: int = LIMIT) -> None:
+        _cut_torn_line(path)
+        self._path = path
+        self._limit = limit
+        self._file = self._opened()
+        self._unwritten: deque[tuple[str, int, bytes]] = deque()  # event, step, line
+        self._lost: list[int] = []  # steps of the events that are lost
+        self._rewind: tuple[int, bool] | None = None  # not done yet
+        self._last_step = 0
+
+    def write(self, record: Record) -> None:
+        self._unwritten.append((record["event"], record.get("step", 0), json_line(record)))
+        self._write_all()
+
+    def rewind(self, step: int, evaluates_again: bool) -> None:
+        """Drop the events after `step`, and all `end` events.
+
+        With `evaluates_again`, also drop the evaluation after `step`. Where that raises OSError, the next
+        `write` does it first.
+        """
+        self._rewind = step, evaluates_again
+        self._write_all()
+
+    def lacks(self) -> str:
+        """The events that are not in the file, in words; "" if it has all. Tries to write them once more."""
+        if self._unwritten:
+            with contextlib.suppress(OSError):
+                self._write_all()
+        steps = [*self._lost, *(step for _, step, _ in self._unwritten)]
+        return f"{len(steps):,} events of steps {min(steps)} to {max(steps)}" if steps else ""
+
+    def close(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            self._file.close()
+
+    def _write_all(self) -> None:
+        """Write what waits. Raises OSError; what is not written waits for the next call."""
+        try:
+            self._require_file()
+            if self._rewind is not None:
+                self._drop_events(*self._rewind)
+                self._rewind = None
+            while self._unwritten:
+                self._append(self._unwritten[0][2])
+                self._last_step = self._unwritten.popleft()[1]
+        except OSError:
+            self._forget_oldest()
+            raise
+
+    def _forget_oldest(self) -> None:
+        """Keep at most `limit` events in memory, and all that are not periodic."""
+        if len(self._unwritten) > self._limit:
+            periodic = (place for place, (event, _, _) in enumerate(self._unwritten) if event in PERIODIC)
+            if (oldest := next(periodic, None)) is not None:
+                self._lost.append(self._unwritten[oldest][1])
+                del self._unwritten[oldest]
+
+    def _append(self, line: bytes) -> None:
+        written = self._file.write(line)
+        if written != len(line):  # a full disk may accept a part without an error
+            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - (written or 0))
+            raise OSError(f"only {written} of {len(line)} bytes fit into {self._path}")
+
+    def _require_file(self) -> None:
+        """Begin a new file and raise OSError where the file that is written no longer has a name."""
+        if self._file.closed:  # there was no directory for a new one
+            self._file = self._opened()
+        elif os.fstat(self._file.fileno()).st_nlink == 0:
+            self._file.close()
+            gone = self._path if self._path.parent.exists() else self._path.parent
+            with contextlib.suppress(OSError):
+                self._file = self._opened()
+            raise OSError(
+                f"{gone} has been deleted or replaced during the run: what was recorded up to step "
+                f"{self._last_step} is lost"
+            )
+
+    def _drop_events(self, step: int, evaluates_again: bool) -> None:
+        with _open(self._path) as file:
+            kept: list[tuple[int, int]] = []  # ranges of bytes, adjacent ones joined
+            size_bytes = 0
+            for begin, size_bytes, line in _lines(file):
+                if happened(_head(line), step, evaluates_again):
+                    if kept and kept[-1][1] == begin:
+                        begin = kept.pop()[0]
+                    kept.append((begin, size_bytes))
+            if kept != [(0, size_bytes)] and size_bytes:
+                write_chunks(self._path, _ranges(file, kept), durable=True)
+                self._file.close()
+                self._file = self._opened()
+
+    def _opened(self) -> io.FileIO:
+        return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of the file in order, without damaged lines. Raises OSError."""
+    return read_recording(path).events
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The readable events of a file."""
+
+    events: list[dict[str, Any]]
+    damaged: list[int]  # line numbers, from 1, that hold no event
+
+    @property
+    def warning(self) -> str:
+        """The warning about damaged lines; "" if there are none."""
+        if not self.damaged:
+            return ""
+        return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
+
+
+def read_recording(path: Path) -> Recording:
+    """The events of the file and its damaged lines. An incomplete last line (of a killed writer) is ignored.
+
+    Raises OSError.
+    """
+    return _selected(path, _event, lambda event: True)
+
+
+def recorded_before(path: Path) -> Recording:
+    """What a run that resumes needs of a file that may be large: its decisions, and its damaged lines.
+
+    Empty without a file. Raises OSError.
+    """
+    if not path.exists():
+        return Recording([], [])
+    return _selected(path, _head, lambda head: head["event"] == "decision")
+
+
+def _selected(
+    path: Path, parsed: Callable[[bytes], dict[str, Any] | None], wanted: Callable[[Record], bool]
+) -> Recording:
+    found = Recording([], [])
+    with _open(path) as file:
+        for number, (_, _, line) in enumerate(_lines(file), start=1):
+            head = parsed(line)
+            if head is None and line != b"\n":
+                found.damaged.append(number)
+            elif head is not None and wanted(head):
+                event = head if parsed is _event else _event(line)
+                found.events.extend([] if event is None else [event])
+    return found
+
+
+def recorded(path: Path, wanted: Callable[[Record], bool]) -> Iterator[dict[str, Any]]:
+    """The events of the file that are `wanted`, in order. Only these are parsed, and none is kept.
+
+    `wanted` gets at least event, time and step. Nothing without a file. Raises OSError.
+    """
+    if not path.exists():
+        return
+    with _open(path) as file:
+        for _, _, line in _lines(file):
+            head = _head(line)
+            if head is not None and wanted(head) and (event := _event(line)) is not None:
+                yield event
+
+
+def last_run_id(events: Iterable[Record]) -> str | None:
+    """The tracker's id of the run, if it has been tracked before."""
+    found = [event["run_id"] for event in events if isinstance(event.get("run_id"), str)]
+    return found[-1] if found else None
+
+
+def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
+    """Whether a line is kept. Damaged lines are, for inspection."""
+    if event is None:
+        return True
+    repeated = event["event"] in ("eval", "after_evaluation") and evaluates_again and event["step"] == step
+    return event["event"] != "end" and int(event["step"]) <= step and not repeated
+
+
+def time_of(event: Record) -> float:
+    """Of an event that may be from a file: 0 if it has no valid time."""
+    time_s = event.get("time")
+    return float(time_s) if isinstance(time_s, int | float) else 0.0
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None if it holds none."""
+    try:
+        event = restored(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
+    return event if whole else None
+
+
+def _head(line: bytes) -> dict[str, Any] | None:
+    """`event`, `time` and `step` of a line as a run writes it, in a tenth of the time of `_event`.
+
+    Any other line is parsed whole. None if it holds no event.
+    """
+    found = HEAD.match(line) if line.endswith(b"}\n") else None
+    if found is None:
+        return _event(line)
+    return {"event": found[1].decode(), "time": float(found[2]), "step": int(found[3])}
+
+
+def _open(path: Path) -> BinaryIO:
+    return open(open_plain(path, os.O_RDONLY), "rb", buffering=BLOCK_BYTES)
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Begin, end and content of each complete line; `TOO_LONG` for one that nobody should hold in memory."""
+    begin = end = 0
+    while line := file.readline(MAX_LINE_BYTES):
+        end += len(line)
+        if line.endswith(b"\n"):
+            yield begin, end, line
+            begin = end
+        elif len(line) == MAX_LINE_BYTES:
+            line = b""  # frees it
+            while (rest := file.readline(BLOCK_BYTES)) and not rest.endswith(b"\n"):
+                end += len(rest)
+            if rest:
+                end += len(rest)
+                yield begin, end, TOO_LONG
+                begin = end
+
+
+def _ranges(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    for begin, end in ranges:
+        file.seek(begin)
+        while begin < end:
+            block = file.read(min(BLOCK_BYTES, end - begin))
+            begin += len(block)
+            yield block
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove an incomplete last line, so that a resumed run does not append its first event to it."""
+    if not path.exists():
+        return
+    with _open(path) as file:
+        size_bytes = begin = file.seek(0, os.SEEK_END)
+        end_bytes = 0
+        while begin and not end_bytes:
+            begin = max(0, begin - BLOCK_BYTES)
+            file.seek(begin)
+            newline = file.read(BLOCK_BYTES).rfind(b"\n")
+            end_bytes = begin + newline + 1 if newline >= 0 else 0
+    if end_bytes < size_bytes:
+        os.truncate(path, end_bytes)

@@ -1,0 +1,334 @@
+"""metrics.jsonl: strict JSON out, the same values back, and a killed writer costs one line at most."""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launcher.run_dir.atomic import json_line, read_json, write_json, write_text
+from launcher.telemetry.event_log import (
+    MAX_LINE_BYTES,
+    EventLog,
+    read_events,
+    read_recording,
+    recorded,
+    recorded_before,
+)
+
+words = st.text().filter(lambda text: text not in ("inf", "-inf", "nan"))
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | words
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4)
+)
+
+
+def same(left, right):
+    """Equal, with nan equal to nan and without mixing up types."""
+    if isinstance(left, float) and isinstance(right, float):
+        return left == right or (math.isnan(left) and math.isnan(right))
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return type(left) is type(right) and left == right
+
+
+def refuse(word):
+    raise AssertionError(f"{word} is not JSON")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(fields=st.dictionaries(words, values, max_size=5))
+def test_what_is_written_is_read_back(tmp_path, fields):
+    path = tmp_path / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    log = EventLog(path)
+    log.write({"event": "step", "step": 1, **fields})
+    log.close()
+    assert same(read_events(path), [{"event": "step", "step": 1, **fields}])
+    assert len(path.read_text(encoding="utf-8").split("\n")) == 2
+    json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+@pytest.mark.parametrize(("value", "spelt"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
+def test_non_finite_floats_are_spelt_for_any_json_reader(tmp_path, value, spelt):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    log.write({"event": "step", "step": 1, "loss": value, "parts": [value]})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "event": "step",
+        "step": 1,
+        "loss": spelt,
+        "parts": [spelt],
+    }
+
+
+def test_a_value_that_is_not_plain_is_an_error_and_leaves_no_half_line(tmp_path):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    with pytest.raises(TypeError):
+        log.write({"event": "step", "loss": object()})
+    log.write({"event": "step", "step": 1})
+    log.close()
+    assert read_events(tmp_path / "metrics.jsonl") == [{"event": "step", "step": 1}]
+
+
+@pytest.mark.parametrize("kept", range(0, 30, 7))
+def test_a_torn_last_line_is_left_out_and_cut_before_the_next_event(tmp_path, kept):
+    path = tmp_path / "metrics.jsonl"
+    torn = b'{"event": "step", "step": 2, "loss": 0.25}'[:kept]
+    path.write_bytes(b'{"event": "step", "step": 1}\n' + torn)
+    assert [event["step"] for event in read_events(path)] == [1]
+    log = EventLog(path)
+    log.write({"event": "step", "step": 3})
+    log.close()
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+
+
+DAMAGED = [
+    b'{"eve',
+    b"[1]",
+    b"5",
+    b"\\xff\\xfe",
+    b'{"event": "step"}',
+    b'{"event": 1, "step": 2}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_in_the_middle_is_left_out_and_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event": "step", "step": 1}\n' + line + b'\n{"event": "step", "step": 2}\n')
+    recording = read_recording(path)
+    assert [event["step"] for event in recording.events] == [1, 2]
+    assert recording.warning == "metrics.jsonl is damaged: left out line 2"
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_recording_continues_after_a_damaged_line_also_where_the_run_goes_back(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b'\n{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n')
+    log = EventLog(path)
+    log.rewind(1, evaluates_again=False)
+    log.write({"event": "step", "step": 3})
+    log.close()
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+    assert read_recording(path).damaged == [1], "it stays for whoever wants to look at it"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from launcher.telemetry.event_log import EventLog
+log = EventLog(Path(sys.argv[1]))
+print("ready", flush=True)
+for step in range(10**9):
+    log.write({"event": "step", "step": step, "loss": 0.5})
+"""
+
+
+def test_a_killed_writer_loses_at_most_the_line_under_way(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout.readline() == b"ready\n"
+        while not path.exists() or path.stat().st_size < 20_000:
+            time.sleep(0.01)
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+    assert [event["step"] for event in read_events(path)] == list(range(len(read_events(path))))
+
+
+@contextlib.contextmanager
+def full(limit_bytes):
+    """No file may grow beyond `limit_bytes`, as on a full disk: the last write is cut short."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def try_to_write(log, steps, **fields):
+    """Returns how many writes raised OSError."""
+    failed = 0
+    for step in steps:
+        try:
+            log.write({"event": "step", "step": step, **fields})
+        except OSError:
+            failed += 1
+    return failed
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_event(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = EventLog(path)
+    with full(1000):
+        failed = try_to_write(log, range(100))
+        assert failed > 60
+        assert path.read_bytes().endswith(b"}\n"), "whole lines only"
+        assert len(read_events(path)) == 100 - failed
+        assert log.lacks() == f"{failed} events of steps {100 - failed} to 99"
+    log.write({"event": "step", "step": 100})
+    log.close()
+    assert [event["step"] for event in read_events(path)] == list(range(101))
+    assert log.lacks() == ""
+
+
+def test_the_very_write_that_is_cut_short_is_the_error_and_leaves_no_part(tmp_path):
+    log = EventLog(tmp_path / "m")
+    with full(1000), pytest.raises(OSError, match="only 1000 of 2"):
+        log.write({"event": "step", "step": 1, "text": "x" * 2000})
+    assert (tmp_path / "m").read_bytes() == b""
+    log.close()
+    assert [event["step"] for event in read_events(tmp_path / "m")] == [1]
+
+
+def test_of_more_events_than_are_kept_steps_are_lost_first_and_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = EventLog(path, limit=10)
+    with full(0):
+        log_eval = {"event": "eval", "step": 3, "loss": 0.5}
+        try_to_write(log, range(3))
+        with pytest.raises(OSError, match="File too large"):
+            log.write(log_eval)
+        try_to_write(log, range(4, 30))
+    log.close()
+    events = read_events(path)
+    assert log_eval in events
+    assert len(events) == 10
+    assert events[-1]["step"] == 29
+    assert log.lacks() == "20 events of steps 0 to 20"
+
+
+def test_a_file_that_is_deleted_in_mid_run_is_reported_and_recorded_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = EventLog(path)
+    log.write({"event": "step", "step": 1})
+    path.unlink()
+    with pytest.raises(OSError, match=r"has been deleted or replaced.*up to step 1"):
+        log.write({"event": "step", "step": 2})
+    log.write({"event": "step", "step": 3})
+    log.close()
+    assert [event["step"] for event in read_events(path)] == [2, 3]
+
+
+def test_a_directory_that_is_deleted_in_mid_run_is_reported_until_it_is_back(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    log = EventLog(run_dir / "metrics.jsonl")
+    (run_dir / "metrics.jsonl").unlink()
+    run_dir.rmdir()
+    with pytest.raises(OSError, match=r"run has been deleted or replaced during the run"):
+        log.write({"event": "step", "step": 0})
+    assert try_to_write(log, [1, 2]) == 2
+    run_dir.mkdir()
+    log.close()
+    assert [event["step"] for event in read_events(run_dir / "metrics.jsonl")] == [0, 1, 2]
+
+
+def recorded_steps(path, count, **fields):
+    with open(path, "wb") as file:
+        for step in range(1, count + 1):
+            file.write(json_line({"event": "step", "time": 1000.0 + step, "step": step, **fields}))
+
+
+def test_a_resume_reads_a_long_recording_in_little_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    recorded_steps(path, 40_000, text="x" * 500)
+    tracemalloc.start()
+    try:
+        log = EventLog(path)
+        log.rewind(39_990, evaluates_again=False)
+        assert len(list(recorded(path, lambda event: event["time"] > 1000.0 + 39_980))) == 10
+        recorded_before(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    log.close()
+    assert path.stat().st_size > 20e6
+    assert peak_bytes < 6e6
+    assert read_events(path)[-1]["step"] == 39_990
+
+
+def test_only_lines_that_are_needed_are_parsed(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    recorded_steps(path, 1000)
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(
+        "launcher.telemetry.event_log.json.loads", lambda line: parsed.append(1) or loads(line)
+    )
+    log = EventLog(path)
+    log.rewind(990, evaluates_again=False)
+    log.close()
+    assert recorded_before(path).damaged == []
+    late = recorded(path, lambda event: event["time"] > 1985.0)
+    assert [event["step"] for event in late] == [986, 987, 988, 989, 990]
+    assert len(parsed) == 5
+
+
+def test_a_rewind_that_fails_is_made_up_for_before_the_next_event(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    recorded_steps(path, 30)
+    log = EventLog(path)
+    with full(0):
+        with pytest.raises(OSError, match="File too large"):
+            log.rewind(10, evaluates_again=False)
+        assert try_to_write(log, [11]) == 1
+    log.write({"event": "step", "step": 12})
+    log.close()
+    assert [event["step"] for event in read_events(path)] == list(range(1, 13))
+
+
+def test_a_line_longer_than_any_event_is_damage_and_costs_no_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"event": "step", "step": 1}\n{"event": "warning", "step": 1, "text": "')
+        for _ in range(100):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n{"event": "step", "step": 2}\n')
+    tracemalloc.start()
+    try:
+        recording = read_recording(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [event["step"] for event in recording.events] == [1, 2]
+    assert recording.damaged == [2]
+    assert peak_bytes < 2.5 * MAX_LINE_BYTES
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "status.json"
+    write_json(path, {"state": "running", "loss": math.inf})
+    with pytest.raises(TypeError):
+        write_json(path, {"state": object()})
+    assert read_json(path) == {"state": "running", "loss": math.inf}
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_bytes_that_are_not_utf_8_are_escaped_in_every_file(tmp_path):
+    """A file name of such bytes is text with lone surrogates."""
+    name, shown = "caf\udce9", "caf\\udce9"
+    log = EventLog(tmp_path / "metrics.jsonl")
+    log.write({"event": "after_evaluation", "step": 1, "texts": {name: [name]}})
+    log.close()
+    assert read_events(tmp_path / "metrics.jsonl")[0]["texts"] == {shown: [shown]}
+    write_json(tmp_path / "result.json", {"error": name, "classes": [name], "\ud800": 1.0})
+    assert read_json(tmp_path / "result.json") == {"error": shown, "classes": [shown], "\\ud800": 1.0}
+    write_text(tmp_path / "classification_report.txt", name)
+    assert (tmp_path / "classification_report.txt").read_text(encoding="utf-8") == shown
