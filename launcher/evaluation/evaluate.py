@@ -8,10 +8,10 @@ buffers on all ranks. Never changes them, and restores the mode of each module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,67 +44,38 @@ class Evaluation:
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
 
-class Interrupted(Exception):
+class EvaluationStopped(Exception):
     """A rank stopped before the end of its share, so there is no result. Raised on all ranks alike."""
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """The loss and the counts of one rank. Their sum over the ranks is that of the whole set."""
+@dataclass
+class _Totals:
+    """Sums over the share of one rank, or over the whole set.
 
-    sums: Tensor  # fp64 [2]: of the losses, and of their counts, which are weights where samples have some
-    # int64 [5 + samples]: interrupted, NaN outputs, samples, unreadable, halvings of the batches;
-    # how often each was seen
-    integers: Tensor
+    Of one rank the first three are tensors on the device, so that no batch waits for it.
+    """
 
-    @classmethod
-    def empty(cls, num_samples: int, device: torch.device) -> _Counts:
-        return cls(
-            torch.zeros(2, dtype=torch.float64, device=device),
-            torch.zeros(5 + num_samples, dtype=torch.int64, device=device),
-        )
+    loss_sum: Any = 0.0
+    counted: Any = 0.0  # samples or tokens that carry loss, or their weights
+    nan_outputs: Any = 0
+    samples: int = 0  # with those that were left out
+    unreadable: int = 0
+    halvings: int = 0
+    stopped: int = 0  # ranks
 
-    @property
-    def interrupted(self) -> Tensor:
-        return self.integers[0]
+    def add(self, loss: Loss, num_samples: int) -> None:
+        """Count a batch."""
+        self.loss_sum += loss.sum.double()
+        self.counted += torch.as_tensor(loss.count, dtype=torch.float64, device=loss.sum.device)
+        self.nan_outputs += rows_with_nan(loss.outputs)
+        self.samples += num_samples
 
-    @property
-    def seen(self) -> Tensor:
-        return self.integers[5:]
-
-    def add(self, indices: Tensor, loss: Loss) -> None:
-        """Count a batch. indices: int64 [n]."""
-        self.sums[0] += loss.sum
-        self.sums[1] += loss.count
-        self.integers[1].add_(rows_with_nan(loss.outputs))
-        self._add_samples(indices)
-
-    def add_unreadable(self, indices: Tensor) -> None:
-        """Count samples that were left out. indices: int64 [n]."""
-        self.integers[3] += len(indices)
-        self._add_samples(indices)
-
-    def _add_samples(self, indices: Tensor) -> None:
-        self.integers[2] += len(indices)
-        if len(self.seen):  # a stream has no size and no indices
-            self.seen.index_add_(0, indices, torch.ones_like(indices))
-
-    def totals(self) -> Totals:
-        """The sums over all ranks, once they are reduced. Waits for the device."""
-        _, nan_outputs, samples, unreadable, halvings = self.integers[:5].tolist()
-        loss_sum, counted = self.sums.tolist()
-        return Totals(loss_sum, counted, nan_outputs, samples - unreadable, unreadable, halvings)
-
-
-class Totals(NamedTuple):
-    """The sums over a whole set."""
-
-    loss_sum: float
-    counted: float  # samples or tokens that carry loss, or their weights
-    nan_outputs: int
-    samples: int  # that were measured
-    unreadable: int
-    halvings: int
+    def over_ranks(self, env: WorkerEnv) -> _Totals:
+        """The sums over all ranks. A collective; waits for the device."""
+        own = [torch.as_tensor(each, dtype=torch.float64, device=env.device) for each in astuple(self)]
+        sums = torch.stack(own)  # whole numbers are exact up to 2^53
+        reduce(sums, env.group)
+        return _Totals(*sums.tolist())
 
 
 Smaller = Callable[[Exception, int], int]  # from an error and the size of a batch; raises what is no shortage
@@ -143,58 +114,50 @@ def evaluate(
     """Measure the model on `data` (on the device, whole on every rank). A collective.
 
     `guard` is the context of each call of a metric. `beat` is called before each message to rank 0.
-    `smaller` gives the size of the batches with which a rank begins again after an error. Raises Interrupted,
-    on all ranks, if `interrupted` was true before a batch on any of them.
+    `smaller` gives the size of the batches with which a rank begins again after an error. Raises
+    EvaluationStopped, on all ranks, if `interrupted` was true before a batch on any of them.
     """
 
-    def measure(size: int) -> tuple[_Counts, Measuring]:
-        counts = _Counts.empty(0 if isinstance(data, StreamData) else len(data), env.device)
-        measuring = Measuring(recipe, env, guard, beat)
-        batches = evaluation_batches(data, env.rank, env.world_size, size)
-        _measure_share(recipe, model, forward_context, batches, interrupted, counts, measuring)
-        return counts, measuring
+    def measure(size: int) -> tuple[_Totals, Tensor, Measuring]:
+        """This rank's share, up to a batch before which it is interrupted."""
+        totals, measuring = _Totals(), Measuring(recipe, env, guard, beat)
+        # How often each sample was seen. A stream has no size and no indices.
+        num_samples = 0 if isinstance(data, StreamData) else len(data)
+        seen = torch.zeros(num_samples, dtype=torch.int64, device=env.device)
+        for indices, batch in evaluation_batches(data, env.rank, env.world_size, size):
+            if interrupted():
+                totals.stopped = 1
+                break
+            if num_samples:
+                seen.index_add_(0, indices, torch.ones_like(indices))
+            if batch is None:  # samples that could not be read and may be left out
+                totals.unreadable += len(indices)
+                totals.samples += len(indices)
+            else:
+                totals.add(measure_batch(recipe, model, forward_context, batch, measuring), len(indices))
+        return totals, seen, measuring
 
     with evaluating(model), torch.no_grad():
-        (counts, measuring), halvings = in_smaller_batches(measure, batch_size, smaller)
-        counts.integers[4] = halvings
-        reduce(counts.integers, env.group)
-        reduce(counts.sums, env.group)
-        if counts.interrupted:
-            raise Interrupted
-        check_every_sample_once(counts.seen, env.world_size)
-        totals = counts.totals()
-        refuse_no_loss(totals.counted, totals.samples)
-        found = measuring.conclude(totals.loss_sum, totals.counted)
+        (own, seen, measuring), halvings = in_smaller_batches(measure, batch_size, smaller)
+        own.halvings = halvings
+        total = own.over_ranks(env)
+        reduce(seen, env.group)
+        if total.stopped:
+            raise EvaluationStopped
+        check_every_sample_once(seen, env.world_size)
+        measured = int(total.samples - total.unreadable)
+        refuse_no_loss(total.counted, measured)
+        found = measuring.conclude(total.loss_sum, total.counted)
     return Evaluation(
-        totals.loss_sum / totals.counted,
-        totals.samples,
+        total.loss_sum / total.counted,
+        measured,
         found.values,
         found.higher_is_better,
-        totals.nan_outputs,
-        totals.unreadable,
-        totals.halvings,
+        int(total.nan_outputs),
+        int(total.unreadable),
+        int(total.halvings),
         found.confusion,
     )
-
-
-def _measure_share(
-    recipe: Recipe,
-    model: nn.Module,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-    batches: Iterable[tuple[Tensor, Batch | None]],
-    interrupted: Callable[[], bool],
-    counts: _Counts,
-    measuring: Measuring,
-) -> None:
-    """Add this rank's batches to the counts and the metrics. Stops at the first one that is interrupted."""
-    for indices, batch in batches:
-        if interrupted():
-            counts.interrupted.fill_(1)
-            return
-        if batch is None:  # samples that could not be read and may be left out
-            counts.add_unreadable(indices)
-            continue
-        counts.add(indices, measure_batch(recipe, model, forward_context, batch, measuring))
 
 
 def measure_batch(
@@ -235,7 +198,7 @@ def refuse_no_loss(count: float, num_samples: int) -> None:
 
 
 def check_every_sample_once(seen: Tensor, world_size: int) -> None:
-    """Assert it. seen: int64 [samples], how often each sample was evaluated over all ranks."""
+    """Raise AssertionError otherwise. seen: int64 [samples], how often each was evaluated over all ranks."""
     missed, repeated = int((seen == 0).sum()), int((seen > 1).sum())
     if missed or repeated:
         raise AssertionError(

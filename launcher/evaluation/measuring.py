@@ -13,7 +13,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -29,9 +29,8 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.messages import content_of, error_message, message_of
-from launcher.evaluation.objects import CannotPackError, Outline
-from launcher.evaluation.packing import packed, unpacked
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
+from launcher.evaluation.transport import PLAIN, CannotSendError, Known, known_of, packed, unpacked
 from launcher.metrics import Classification, LossMetric
 from launcher.metrics.metric import direction_of, name_of
 from launcher.recipe.checks import refuse_taken_name
@@ -42,7 +41,7 @@ HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
 SENDABLE = (
     "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent; an object only if the "
-    "metric had one of the same class in the same attribute before the first batch. Keep no others in it, "
+    "metric had one of the same class before the first batch. Keep no others in it, "
     "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
 )
 
@@ -52,47 +51,41 @@ def unguarded(what: str, batch: Batch | None) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Numbers:
     """The values of all metrics, the same on all ranks."""
 
-    values: dict[str, float]
-    higher_is_better: dict[str, bool | None]  # by name; None: not declared
-    failed: list[str] = field(
-        default_factory=list
-    )  # in a rehearsal: errors of `compute` that may be no mistakes
+    values: dict[str, float] = field(default_factory=dict)
+    higher_is_better: dict[str, bool | None] = field(default_factory=dict)  # None: not declared
+    failed: list[str] = field(default_factory=list)  # in a rehearsal: errors that may be no mistakes
     confusion: Confusion | None = None  # of the first Classification; on rank 0 only
 
 
-@dataclass
 class Measuring:
     """The metrics of a recipe during one evaluation. `guard` is the context of each call of a metric.
 
     In a `rehearsal` the metrics see a few samples, which may not be enough for each `compute`.
     """
 
-    recipe: Recipe
-    env: WorkerEnv
-    guard: Guard = unguarded
-    beat: Callable[[], object] = lambda: None
-    rehearsal: bool = False
-    _order: list[Any] = field(default_factory=list)  # all metrics, in the order of the recipe
-    _merged: list[Any] = field(default_factory=list)
-    _outlines: list[Outline] = field(default_factory=list)  # of the merged ones before the first batch
-    _fed: list[Any] = field(default_factory=list)  # updated on rank 0 alone
-    _kept: list[dict[str, Any]] = field(default_factory=list)  # on other ranks: outputs and batch for `_fed`
-    _failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
-
-    def __post_init__(self) -> None:
-        for metric in self.recipe.measures:
-            started = self._started(metric)
-            self._order.append(started)
-            if hasattr(started, "merge"):
-                self._merged.append(started)
-                if self.env.world_size > 1:
-                    self._outlines.append(self._outline(started))
-            elif not isinstance(started, LossMetric):
-                self._fed.append(started)
+    def __init__(
+        self,
+        recipe: Recipe,
+        env: WorkerEnv,
+        guard: Guard = unguarded,
+        beat: Callable[[], object] = lambda: None,
+        rehearsal: bool = False,
+    ) -> None:
+        self._env, self._guard, self._beat, self._rehearsal = env, guard, beat, rehearsal
+        self._metrics = [self._started(metric, recipe.label) for metric in recipe.measures]
+        self._merged = [metric for metric in self._metrics if hasattr(metric, "merge")]
+        self._fed = [  # updated on rank 0 alone
+            metric
+            for metric in self._metrics
+            if not hasattr(metric, "merge") and not isinstance(metric, LossMetric)
+        ]
+        self._known = [self._known_of(metric) for metric in self._merged] if env.world_size > 1 else []
+        self._kept: list[dict[str, Any]] = []  # on other ranks: outputs and batch for `_fed`
+        self._failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
 
     def update(self, loss: Loss, batch: Batch) -> None:
         """Add a batch of this rank. Raises ConfigError for a loss without outputs."""
@@ -100,23 +93,29 @@ class Measuring:
             return
         outputs = readable(loss.outputs, [name_of(metric) for metric in (*self._merged, *self._fed)])
         self._update(self._merged, outputs, batch)
-        if self.env.is_leader:
+        if self._env.is_leader:
             self._update(self._fed, outputs, batch)
         elif self._fed:
             self._kept.append(_on(HOST, {"outputs": outputs, "batch": self._read_by_fed(batch)}))
 
     def conclude(self, loss_sum: float, count: float) -> Numbers:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
-        if self.env.world_size > 1:
-            self._collect()
-        found = None
-        if self.env.is_leader and self._failure is None:
+        for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
+            for metric, known in zip(self._merged, self._known, strict=True):
+                pack = partial(self._packed_metric, metric, known)
+                self._pass_on(rank, pack, partial(self._merge, metric, known))
+            number = send_to_all(self._env, str(len(self._kept)).encode(), rank)
+            for index in range(int(number)):
+                self._pass_on(rank, partial(self._packed_rows, index), self._feed)
+        found = Numbers()
+        if self._env.is_leader and self._failure is None:
             with self._held():
-                found = self._compute(loss_sum, count)
-        sent = send_to_all(self.env, _message(found, self._failure), sender=0)
+                self._compute(found, loss_sum, count)
+        sent = send_to_all(self._env, self._outcome(found), sender=0)
         if self._failure is not None:
             raise self._failure
-        return found or Numbers(*json.loads(content_of(sent)))  # JSON keeps the bits of floats
+        # JSON keeps the bits of floats.
+        return found if self._env.is_leader else Numbers(*json.loads(content_of(sent)))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -127,38 +126,32 @@ class Measuring:
             self._failure = self._failure or error
 
     @contextmanager
-    def _user_code(self, what: str, batch: Batch | None) -> Iterator[None]:
+    def _calling(self, metric: Any, method: str, batch: Batch | None = None) -> Iterator[None]:
         """The context of each call of a metric, which rank 0 may be alone to make."""
-        with self.guard(what, batch), Alone(what):
+        what = f"the metric {name_of(metric)}'s {method}"
+        with self._guard(what, batch), Alone(what):
             yield
 
     def _update(self, metrics: Sequence[Any], outputs: Any, batch: Batch) -> None:
         for metric in metrics:
-            with self._user_code(f"the metric {name_of(metric)}'s update", batch):
+            with self._calling(metric, "update", batch):
                 metric.update(outputs, batch)
 
-    def _collect(self) -> None:
-        """Bring all samples to rank 0, rank by rank: its own are the first of the set."""
-        for rank in range(1, self.env.world_size):
-            for metric, outline in zip(self._merged, self._outlines, strict=True):
-                self.beat()
-                sent = self._send(rank, partial(self._packed_metric, metric, outline))
-                if self.env.is_leader:
-                    self._merge(metric, outline, sent)
-            if self._fed:
-                self._feed(rank)
+    def _pass_on(self, rank: int, pack: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
+        """Call `take` on rank 0 with the message that `rank` packs. A collective."""
+        self._beat()
+        sent = send_to_all(self._env, message_of(pack) if self._env.rank == rank else b"", rank)
+        if self._env.is_leader:
+            with self._held():
+                take(content_of(sent))
 
-    def _send(self, rank: int, make: Callable[[], bytes]) -> bytes:
-        """The message that `rank` makes, or its error. A collective."""
-        return send_to_all(self.env, message_of(make) if self.env.rank == rank else b"", rank)
-
-    def _started(self, metric: Any) -> Any:
+    def _started(self, metric: Any, label: str) -> Any:
         """The metric without samples."""
         if is_torchmetrics(metric):
-            return adapted(metric, self.recipe.label, self.env.device)
+            return adapted(metric, label, self._env.device)
         if isinstance(metric, LossMetric):
             return metric
-        with self._user_code(f"the metric {name_of(metric)}'s reset", None):
+        with self._calling(metric, "reset"):
             return fresh(metric)
 
     def _read_by_fed(self, batch: Batch) -> Batch:
@@ -167,27 +160,21 @@ class Measuring:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    def _outline(self, metric: Any) -> Outline:
-        """Raises ConfigError for a state that cannot be copied or sent."""
-        with self._user_code(f"the metric {name_of(metric)}'s __getstate__", None):
-            try:
-                return Outline.of(metric)
-            except TypeError as error:
-                raise _unsendable(metric, error) from error
+    def _known_of(self, metric: Any) -> Known:
+        """Raises ConfigError for a state that cannot be sent."""
+        with self._calling(metric, "__getstate__"), _sendable(metric):
+            return known_of(metric)
 
-    def _packed_metric(self, metric: Any, outline: Outline) -> bytes:
+    def _packed_metric(self, metric: Any, known: Known) -> bytes:
         """The state of a metric. Raises ConfigError for one that cannot be sent."""
-        with self._user_code(f"the metric {name_of(metric)}'s __getstate__", None):
-            try:
-                return packed(metric, outline)
-            except CannotPackError as error:
-                raise _unsendable(metric, error) from error
+        with self._calling(metric, "__getstate__"), _sendable(metric):
+            return packed(metric, known)
 
     def _packed_rows(self, index: int) -> bytes:
         """What this rank has kept of a batch. Raises ConfigError for a column that cannot be sent."""
         try:
-            return packed(self._kept[index])
-        except CannotPackError as error:
+            return packed(self._kept[index], PLAIN)
+        except CannotSendError as error:
             names = ", ".join(name_of(metric) for metric in self._fed)
             raise ConfigError(
                 f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
@@ -195,30 +182,23 @@ class Measuring:
                 "metric reads in its attribute columns."
             ) from error
 
-    def _merge(self, metric: Any, outline: Outline, sent: bytes) -> None:
-        with self._held(), self._user_code(f"the metric {name_of(metric)}'s merge", None):
-            metric.merge(unpacked(content_of(sent), self.env.device, outline))
+    def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
+        with self._calling(metric, "merge"):
+            metric.merge(unpacked(sent, known, self._env.device))
 
-    def _feed(self, rank: int) -> None:
-        """Update rank 0's copies with what `rank` has kept."""
-        number = int(send_to_all(self.env, str(len(self._kept)).encode(), rank))
-        for index in range(number):
-            self.beat()
-            sent = self._send(rank, partial(self._packed_rows, index))
-            if self.env.is_leader:
-                with self._held():
-                    rows = _on(self.env.device, unpacked(content_of(sent), self.env.device))
-                    self._update(self._fed, rows["outputs"], rows["batch"])
+    def _feed(self, sent: bytes) -> None:
+        """Update rank 0's copies with what another rank has kept of a batch."""
+        rows = _on(self._env.device, unpacked(sent, PLAIN, self._env.device))
+        self._update(self._fed, rows["outputs"], rows["batch"])
 
-    def _compute(self, loss_sum: float, count: float) -> Numbers:
-        """The values on rank 0, in the order of the recipe's metrics."""
-        total = Numbers({}, {})
+    def _compute(self, total: Numbers, loss_sum: float, count: float) -> None:
+        """Add the values on rank 0, in the order of the recipe's metrics."""
         taken: dict[str, str] = {}
-        for metric in self._order:
+        for metric in self._metrics:
             try:
                 found = self._computed(metric, loss_sum, count)
             except LauncherError as error:
-                if not (self.rehearsal and _may_depend_on_samples(error)):
+                if not (self._rehearsal and _may_depend_on_samples(error)):
                     raise
                 total.failed.append(str(error))
                 continue
@@ -229,16 +209,21 @@ class Measuring:
                 total.higher_is_better[name] = direction_of(metric, name)
             if total.confusion is None and isinstance(metric, Classification):
                 names = tuple(escaped(name, kept="") for name in metric.classes)
-                total = replace(total, confusion=Confusion(names, metric.confusion_matrix()))
-        return total
+                total.confusion = Confusion(names, metric.confusion_matrix())
 
     def _computed(self, metric: Any, loss_sum: float, count: float) -> Any:
         """What the metric returns. Warnings of few samples are left out where there are few on purpose."""
         with (
-            warnings.catch_warnings(action="ignore" if self.rehearsal else None),
-            self._user_code(f"the metric {name_of(metric)}'s compute", None),
+            warnings.catch_warnings(action="ignore" if self._rehearsal else None),
+            self._calling(metric, "compute"),
         ):
             return metric.of_loss(loss_sum, count) if isinstance(metric, LossMetric) else metric.compute()
+
+    def _outcome(self, found: Numbers) -> bytes:
+        """What rank 0 sends to the others."""
+        if self._failure is not None:
+            return error_message(self._failure)
+        return message_of(lambda: json.dumps([found.values, found.higher_is_better, found.failed]).encode())
 
 
 def _may_depend_on_samples(error: LauncherError) -> bool:
@@ -315,18 +300,15 @@ def _size(value: Any) -> int:
     return value.numel() if isinstance(value, Tensor) else int(np.size(value))
 
 
-def _unsendable(metric: Any, error: TypeError) -> ConfigError:
-    return ConfigError(
-        f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: {error}. {SENDABLE}"
-    )
-
-
-def _message(found: Numbers | None, failure: LauncherError | None) -> bytes:
-    if failure is not None:
-        return error_message(failure)
-    return message_of(
-        lambda: json.dumps(found and [found.values, found.higher_is_better, found.failed]).encode()
-    )
+@contextmanager
+def _sendable(metric: Any) -> Iterator[None]:
+    try:
+        yield
+    except CannotSendError as error:
+        raise ConfigError(
+            f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: {error}. "
+            f"{SENDABLE}"
+        ) from error
 
 
 def _on(device: torch.device, value: Any) -> Any:

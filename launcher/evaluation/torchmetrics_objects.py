@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
@@ -62,10 +62,9 @@ class Fed:
 
 
 class Merged(Fed):
-    """Updated on each rank. Rank 0 then reduces the states in rank order, as torchmetrics does.
+    """Updated on each rank. Rank 0 then merges the states in rank order.
 
-    Only the states are sent, because the object may hold a whole network. torchmetrics' merge_state is not
-    used: it puts the states of the other object first and does not count its updates.
+    Only the states are sent, because the object may hold a whole network.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,21 +72,12 @@ class Merged(Fed):
 
     def merge(self, other: Merged) -> None:
         sent: dict[str, Any] = vars(other)
+        mine = self.adapts.metric_state
         for name, theirs in sent["states"].items():
-            reduction = self.adapts._reductions[name].__name__
-            setattr(self.adapts, name, _reduced(reduction, getattr(self.adapts, name), theirs))
-        self.adapts._update_count += sent["updates"]
+            setattr(self.adapts, name, theirs)
+        self.adapts.merge_state(mine)  # puts the states that it is given before those of the object
+        self.adapts._update_count += sent["updates"]  # which merge_state leaves as it is
         self.adapts._computed = None
-
-
-def _reduced(reduction: str, mine: Any, theirs: Any) -> Any:
-    if reduction == "dim_zero_sum":
-        return mine + theirs
-    if reduction == "dim_zero_max":
-        return torch.maximum(mine, theirs)
-    if reduction == "dim_zero_min":
-        return torch.minimum(mine, theirs)
-    return torch.cat([mine, theirs]) if isinstance(mine, Tensor) else [*mine, *theirs]
 
 
 def _is_mergeable(metric: Any) -> bool:
@@ -96,7 +86,7 @@ def _is_mergeable(metric: Any) -> bool:
     False for wrappers and collections, and for means, which lose the number of samples of each rank.
     """
     parts = [each for each in metric.modules() if hasattr(each, "sync_on_compute")]
-    if parts != [metric] or metric.full_state_update is not False:
-        return False
+    if parts != [metric] or metric.full_state_update is not False or metric.dist_sync_on_step:
+        return False  # merge_state refuses the latter two
     names = [getattr(reduction, "__name__", "") for reduction in metric._reductions.values()]
     return bool(names) and all(name in EXACT for name in names)

@@ -42,7 +42,7 @@ class Metric(Protocol):
     - `merge(other)`: add the samples that another object of the class has seen. Then each rank updates its
       own copy, and rank 0 merges their states in rank order. A state is what `copy` would copy: the
       attributes, or what `__getstate__` returns. It may hold plain values, containers, tensors, arrays, and
-      an object only where an attribute had one of its class from the start. Without `merge`, the outputs and
+      an object only if the metric held one of its class from the start. Without `merge`, the outputs and
       batches of all ranks are kept on the host and sent to one copy on rank 0, in the order of the set:
       exact for any metric, at the cost of that memory and of sending it.
     - `higher_is_better`: True, False, or a mapping from name to either. Needed to compare runs by it.

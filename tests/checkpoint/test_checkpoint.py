@@ -756,6 +756,10 @@ FORBIDDEN = {
 }
 
 
+# Between the ranks of a job, with an unpickler that looks no name up: tests/evaluation/test_transport.py.
+EXCEPTION = {ROOT / "launcher/evaluation/transport.py": {"pickle"}}
+
+
 def unpicklers(source: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -792,4 +796,5 @@ def test_the_search_for_pickle_can_find(source) -> None:
 def test_nothing_can_unpickle(folder: Path) -> None:
     files = list(folder.rglob("*.py"))
     assert files
-    assert {str(file): found for file in files if (found := unpicklers(file.read_text()))} == {}
+    found = {file: unpicklers(file.read_text()) - EXCEPTION.get(file, set()) for file in files}
+    assert {str(file): names for file, names in found.items() if names} == {}

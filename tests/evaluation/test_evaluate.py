@@ -12,7 +12,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import (
     Evaluation,
-    Interrupted,
+    EvaluationStopped,
     check_every_sample_once,
     evaluate,
     refuse_unusable_loss,
@@ -148,7 +148,7 @@ def interrupt_the_last_rank(env):
         return env.rank == env.world_size - 1 and asked[0] == 2
 
     data = points(23)
-    with pytest.raises(Interrupted):
+    with pytest.raises(EvaluationStopped):
         evaluate(
             recipe_for(data), linear_model(), contextlib.nullcontext, data, env, 5, interrupted=interrupted
         )

@@ -176,7 +176,7 @@ class Broken(Merged):
     def __init__(self, where: str, rank: int) -> None:
         super().__init__()
         self.where, self.rank, self.updated = where, rank, False
-        self.pairs: list[Pairs] = [Pairs()]
+        self.pairs: list[Any] = [Pairs()]
         if "lock" in where:
             self.lock = threading.Lock()
         if where == "lock":
@@ -187,7 +187,7 @@ class Broken(Merged):
         if self.where == "lambda":
             self.function = lambda: None
         if self.where == "one rank" and self.rank == 2:
-            self.pairs.append(Pairs())
+            self.pairs.append(Nameless())
 
     def __getstate__(self) -> Any:
         if self.where == "getstate" and self.rank == 1 and self.updated:
@@ -252,7 +252,7 @@ FAILURES = {
     "lock without reset": "ConfigError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
     "object), but each evaluation needs one without samples. Define reset() in its class.",
     "one rank": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
-    "pairs[1] is of the type tests.evaluation.test_measuring.Pairs. Numbers, ",
+    "pairs[1] is of the type tests.evaluation.test_measuring.Nameless. Numbers, ",
     "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",
     "column": "ConfigError: the metrics without merge (Pairs) are updated on rank 0, but a batch cannot be "
     "sent there: ['batch']['odd'][0] is of the type builtins.object. Return only tensors from",

@@ -21,7 +21,7 @@ from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation, Interrupted, evaluate
+from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, evaluate
 from launcher.evaluation.rehearsal import rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
@@ -81,7 +81,7 @@ class Evaluator:
             with self._plain(), nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position, since) for name in self.data}
                 AfterEvaluation(self.run, self.recipe, self.model).show(position)
-        except Interrupted:
+        except EvaluationStopped:
             self.votes.agree(Question.STOP)
             return None
         finally:
@@ -174,7 +174,7 @@ class Evaluator:
         return self._fitting
 
     def _evaluate(self, name: str, position: Position, since: SinceEvaluation) -> Evaluation:
-        """Evaluate on one of the sets, and report. Raises Interrupted on all ranks alike."""
+        """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
         telemetry = self.run.telemetry
         found = evaluate(
