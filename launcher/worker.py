@@ -81,7 +81,6 @@ from launcher.training.setup.decisions import decisions
 from launcher.training.setup.initial_weights import Loaded, load_weights, settle
 from launcher.training.setup.micro_batch import settled
 from launcher.training.setup.scale_start import calibrate
-from launcher.training.timing.links import Links
 from launcher.training.warning_log import warnings_logged
 
 if TYPE_CHECKING:
@@ -273,9 +272,9 @@ def _train(
     rescue = Rescue(run, continuity.standing, inspector)
     if config.precision.scale.mode == "auto" and not continuity.has_scale:
         _calibrate(job, batches, start)
-    links, decide = Links.of(peers, run.env.rank), run.telemetry.decision
+    decide = run.telemetry.decision
     votes, trial = Votes(), BucketTrial(stepper, run.env.world_size, config.wire.shard, decide)
-    stragglers = Stragglers(run, [peer.host for peer in peers], links)
+    stragglers = Stragglers(run, [peer.host for peer in peers])
     voters = (stragglers, trial) if run.env.world_size > 1 else ()  # alone there is nobody to compare with
     monitor = Monitor(
         run,
@@ -310,7 +309,6 @@ def _train(
     with (
         recorded(task, run) if steps_left else nullcontext(task) as steps,
         Writer(continuity.directory, config.checkpoint.keep) as writer,
-        links,
     ):
         if config.wire.bucket_mb == "auto":
             trial.begin(start.step, job.course.total_steps - start.step, is_recorded=steps is not task)

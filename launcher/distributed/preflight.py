@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.config.schema import Config, to_dict
-from launcher.distributed.connections import own_addresses
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import PreflightError, counted
 
@@ -33,7 +32,6 @@ class Peer:
     gpu: str | None  # UUID of its CUDA device
     pid: int
     host: str
-    addresses: list[str] = field(default_factory=list)  # of the host, without loopback
 
 
 def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[Peer]:
@@ -47,7 +45,7 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
         else f"CPU {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
     )
     gpu = str(torch.cuda.get_device_properties(env.device).uuid) if env.device.type == "cuda" else None
-    own = Peer(device, gpu, os.getpid(), gethostname(), own_addresses())
+    own = Peer(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]
     store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))

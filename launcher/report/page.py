@@ -7,9 +7,8 @@ accepts missing ones, and escapes their content.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import listed
 from launcher.report.after_evaluation import after_evaluation
@@ -151,19 +150,12 @@ def _stragglers(run: RunRecord) -> str:
             "rank": number(one.get("rank")),
             "late by, ms": number(one.get("late_ms")),
             "step, ms": number(one.get("step_ms")),
-            "slow part": _slow_part(one),
+            "slow part": str(one.get("cause")),
             "host": str(one.get("host")),
         }
         for one in run.recording.of("straggler").all()[:MAX_OVERFLOWS]
     ]
     return table("Ranks that the others waited for", rows, texts=("host",))
-
-
-def _slow_part(event: Mapping[str, Any]) -> str:
-    """data, compute or link; of a link also its other end and its rate."""
-    rate = event.get("mbit_per_s")
-    to = f" to rank {event.get('receiver')}, {number(rate)} Mbit/s" if rate is not None else ""
-    return f"{event.get('cause')}{to}"
 
 
 def _warnings(run: RunRecord) -> str:

@@ -202,20 +202,16 @@ class DecisionEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerEvent(Event):
-    """A rank for which the others wait, or, with a `receiver`, whose link to it is slow."""
+    """A rank for which the others wait."""
 
     kind = "straggler"
     rank: int
     host: str
-    receiver: int | None = None  # rank
-    receiver_host: str | None = None
     late_ms: float  # per step
     step_ms: float
-    waiting_share: float | None = None  # of the samples in which bytes were waiting to be sent
-    mbit_per_s: float | None = None
     first_step: int  # of the steps that were compared
     last_step: int
-    cause: str  # data, compute, link
+    cause: str  # data or compute
 
 
 @dataclass(frozen=True, kw_only=True)

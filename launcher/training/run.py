@@ -48,9 +48,9 @@ class Question(IntEnum):
     STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
 
 
-# No questions: the times and the link of one rank, which `stragglers` sends as votes, and the times of all
+# No questions: the times of one rank, which `stragglers` sends as votes, and the times of all
 # ranks, which `bucket_trial` sends.
-WAIT_SLOT, DATA_SLOT, LINK_SLOT, BUCKET_SLOT = 5, 6, 7, 8
+WAIT_SLOT, DATA_SLOT, BUCKET_SLOT = 5, 6, 7
 
 
 def time_as_votes(milliseconds: float) -> int:

@@ -2,8 +2,8 @@
 
 Owns the numbers that travel with the counts of a step, so that they cost no collective: in each step one
 rank, in turn, sends how long it has waited for the exchange of gradients, by its own clock, in the window of
-steps before. The rank that arrives last waits least. For a slow link all ranks wait alike: each also sends
-how often bytes waited in its connections. All ranks receive the same numbers; rank 0 records them.
+steps before. The rank that arrives last waits least. For a slow link all ranks wait alike, and none is named.
+All ranks receive the same numbers; rank 0 records them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from launcher.engine.diagnostics.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
 from launcher.training.occurrences import Occurrences
 from launcher.training.progress import Position
-from launcher.training.run import DATA_SLOT, LINK_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
-from launcher.training.timing.links import Links
-from launcher.training.timing.slow_links import SlowLinks, votes_of
+from launcher.training.run import DATA_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
 
 WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one
@@ -50,10 +48,8 @@ class _Window:
 class Stragglers:
     """Follows the steps of a run. All ranks call the same methods at the same steps."""
 
-    def __init__(self, run: Run, hosts: Sequence[str], links: Links | None = None) -> None:
+    def __init__(self, run: Run, hosts: Sequence[str]) -> None:
         self._run = run
-        self._links = links  # of this rank
-        self._slow_links = SlowLinks(run, hosts)
         self._hosts = hosts  # by rank
         self._ranks = len(hosts)
         self._length = max(WINDOW, self._ranks + LAG)
@@ -67,8 +63,6 @@ class Stragglers:
         if self._done is not None and self._turn(position.step) == self._run.env.rank and self._ranks > 1:
             self._run.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
             self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
-            if self._links is not None:
-                self._run.stepper.vote(LINK_SLOT, votes_of(self._links.take()))
 
     def after(self, position: Position, report: StepReport) -> None:
         """After a step was read, in order."""
@@ -92,11 +86,8 @@ class Stragglers:
                 milliseconds_of(votes[WAIT_SLOT]),
                 milliseconds_of(votes[DATA_SLOT]),
             )
-            self._slow_links.receive(turn, votes[LINK_SLOT])
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
-            first_step = step - step % self._length - self._length
-            self._conclude(step, first_step, self._done)
-            self._slow_links.compare(first_step, step, self._done.step_ms)
+            self._conclude(step, step - step % self._length - self._length, self._done)
 
     def _conclude(self, step: int, first_step: int, own: _Window) -> None:
         """All ranks have sent their times of the window before, of which `own` are those of this rank."""

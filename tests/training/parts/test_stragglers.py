@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 
-from launcher.distributed.preflight import Peer
 from launcher.engine import StepReport
 from launcher.engine.limits import VOTES
 from launcher.report.recording import Recording
@@ -18,9 +14,7 @@ from launcher.run_dir.atomic import json_line
 from launcher.telemetry import Telemetry
 from launcher.training.parts.stragglers import WINDOW, Stragglers
 from launcher.training.progress import Position
-from launcher.training.run import BUCKET_SLOT, DATA_SLOT, LINK_SLOT, WAIT_SLOT, Question, Run
-from launcher.training.timing.links import Links, LinkUse
-from launcher.training.timing.slow_links import use_of, votes_of
+from launcher.training.run import BUCKET_SLOT, DATA_SLOT, WAIT_SLOT, Question, Run
 from tests.training.parts.test_log import Recorder
 from tests.training.reports import CLEAN, LIMITS
 from tests.training.runs import run_alone
@@ -42,31 +36,17 @@ class Ballot:
         return taken
 
 
-class Sampled(Links):
-    """A link of which every `apart`-th question finds new samples."""
-
-    def __init__(self, use: LinkUse, apart: int = 1) -> None:
-        super().__init__({})
-        self._use, self._apart, self._taken = use, apart, 0
-
-    def take(self) -> LinkUse | None:
-        self._taken += 1
-        return None if self._taken % self._apart else self._use
-
-
 def train(
     spans: list[Spans],
     steps: int,
     first: int = 1,
     dropped: tuple[int, ...] = (),
-    links: Sequence[Links] | None = None,
 ) -> Recorder:
     """The events of rank 0 where each rank's steps have these times. A step is read one step late."""
     recorder = Recorder()
     ballots = [Ballot() for _ in spans]
     ranks = [
-        Stragglers(run_of(rank, ballot, recorder), hosts(len(spans)), links[rank] if links else None)
-        for rank, ballot in enumerate(ballots)
+        Stragglers(run_of(rank, ballot, recorder), hosts(len(spans))) for rank, ballot in enumerate(ballots)
     ]
     waiting: tuple[Position, list[StepReport]] | None = None
     for step in range(first, first + steps):
@@ -149,78 +129,8 @@ def test_a_window_that_was_not_whole_or_not_heard_of_names_nobody():
     assert [event["first_step"] for event in events] == [2 * WINDOW]
 
 
-EVEN = times(9.0)
-FAST, SLOW = LinkUse(0.08, 940.0, 1), LinkUse(0.85, 19.4, 1)
-
-
-def test_a_slow_link_is_named_with_both_ends_and_its_rate_although_all_wait_alike():
-    links = [Sampled(use) for use in (FAST, LinkUse(0.1, 700.0, 2), LinkUse(0.85, 19.43, 0))]
-    recorder = train([EVEN] * 3, 3 * WINDOW, links=links)
-    first = recorder.of("straggler")[0]
-    assert (first["rank"], first["host"], first["cause"]) == (2, "node2", "link")
-    assert (first["receiver"], first["receiver_host"], first["mbit_per_s"]) == (0, "node0", 19.4)
-    assert first["late_ms"] == pytest.approx((0.85 - 0.09) * first["step_ms"])
-    assert first["first_step"] == WINDOW
-    (warning,) = recorder.of("warning")
-    assert "the link of rank 2 on node2, which sends to rank 0 on node0, is slower" in warning["text"]
-    assert "85% of the samples (other ranks: 9%), at 19.4 Mbit/s" in warning["text"]
-    found = Recording()
-    found.add([json_line(event)[:-1] for event in recorder.of("straggler")])
-    assert found.warnings == [], "reports know the event"
-
-
-@pytest.mark.parametrize(
-    "uses",
-    [
-        (FAST, FAST),
-        (SLOW, SLOW),
-        (LinkUse(0.44, 29.2, 1), LinkUse(0.18, 29.4, 0)),  # measured at 30 Mbit/s both ways
-        (LinkUse(0.3, 900.0, 1), LinkUse(0.05, 850.0, 0)),
-        (FAST, LinkUse(0.2, 5.0, 0)),  # slow, and used so little that nobody waits
-        (SLOW, None),
-    ],
-)
-def test_links_that_are_alike_or_not_known_are_not_named(uses: tuple[LinkUse | None, ...]):
-    links = [Links({}) if use is None else Sampled(use) for use in uses]
-    assert train([EVEN] * len(uses), 4 * WINDOW, links=links).events == []
-
-
-def test_ranks_whose_samples_are_complete_at_different_times_are_compared_once_all_have_new_ones():
-    links = [Sampled(FAST, 4), Sampled(SLOW, 3), Sampled(FAST, 1)]
-    found = train([EVEN] * 3, 14 * WINDOW, links=links).of("straggler")
-    assert [event["rank"] for event in found] == [1] * len(found)
-    assert len(found) == 4  # the first two ranks that have samples are compared before the third has some
-    assert all(now["first_step"] == before["last_step"] + 1 for before, now in pairwise(found))
-
-
-@pytest.mark.parametrize(
-    "use", [LinkUse(0.0, 0.0, 0), LinkUse(1.0, 104857.5, (1 << 20) - 1), LinkUse(0.57, 19.4, 12)]
-)
-def test_a_link_travels_as_one_number_that_a_sum_of_doubles_keeps(use: LinkUse):
-    votes = votes_of(use)
-    assert 0 < votes < 1 << 53
-    assert int(float(votes)) == votes
-    assert use_of(votes) == use
-    assert use_of(votes_of(replace(use, mbit_per_s=1e9))).mbit_per_s == 104857.5
-    assert votes_of(None) == 0
-
-
-def test_only_addresses_that_no_host_shares_lead_to_a_rank():
-    def peer(*addresses: str) -> Peer:
-        return Peer("CPU", None, 1, "h", list(addresses))
-
-    bridge = "172.17.0.1"
-    peers = [peer("10.0.0.1", bridge), peer("10.0.0.1", bridge), peer("10.0.0.2", bridge), peer("10.0.0.2")]
-    assert Links.of(peers, 0).receivers == {"10.0.0.2": 2}
-    assert Links.of(peers, 3).receivers == {"10.0.0.1": 0, bridge: 0}
-    before = threading.active_count()  # other tests' parts may have left some
-    with Links.of(peers[:2], 0) as links:
-        assert threading.active_count() == before, "on one host there is nothing to sample"
-    assert links.take() is None
-
-
 def test_the_times_use_no_question_of_the_votes():
-    slots = {WAIT_SLOT, DATA_SLOT, LINK_SLOT, BUCKET_SLOT}
-    assert len(slots) == 4
+    slots = {WAIT_SLOT, DATA_SLOT, BUCKET_SLOT}
+    assert len(slots) == 3
     assert not slots & set(Question)
     assert max(*slots, *Question) < VOTES

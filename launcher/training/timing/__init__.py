@@ -1,1 +1,0 @@
-"""How long the parts of a step take on each rank, which rank or link others wait for, and what follows."""
