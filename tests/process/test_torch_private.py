@@ -25,7 +25,15 @@ FILES = sorted((ROOT / "launcher").rglob("*.py"))
 KNOWN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
 # Private attributes of other libraries than torch: of os, random, Hydra, datasets, wandb and torchmetrics.
 OF_OTHERS = {
-    *("_exit", "_inst", "_apply_overrides_to_config", "_normalize_file_name", "_fingerprint", "_proc"),
+    *(
+        "_connection",
+        "_exit",
+        "_inst",
+        "_apply_overrides_to_config",
+        "_normalize_file_name",
+        "_fingerprint",
+        "_proc",
+    ),
     "_reductions",
 }
 
