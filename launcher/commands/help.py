@@ -127,7 +127,7 @@ def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None)
             f"All: {', '.join(names)}."
         )
     from launcher.config.composition import Composer, Request, hydra_initialised
-    from launcher.config.environment_values import leaves
+    from launcher.config.trees import leaves
 
     request = Request((), config_dir)
     with hydra_initialised(request):

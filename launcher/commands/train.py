@@ -59,8 +59,8 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
 
 def refuse_unknown_part(arguments: Arguments, config: Config) -> None:
     """Raise ConfigError for `--package` of a part that the config has not: Hydra would exit with 0."""
-    from launcher.config.composition import paths_of
     from launcher.config.messages import nearest, suggestion
+    from launcher.config.trees import paths_of
     from launcher.run_dir.records import user_shape
 
     part = arguments.flags.get("--package")

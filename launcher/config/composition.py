@@ -32,20 +32,12 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from launcher.config import search_path
-from launcher.config.environment_values import (
-    CALL,
-    differing,
-    escaped,
-    leaves,
-    refuse_missing,
-    replaced,
-    texts,
-    typed,
-)
+from launcher.config.environment_values import CALL, differing, escaped, refuse_missing, typed
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import first_line, nearest, show, suggestion
 from launcher.config.overrides import code_problem
+from launcher.config.trees import leaves, paths_of, replaced, texts
 from launcher.errors import ConfigError
 
 HYDRA_VERSION = "1.3"
@@ -316,14 +308,6 @@ def interpolation_text(error: OmegaConfBaseException, composed: Any) -> str:
     if "Recursive interpolation" in str(error):
         return f"{where}: refers to itself, directly or through other keys. Write the value in one of them."
     return f"{where}: {first_line(error)}"
-
-
-def paths_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted path of every key of the tree, sections included."""
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from paths_of(value, f"{prefix}{key}.")
 
 
 def quoted(value: str) -> str:

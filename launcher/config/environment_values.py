@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from launcher.config.rules import RULES
+from launcher.config.schema import rules
+from launcher.config.trees import leaves, texts
 from launcher.errors import ConfigError
 
 CALL = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(,[^{}$]*)?\}")
@@ -66,7 +67,7 @@ def typed(path: str, value: Any, recorded: Any) -> Any:
     """A variable's text as the type of its key: 3 is a number for seed, and a string for tracker.group."""
     if not isinstance(value, str) or not CALL.fullmatch(str(recorded)):
         return value
-    rule = RULES.get(path)
+    rule = rules().get(path)
     if rule is not None and rule.holds(value):
         return value
     read = _scalar(value)
@@ -81,32 +82,3 @@ def _scalar(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of each leaf."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A copy of `values` with `changes` applied, by dotted path."""
-    return {
-        key: replaced(value, changes, f"{prefix}{key}.")
-        if isinstance(value, Mapping)
-        else changes.get(f"{prefix}{key}", value)
-        for key, value in values.items()
-    }
-
-
-def texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):  # of a list
-        yield from texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from texts(item)

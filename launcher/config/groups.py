@@ -46,6 +46,24 @@ def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
 
 
 def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
+    """The keys of a choice, those of the choices that it begins with included. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    ahead, names = [name], set[str]()
+    while ahead:
+        names.add(each := ahead.pop())
+        content = _content(directories, group, each)
+        values = {**content, **values}
+        inherited = content.get("defaults")
+        known = group_choices(*directories)[group]
+        ahead += (
+            [base for base in inherited if base in known and base not in names]
+            if isinstance(inherited, list)
+            else []
+        )
+    return values
+
+
+def _content(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
     """The content of that file before composition. Raises ConfigError for invalid YAML."""
     import yaml
 

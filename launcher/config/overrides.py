@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from launcher.config.environment_values import CALL, resolver_problem
 from launcher.config.messages import nearest, shortened, show, suggestion
 from launcher.config.search_path import KEY as SEARCH_PATH
+from launcher.config.trees import nested_keys, texts
 
 MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
 MAX_TOTAL = 32_768
@@ -124,7 +125,7 @@ def code_problem(line: str, key: str, value: Any) -> str | None:
         return (
             f"{line}: configs cannot name code ('_target_' and the like). Names are looked up in registries."
         )
-    found = (resolver_problem(item) for item in nested_texts(value))
+    found = (resolver_problem(item) for item in texts(value))
     return next((f"{line}: {problem}" for problem in found if problem), None)
 
 
@@ -232,24 +233,3 @@ def value_of(override: Override) -> Any:
     if override.is_sweep_override() and override.is_discrete_sweep():
         return list(override.sweep_iterator())
     return None if override.is_sweep_override() else override.value()
-
-
-def nested_keys(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from nested_keys(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from nested_keys(item)
-
-
-def nested_texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from nested_texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from nested_texts(item)

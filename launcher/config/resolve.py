@@ -31,10 +31,10 @@ from launcher.config.composition import (
     absolute,
     hydra_initialised,
     is_hub_name,
-    paths_of,
     with_absolute_paths,
 )
 from launcher.config.groups import choice_values, recipes_dir
+from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import (
     KEYS_ELSEWHERE,
     choice_problem,
@@ -44,9 +44,16 @@ from launcher.config.overrides import (
     value_of,
     with_plain_constant,
 )
-from launcher.config.rules import RULES, SCHEDULES, TRACKERS, one_of, value_problem
-from launcher.config.schema import OPTIMIZERS, Config
+from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
+from launcher.config.schema import Config, rules
+from launcher.config.trees import paths_of, value_at
 from launcher.errors import ConfigError
+
+REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and the names that are built in
+    "schedule.name": ("schedule", SCHEDULES),
+    "optim.name": ("optimizer", tuple(OPTIMIZERS)),
+    "tracker.name": ("tracker", TRACKERS),
+}
 
 
 @dataclass
@@ -204,9 +211,7 @@ def tree_problems(
             recipes = ", ".join(groups.get("recipe", ()))
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
     yield from validation.find_problems(validation.gather_options(tree), found.recorded)
-    yield from own_problems(tree, "schedule", SCHEDULES, found.recorded)
-    yield from own_problems(tree, "optim", tuple(OPTIMIZERS), found.recorded)
-    yield from tracker_problems(tree, found.recorded)
+    yield from unregistered_names(tree, found.recorded)
     for section, key in PATH_KEYS:
         path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
         if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
@@ -219,39 +224,19 @@ def tree_problems(
             yield f"{section}.{key}={where if written is None else f'{written}: there is no such file.'}"
 
 
-def tracker_problems(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
-    """A tracker.name that no recipe file can have registered: none of them says @tracker."""
-    tracker, recipes = tree.get("tracker"), tree.get("recipes")
-    value = tracker.get("name") if isinstance(tracker, dict) else None
-    if not RULES["tracker.name"].holds(value):
-        return
-    unknown = [each for each in ([value] if isinstance(value, str) else value or ()) if each not in TRACKERS]
-    own = recipes.get("path") if isinstance(recipes, dict) else None
-    file = Path(own).expanduser() if isinstance(own, str) else None
-    if unknown and not (file and file.is_file() and b"tracker(" in file.read_bytes()):
-        rule = one_of(*TRACKERS)
-        text = f"{rule.text}, or one that a recipe file of your own (recipes.path) registers with @tracker"
-        shown = recorded.get("tracker.name", unknown[0])
-        yield value_problem("tracker.name", shown, replace(rule, text=text))
-
-
-def own_problems(
-    tree: Mapping[str, Any], section: str, known: Sequence[str], recorded: Mapping[str, Any]
-) -> Iterator[str]:
-    """A name of a schedule or optimizer that no recipe file can have registered: none has the decorator.
+def unregistered_names(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+    """A name that is not built in, and that no recipe file can have registered: none has the decorator.
 
     Which names they register is known once they are loaded, which takes torch.
     """
-    values, recipes = tree.get(section), tree.get("recipes")
-    key, decorator = f"{section}.name", {"optim": "optimizer"}.get(section, section)
-    name = values.get("name") if isinstance(values, dict) else None
-    if name in known or not RULES[key].holds(name):
-        return
-    own = recipes.get("path") if isinstance(recipes, dict) else None
+    own = value_at(tree, "recipes.path")
     files = [*recipes_dir().glob("*.py"), *([Path(own).expanduser()] if isinstance(own, str) else [])]
-    if not any(file.is_file() and f"{decorator}(".encode() in file.read_bytes() for file in files):
-        rule = one_of(*known)
-        text = (
-            f"{rule.text}, or one that a recipe file of your own (recipes.path) registers with @{decorator}"
-        )
-        yield value_problem(key, recorded.get(key, name), replace(rule, text=text))
+    for key, (decorator, known) in REGISTERED.items():
+        value = value_at(tree, key)
+        unknown = [each for each in (value if isinstance(value, list) else [value]) if each not in known]
+        if not unknown or not rules()[key].holds(value):
+            continue
+        if not any(file.is_file() and f"{decorator}(".encode() in file.read_bytes() for file in files):
+            rule = one_of(*known)
+            more = f", or one that a recipe file of your own (recipes.path) registers with @{decorator}"
+            yield value_problem(key, recorded.get(key, unknown[0]), replace(rule, text=rule.text + more))

@@ -1,73 +1,101 @@
-"""The typed config of a run.
+"""The typed config of a run: each key with the type that is also its rule.
 
-Owns the keys of a config and its JSON form. `rules` and `validation` define the valid values, `composition`
-reads them. Never imports torch or Hydra.
+Owns the keys of a config and its JSON form. What a key means stands in conf/, where users read it. Types with
+their rules are in `rules`, relations between keys in `validation`. Never imports torch or Hydra.
 """
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from launcher.config.optimizers import OPTIMIZERS, OptimConfig, keys_of
+from launcher.config.rules import (
+    Auto,
+    Count,
+    CountOrZero,
+    LossScale,
+    Name,
+    NotNegative,
+    Options,
+    Positive,
+    Predivide,
+    Rule,
+    Seconds,
+    Sha256,
+    Share,
+    Text,
+    Texts,
+    Trackers,
+    WandbName,
+    either,
+    null,
+    number,
+    rule_of,
+    text,
+    whole,
+)
 
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    name: str  # the user's choice, and the folder of its runs: resnet18
-    uses: str  # the name in the registry of recipes: resnet
+    name: Name
+    uses: Name
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str  # resolved by the leader before any worker sees it
+    """`dir` is null in YAML, and an empty string here, until the leader has chosen a directory."""
+
+    dir: Annotated[str, either(null, text)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str
-    sync_bn: bool  # BatchNorm statistics over the samples of all ranks in training
-    weights: str | None  # a safetensors file that a new run starts from
-    weights_strict: bool  # refuse a file that lacks tensors of the model, or has others
-    weights_sha256: str | None  # of that file; null: any
-    options: dict[str, Any]  # the model's own keys, as its YAML lists them
+    name: Name
+    sync_bn: bool
+    weights: Text | None
+    weights_strict: bool
+    weights_sha256: Sha256 | None
+    options: Options  # the model's own keys, as its YAML lists them
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    crop_padding: int  # pixels added on each side before a random crop; 0: none
-    flip: bool  # mirror horizontally with probability 1/2
-    mixup: float = 0.0  # alpha of the Beta distribution of the shares; 0: none
+    crop_padding: CountOrZero
+    flip: bool
+    mixup: Annotated[float, number("from 0 to 1000", lambda value: 0 <= value <= 1000)] = 0.0
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: str
-    path: str | None
-    batch_size: int  # GLOBAL: samples per update over all ranks and micro-batches
-    micro_batch: (
-        str | int | None
-    )  # per rank and forward; null: batch_size / world; auto: the largest that fits
-    val_fraction: float  # share held out where the data set has no split of its own; 0: none
-    workers: str | int  # auto or processes per rank that read samples; sets in memory need none
-    max_bad: int  # samples that may be left out because they cannot be read, over all ranks
-    drop_last: bool  # leave the last, smaller batch of an epoch out
+    name: Name
+    path: Text | None
+    batch_size: Count
+    micro_batch: Auto | Count | None
+    val_fraction: Share
+    workers: Auto | Annotated[int, whole(0, 1024)]
+    max_bad: CountOrZero
+    drop_last: bool
     augment: AugmentConfig
-    options: dict[str, Any]  # the data set's own keys, as its YAML lists them
+    options: Options  # the data set's own keys, as its YAML lists them
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    epochs: int
-    max_steps: int | None
-    eval_every_epochs: int
-    eval_every_steps: int | None  # also after every so many steps; null: after epochs only
-    log_every_steps: int
-    on_oom: str  # halve the micro-batch of all ranks once, or stop the run
-    compile: str | bool  # blocks: each repeated block instead of the whole model
-    cuda_graph: str | bool  # auto: where the run can be captured
-    channels_last: str | bool  # auto: on CUDA
-    label_smoothing: float  # probability that is spread over all classes, in training
+    epochs: Count
+    max_steps: Count | None
+    eval_every_epochs: Count
+    eval_every_steps: Count | None
+    log_every_steps: Count
+    on_oom: Literal["halve", "stop"]
+    compile: bool | Literal["blocks"]
+    cuda_graph: Auto | bool
+    channels_last: Auto | bool
+    label_smoothing: Share
     deterministic: bool
     tf32: bool
 
@@ -78,187 +106,83 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class GroupConfig:
-    """Parameters with rates of their own; the first group that matches a parameter has it."""
-
-    match: tuple[str, ...]  # patterns of names, as of fnmatch
-    lr_scale: float  # times optim.lr
-    weight_decay: float | None  # null: optim.weight_decay
-    frozen: bool
-
-
-@dataclass(frozen=True)
-class SgdConfig:
-    name: str
-    lr: float
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    clip_norm: float | None
-    groups: tuple[GroupConfig, ...]
-    decay_vectors: bool
-    layer_decay: float | None
-
-
-@dataclass(frozen=True)
-class AdamWConfig:
-    name: str
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float | None
-    groups: tuple[GroupConfig, ...]
-    decay_vectors: bool
-    layer_decay: float | None
-
-
-@dataclass(frozen=True)
-class AdamConfig:
-    """Adam, NAdam and RAdam of torch.optim; weight decay is added to the gradient."""
-
-    name: str
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float | None
-    groups: tuple[GroupConfig, ...]
-    decay_vectors: bool
-    layer_decay: float | None
-
-
-@dataclass(frozen=True)
-class RmspropConfig:
-    name: str
-    lr: float
-    alpha: float
-    eps: float
-    momentum: float
-    weight_decay: float
-    clip_norm: float | None
-    groups: tuple[GroupConfig, ...]
-    decay_vectors: bool
-    layer_decay: float | None
-
-
-@dataclass(frozen=True)
-class AdagradConfig:
-    name: str
-    lr: float
-    eps: float
-    weight_decay: float
-    clip_norm: float | None
-    groups: tuple[GroupConfig, ...]
-    decay_vectors: bool
-    layer_decay: float | None
-
-
-@dataclass(frozen=True)
-class OwnOptimConfig:
-    """An optimizer that a recipe file registers."""
-
-    name: str
-    lr: float
-    clip_norm: float | None
-    groups: tuple[GroupConfig, ...]
-    decay_vectors: bool
-    layer_decay: float | None
-    options: dict[str, Any]  # its own keys, which its constructor is given
-
-    @property
-    def weight_decay(self) -> float:
-        """That of parameters whose group has none."""
-        return float(self.options.get("weight_decay", 0.0))
-
-
-OptimConfig = SgdConfig | AdamWConfig | AdamConfig | RmspropConfig | AdagradConfig | OwnOptimConfig
-
-
-@dataclass(frozen=True)
 class ScheduleConfig:
-    name: str  # constant, linear, cosine, onecycle
-    warmup_fraction: float
-    base_batch: int | None  # the batch that optim.lr is for; null: any
+    name: Name
+    warmup_fraction: Share
+    base_batch: Count | None
 
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    mode: str  # dynamic, static, none, auto (dynamic, from a start found by one dry backward)
-    init: int  # powers of two
-    growth_interval: int
-    hysteresis: int
-    min: int
-    max: int
-    max_bad_losses: int  # non-finite losses in a row that end the run
-    max_floor_skips: int  # overflows in a row at the smallest scale that end the run
+    mode: Literal["dynamic", "static", "none", "auto"]
+    init: LossScale
+    growth_interval: Count
+    hysteresis: Count
+    min: LossScale
+    max: LossScale
+    max_bad_losses: Count
+    max_floor_skips: Count
 
 
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
-    """When a run ends before its last step."""
-
-    patience: int | None  # evaluations in a row without an improvement; null: never
-    min_delta: float  # that an improvement must exceed
-    metric: str | None  # null: the one that runs are compared by
+    patience: Count | None
+    min_delta: NotNegative
+    metric: Text | None
 
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """An exponential moving average of the weights."""
-
-    decay: float | None  # per applied step; null: none
-    every_steps: int  # steps from one pass over the weights to the next
+    decay: Share | None
+    every_steps: Count
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    name: str  # fp32, amp_fp16, fp16, pure_fp16, bf16, amp_bf16
-    emulate: str | bool  # auto: where the processor has no such arithmetic
-    fp32_modules: tuple[str, ...]  # patterns of names of modules that compute in fp32
-    rescue: bool  # add those whose outputs leave the range of fp16 in training
-    max_rescues: int
+    name: Literal["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
+    emulate: Auto | bool
+    fp32_modules: Texts
+    rescue: bool
+    max_rescues: Count
     scale: ScaleConfig
 
 
 @dataclass(frozen=True)
 class WireConfig:
-    dtype: str  # auto, fp16, bf16, fp32
-    sum: str  # native: in the wire's dtype; fp32: exchanged in half, summed in fp32, rounded once
-    shard: bool  # masters and optimizer states divided among the ranks
-    compression: str  # none; everything else is refused with the reason
-    bucket_mb: str | float  # auto or MB
+    dtype: Literal["auto", "fp16", "bf16", "fp32"]
+    sum: Literal["native", "fp32"]
+    shard: bool
+    bucket_mb: Auto | Positive
     overlap: bool
-    predivide: str | int  # auto or a power of two
+    predivide: Auto | Predivide
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int | None
-    every_s: float | None  # seconds after the last one; null in both: only at the end and when stopped
-    keep: int  # the newest so many, and the best
-    resume: str  # auto: resume if run.dir holds a checkpoint; never; the path of a checkpoint or run
-    on_error: str  # warn: continue where one cannot be written; stop
+    every_steps: Count | None
+    every_s: Seconds | None
+    keep: Count
+    resume: Text
+    on_error: Literal["warn", "stop"]
 
 
 @dataclass(frozen=True)
 class ConsistencyConfig:
-    every_steps: int | None  # compare the ranks' replicas, bit by bit; null: only where it must be
+    every_steps: Count | None
 
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    name: str | list[str]  # wandb, tensorboard, trackio, none, one of a recipe file, or a list of them
-    project: str
-    mode: str  # auto, online, offline
-    group: str | None
-    tags: tuple[str, ...]
-    entity: str | None  # null: that of the API key
-    run_name: str | None  # null: <recipe>-<name of the run's directory>
-    run_id: str | None  # null: a new one, kept when the run resumes
-    notes: str | None
-    artifacts: str  # none, last, best: the checkpoint that is uploaded at the end
-    watch: bool  # refused, with the reason
+    name: Trackers
+    project: WandbName
+    mode: Literal["auto", "online", "offline"]
+    group: Text | None
+    tags: Texts
+    entity: WandbName | None
+    run_name: Text | None
+    run_id: WandbName | None
+    notes: Text | None
+    artifacts: Literal["none", "last", "best"]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,31 +193,31 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    nvml: str | bool  # auto: where the run uses GPUs and there is a driver; true: a missing one is a warning
-    gradients_every_steps: int | None  # their exponents over the range of fp16; null or 0: never
+    nvml: Auto | bool
+    gradients_every_steps: CountOrZero | None
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    nproc: str | int  # auto: all GPUs of this machine, one process where there are fewer than two
-    max_restarts: int  # from the newest intact checkpoint, after a failure that a restart can fix
-    init_timeout_s: float  # until all ranks have joined and finished their first step
-    stall_s: float  # longest a rank may stay in one phase of a step after that
-    grace_s: float  # after SIGTERM, until the workers are killed
-    preempt_signals: str  # what SIGUSR1 and SIGUSR2 ask for: save; stop; auto: stop under Slurm, else save
-    log_level: str  # of logs/rank<k>.log, not of the console: debug adds a line per step and rank
+    nproc: Auto | Count
+    max_restarts: CountOrZero
+    init_timeout_s: Seconds
+    stall_s: Seconds
+    grace_s: Seconds
+    preempt_signals: Literal["auto", "save", "stop"]
+    log_level: Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class RecipesConfig:
-    path: str | None  # a Python file with a recipe of your own
+    path: Text | None
 
 
 @dataclass(frozen=True)
 class Config:
     """The whole config of a run after all checks, one field per group of `conf/`."""
 
-    seed: int
+    seed: Annotated[int, whole(0, 2**63 - 1)]
     recipe: RecipeConfig
     run: RunConfig
     model: ModelConfig
@@ -315,17 +239,6 @@ class Config:
     from_environment: dict[str, Any] = field(default_factory=dict)
 
 
-OPTIMIZERS: dict[str, type[OptimConfig]] = {
-    "sgd": SgdConfig,
-    "adamw": AdamWConfig,
-    "adam": AdamConfig,
-    "nadam": AdamConfig,
-    "radam": AdamConfig,
-    "rmsprop": RmspropConfig,
-    "adagrad": AdagradConfig,
-}
-
-
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as JSON values, the inverse of `from_dict`."""
     plain = as_json(asdict(config))
@@ -335,12 +248,6 @@ def to_dict(config: Config) -> dict[str, Any]:
     return plain
 
 
-@cache
-def types_of(kind: Any) -> dict[str, Any]:
-    """The type of each field of a dataclass. Its text is evaluated once: that takes 0.1 ms."""
-    return get_type_hints(kind)
-
-
 def from_dict(values: dict[str, Any]) -> Config:
     """The config from values known to be valid: from `to_dict`, or checked in `validation`."""
     config = build(Config, {"from_environment": {}, **values})
@@ -348,12 +255,40 @@ def from_dict(values: dict[str, Any]) -> Config:
     return config
 
 
-def section_types(name: str | None) -> dict[str, Any]:
-    """The type of each section (for `optim`, of the optimizer called `name`) and plain key."""
-    hints = dict(types_of(Config))
-    del hints["from_environment"]  # not a section of a tree
-    hints["optim"] = SgdConfig if name is None else OPTIMIZERS.get(name, OwnOptimConfig)
-    return hints
+@cache
+def types_of(kind: Any) -> dict[str, Any]:
+    """The type of each field of a dataclass, with its rule. Evaluating its text takes 0.1 ms."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def is_section(kind: Any) -> bool:
+    """Whether keys of this type are sections with keys of their own."""
+    return is_dataclass(kind)
+
+
+def section_types(optimizer: str) -> dict[str, Any]:
+    """The type of each section and plain key of a config with this optimizer."""
+    sections = {**types_of(Config), "optim": keys_of(optimizer)}
+    del sections["from_environment"]  # not a section of a tree
+    return sections
+
+
+@cache
+def rules() -> Mapping[str, Rule]:
+    """The rule of each key, by its dotted path; those of all optimizers."""
+    return {
+        path: rule
+        for optimizer in (*OPTIMIZERS, "own")
+        for path, rule in _rules(section_types(optimizer), "")
+    }
+
+
+def _rules(kinds: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Rule]]:
+    for key, kind in kinds.items():
+        if is_section(kind):
+            yield from _rules(types_of(kind), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", rule_of(kind)
 
 
 def as_json(value: Any) -> Any:
@@ -370,14 +305,16 @@ def build(kind: Any, value: Any) -> Any:
     if value is None:
         return None
     if kind == OptimConfig:
-        return build(OPTIMIZERS.get(value["name"], OwnOptimConfig), value)
+        kind = keys_of(value["name"])
     if is_dataclass(kind):
         assert isinstance(kind, type)
-        hints = types_of(kind)
-        parts = {each.name: build(hints[each.name], value[each.name]) for each in fields(kind)}
-        return kind(**parts)
+        kinds = types_of(kind)
+        return kind(**{each.name: build(kinds[each.name], value[each.name]) for each in fields(kind)})
+    if get_origin(kind) is Annotated:
+        return build(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
         return tuple(build(get_args(kind)[0], item) for item in value)
     if get_origin(kind) in (Union, types.UnionType):
-        return float(value) if float in get_args(kind) and type(value) is int else value
+        floats = any(float in (member, *get_args(member)) for member in get_args(kind))
+        return float(value) if floats and type(value) is int else value
     return float(value) if kind is float else value

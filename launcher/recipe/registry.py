@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from launcher.config.groups import recipes_dir
+from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
-from launcher.config.schema import OPTIMIZERS, Config
+from launcher.config.schema import Config
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import defined_at
 from launcher.errors import ConfigError, LauncherError, described

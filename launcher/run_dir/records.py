@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.config.environment_values import replaced
 from launcher.config.schema import Config, to_dict
+from launcher.config.trees import replaced
 from launcher.errors import escaped, listed
 from launcher.run_dir.atomic import (
     make_folder,

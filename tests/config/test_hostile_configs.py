@@ -14,7 +14,8 @@ from launcher.config.composition import Request
 from launcher.config.files import MAX_BYTES, MAX_NODES
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs
-from launcher.config.rules import RULES, value_problem
+from launcher.config.rules import value_problem
+from launcher.config.schema import rules
 
 BASE = b"# @package _global_\nrecipe: {name: mine, uses: mine}\n"
 BOMB = b"a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(
@@ -91,12 +92,12 @@ def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason) -> Non
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("key", sorted(RULES))
+@pytest.mark.parametrize("key", sorted(rules()))
 @pytest.mark.parametrize("value", [10**400, -(10**400), 16**5000], ids=["above", "below", "unprintable"])
 def test_a_whole_number_beyond_every_float_is_no_value_of_any_key(key, value) -> None:
-    assert not RULES[key].holds(value)
-    assert not RULES["model.options"].holds({"widths": [{"last": value}]})
-    assert len(value_problem(key, value, RULES[key])) < 400
+    assert not rules()[key].holds(value)
+    assert not rules()["model.options"].holds({"widths": [{"last": value}]})
+    assert len(value_problem(key, value, rules()[key])) < 400
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "dangling link"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.config.rules import RULES
+from launcher.config.schema import rules
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
 from launcher.engine.limits import VOTES
 from launcher.training import build
@@ -131,7 +131,7 @@ def test_the_engine_and_the_config_accept_and_refuse_the_same_numbers(name: str,
     build, key, accepted, _ = NUMBERS[name]
     valid = any(value is each for each in accepted)
     if key is not None:
-        assert RULES[key].holds(value) is valid
+        assert rules()[key].holds(value) is valid
     if valid:
         build(value)
         return
@@ -153,15 +153,15 @@ def test_an_int_beyond_every_float_is_refused_like_any_other(name: str) -> None:
     "key", ["launch.stall_s", "launch.grace_s", "launch.init_timeout_s", "checkpoint.every_s"]
 )
 def test_a_time_is_one_that_a_timer_can_wait_for(key: str) -> None:
-    assert RULES[key].holds(1e9)
-    assert not RULES[key].holds(1e10)
+    assert rules()[key].holds(1e9)
+    assert not rules()[key].holds(1e10)
     assert threading.TIMEOUT_MAX > 1e9
 
 
 def test_a_rate_of_zero_is_for_own_loops_only() -> None:
     for optimizer in (SGD, AdamW, lambda lr: TorchOptimizer(torch.optim.Adam, lr)):
         optimizer(ONLY_IN_A_LOOP["optim.lr"])
-    assert not RULES["optim.lr"].holds(ONLY_IN_A_LOOP["optim.lr"])
+    assert not rules()["optim.lr"].holds(ONLY_IN_A_LOOP["optim.lr"])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
 
 @pytest.mark.parametrize("size", [1e-9, 0.5, 1, 1e300])
 def test_every_bucket_size_of_the_config_is_one_for_the_engine(size: float) -> None:
-    assert RULES["wire.bucket_mb"].holds(size)
+    assert rules()["wire.bucket_mb"].holds(size)
     Wire(bucket_bytes=build.bucket_bytes(size))
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from launcher.config.schema import OwnOptimConfig
+from launcher.config.optimizers import OwnOptimConfig
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import registry_of

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.rules import RULES
-from launcher.config.schema import Config, TrackerConfig
+from launcher.config.schema import Config, TrackerConfig, rules
 from launcher.errors import ConfigError
 
 VARIABLES = {
@@ -92,7 +91,7 @@ def _given(key: str, overrides: Sequence[str]) -> bool:
 
 def _value(key: str, variable: str, text: str) -> Any:
     value = tuple(tag.strip() for tag in text.split(",") if tag.strip()) if key == "tags" else text
-    rule = RULES[f"tracker.{key}"]
+    rule = rules()[f"tracker.{key}"]
     if not rule.holds(value):
         raise ConfigError(f"{variable}={text} in the environment: must be {rule.text}.")
     return value

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from launcher.config.optimizers import is_fused
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
-from launcher.config.validation import OF_OUR_OWN
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.process_group import own_thread_count
@@ -51,7 +51,7 @@ def decisions(
     yield "batch", _division(plan)
     numel = stepper.num_trainable
     steps = config.train.total_steps(plan.steps_per_epoch)
-    if config.optim.name not in OF_OUR_OWN:
+    if not is_fused(config.optim.name):
         yield (
             "optimizer",
             f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass",

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from launcher.config.schema import OptimConfig
+from launcher.config.optimizers import OptimConfig
 from launcher.engine import ParameterGroup, UnusableError
 from launcher.engine.flat.groups import Rates, idle_groups, owners_of
 from launcher.engine.flat.names import all_names, named_parameters

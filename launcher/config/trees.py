@@ -1,0 +1,60 @@
+"""Walks over nested values of a config: its paths, leaves and texts. Pure; knows no key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+
+def leaves(
+    values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of each leaf; a section with a name in `whole` counts as one leaf."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key not in whole:
+            yield from leaves(value, f"{prefix}{key}.", whole)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key of the tree, sections included."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{prefix}{key}.")
+
+
+def value_at(values: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A copy of `values` with `changes` applied, by dotted path."""
+    return {
+        key: replaced(value, changes, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else changes.get(f"{prefix}{key}", value)
+        for key, value in values.items()
+    }
+
+
+def texts(value: Any) -> Iterator[str]:
+    """The strings at any depth of a value, without the keys of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from texts(item)
+
+
+def nested_keys(value: Any) -> Iterator[str]:
+    """The keys of the mappings at any depth of a value."""
+    if isinstance(value, Mapping):
+        yield from map(str, value)
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from nested_keys(item)
