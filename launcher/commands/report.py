@@ -25,7 +25,7 @@ PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second pr
 
 def write_reports(arguments: Arguments) -> None:
     """Write the page of the runs, and print their table. Raises ConfigError, StorageError."""
-    from launcher.report.comparison import is_sweep, write_comparison
+    from launcher.report.comparison import is_sweep, job_directories, write_comparison
     from launcher.report.page import render
     from launcher.report.run_table import run_table
 
@@ -36,7 +36,14 @@ def write_reports(arguments: Arguments) -> None:
         sweeps = [directory for directory in directories if is_sweep(directory)]
         runs = read_runs(run_directories(directories))
         place = place_of(arguments, directories)
-        written = [path for sweep in sweeps for path in write_comparison(sweep, silent)]
+        by_directory = {run.directory.resolve(): run for run in runs}
+        written = [
+            path
+            for sweep in sweeps
+            for path in write_comparison(
+                sweep, [by_directory[job.resolve()] for job in job_directories(sweep)]
+            )
+        ]
         title = directories[0].absolute().name if len(directories) == 1 and sweeps else ""
         write_page(place, render(runs, title or titled(runs)))
     except OSError as error:
@@ -134,7 +141,3 @@ def titled(runs: Sequence[RunRecord]) -> str:
 
 def warn(text: str) -> None:
     print(wrapped(f"warning: {text}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
-
-
-def silent(text: str) -> None:
-    """For files whose warnings have been printed."""

@@ -80,11 +80,13 @@ def compare_jobs(directory: Path) -> None:
     """Write the plot, tables and page of a sweep; a failure is a warning, because the jobs are done."""
     from launcher.report.comparison import SIDE_BY_SIDE, TABLE, job_directories, write_comparison
     from launcher.report.page import write_sweep_report
+    from launcher.report.run_record import RunRecord
 
     try:
-        written = write_comparison(directory)
-        if jobs := job_directories(directory):
-            written.append(write_sweep_report(directory, jobs))
+        runs = [RunRecord.read(job) for job in job_directories(directory)]
+        written = write_comparison(directory, runs)
+        if runs:
+            written.append(write_sweep_report(directory, runs))
         for path in written:
             if path.name == SIDE_BY_SIDE:
                 print(f"\n{path.read_text(encoding='utf-8')}")

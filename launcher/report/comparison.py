@@ -19,10 +19,10 @@ from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program
-from launcher.report.comparison_plot import Line, Panel, draw
-from launcher.report.reading import Warn, silent, training_seconds_of
+from launcher.report.pictures import draw_comparison
+from launcher.report.reading import training_seconds_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
-from launcher.report.settings import REPEATED, higher_is_better
+from launcher.report.settings import REPEATED, RunSetting, higher_is_better
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
@@ -43,16 +43,15 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, finished or not. Its events are not kept."""
+    """One run of a sweep, finished or not."""
 
-    directory: Path
-    overrides: dict[str, str]
-    result: dict[str, Any]
+    run: RunRecord
+    result: dict[str, Any]  # with the state that the run's other files say
     measured: Measured
-    metric_name: str | None  # by which it is compared
-    last_loss: float | None
-    loss: Line  # training
-    metric: Line  # held out
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        return self.run.overrides
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,18 @@ def job_directories(sweep_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (not path.name.split("_")[0].isdigit(), natural_order(path.name)))
 
 
-def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
-    """Write plot and tables to the sweep's directory. Raises OSError."""
-    jobs = [read_job(directory, warn) for directory in job_directories(sweep_dir)]
+def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
+    """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
+    jobs = [job_of(run) for run in runs]
     settings = settings_of(jobs)
-    note = note_of(jobs)
-    table, rows = sweep_dir / TABLE, sweep_dir / ROWS
-    write_text(table, markdown(sweep_dir.name, settings, note))
+    table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
+    write_text(table, markdown(sweep_dir.name, settings, note_of(jobs)))
     write_text(rows, as_csv(jobs))
-    written = [draw([s.label for s in settings], panels_of(settings), sweep_dir / COMPARISON), table, rows]
+    drawn = [
+        RunSetting(s.label, place, tuple(job.run for job in s.jobs), tuple(s.label for _ in s.jobs))
+        for place, s in enumerate(settings)
+    ]
+    written = [draw_comparison(drawn, metric_name_of(settings), picture), table, rows]
     if of_precisions(jobs):
         sides = [Side(s.label, tuple(job.measured for job in s.jobs)) for s in settings]
         written.append(sweep_dir / SIDE_BY_SIDE)
@@ -90,24 +92,12 @@ def write_comparison(sweep_dir: Path, warn: Warn = silent) -> list[Path]:
     return written
 
 
-def read_job(directory: Path, warn: Warn = silent) -> Job:
-    """Read the files of the run, metrics.jsonl in bounded memory. Raises OSError."""
-    run = RunRecord.read(directory, warn)
-    overrides, result = run.overrides, {**run.result, "state": run.state}
+def job_of(run: RunRecord) -> Job:
     config = config_of(run)
-    seed = overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
-    words = tuple(f"{key}={value}" for key, value in overrides.items())
-    loss, name = run.recording.steps["loss"], run.metric_name
-    return Job(
-        directory,
-        overrides,
-        result,
-        measured(seed, result, run.recording, config, words),
-        name,
-        loss.last,
-        Line.of(loss),
-        Line.of(run.recording.evaluation(name) if name else None),
-    )
+    result = {**run.result, "state": run.state}
+    seed = run.overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
+    words = tuple(f"{key}={value}" for key, value in run.overrides.items())
+    return Job(run, result, measured(seed, result, run.recording, config, words))
 
 
 def settings_of(jobs: Sequence[Job]) -> list[Setting]:
@@ -209,7 +199,7 @@ def cells(setting: Setting, metric_name: str) -> list[str]:
     done = [job for job in setting.jobs if job.result["state"] == "done"]
     ended = f"{len(done)}" if len(done) == len(setting.jobs) else f"{len(done)} of {len(setting.jobs)} done"
     values = [job.result["metric"] for job in done if job.result.get("metric") is not None]
-    losses = [job.last_loss for job in done if job.last_loss is not None]
+    losses = [loss for job in done if (loss := job.run.recording.steps["loss"].last) is not None]
     seconds = [value for job in done if (value := training_seconds_of(job.result)) is not None]
     return [
         setting.label,
@@ -240,7 +230,7 @@ def as_csv(jobs: Sequence[Job]) -> str:
     for job in jobs:
         measured = job.result.get("metrics", {})
         writer.writerow(
-            [job.directory.name]
+            [job.run.directory.name]
             + [job.overrides.get(key, "") for key in keys]
             + [job.result.get(key, "") for key in RESULT_KEYS]
             + [measured.get(name, "") for name in metrics]
@@ -251,17 +241,5 @@ def as_csv(jobs: Sequence[Job]) -> str:
 def metric_name_of(settings: Sequence[Setting]) -> str:
     """What these runs are compared by; "" if none was evaluated."""
     jobs = [job for setting in settings for job in setting.jobs]
-    known = [job.result.get("metric_name") for job in jobs] + [job.metric_name for job in jobs]
+    known = [job.result.get("metric_name") for job in jobs] + [job.run.metric_name for job in jobs]
     return next((str(name) for name in known if name), "")
-
-
-def panels_of(settings: Sequence[Setting]) -> list[Panel]:
-    """Training loss, and what the runs are compared by."""
-    name = metric_name_of(settings)
-    is_share = metric(name, 0.5).endswith("%")
-    title = f"{metric_title(name)}, held out{' (%)' if is_share else ''}"
-    metrics = [[job.metric for job in s.jobs if job.metric_name == name] for s in settings]
-    return [
-        Panel("loss, training", [[job.loss for job in s.jobs] for s in settings]),
-        Panel(title, metrics, 100.0 if is_share else 1.0),
-    ]

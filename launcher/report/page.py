@@ -7,15 +7,17 @@ accepts missing ones, and escapes their content.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from launcher.errors import listed
 from launcher.report.after_evaluation import after_evaluation
-from launcher.report.charts.confusion_table import confusion_part
+from launcher.report.charts.chart import Chart
+from launcher.report.charts.confusion import confusion_part
 from launcher.report.charts.gpu_charts import gpu_charts
 from launcher.report.charts.gradient_chart import gradient_part
-from launcher.report.charts.run_charts import charts_of, common_legend, restart_note
+from launcher.report.charts.run_charts import common_legend, restart_note, run_charts
+from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
 from launcher.report.charts.timeline import timeline
 from launcher.report.html import (
@@ -32,7 +34,6 @@ from launcher.report.html import (
     table,
 )
 from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
-from launcher.report.reading import Warn, silent
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
@@ -46,24 +47,25 @@ TILES = ("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_nam
 Part = Callable[[RunRecord], str]
 
 
-def write_report(run_dir: Path, warn: Warn = silent) -> Path:
-    """Write report.html from the other files, during or after a run. Raises OSError."""
-    path = run_dir / REPORT
-    write_text(path, render([RunRecord.read(run_dir, warn)]))
+def write_report(run: RunRecord) -> Path:
+    """Write the run's report.html, during or after the run. Raises OSError."""
+    path = run.directory / REPORT
+    write_text(path, render([run]))
     return path
 
 
-def write_sweep_report(sweep_dir: Path, run_dirs: Sequence[Path]) -> Path:
+def write_sweep_report(sweep_dir: Path, runs: Sequence[RunRecord]) -> Path:
     """Write report.html of the runs of a sweep to its directory. Raises OSError."""
     path = sweep_dir / REPORT
-    write_text(path, render([RunRecord.read(run_dir) for run_dir in run_dirs], sweep_dir.name))
+    write_text(path, render(runs, sweep_dir.name))
     return path
 
 
 def render(runs: Sequence[RunRecord], title: str = "") -> str:
     """The whole page."""
     settings = run_settings(runs)
-    curves = paragraph(restart_note(settings), "note") + common_legend(settings) + grid(charts_of(settings))
+    charts = _drawn(run_charts(settings).values())
+    curves = paragraph(restart_note(settings), "note") + legend(common_legend(settings)) + charts
     parts = [
         headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
         failures(runs),
@@ -73,12 +75,16 @@ def render(runs: Sequence[RunRecord], title: str = "") -> str:
     return page(title or runs[0].name, _subtitle(runs), "".join(parts))
 
 
+def _drawn(charts: Iterable[Chart]) -> str:
+    return grid(markup(chart) for chart in charts)
+
+
 def _details_of_first(runs: Sequence[RunRecord]) -> str:
     """What belongs to one run; of the first ones, and folded, where there are many."""
     parts = [
         _each("Where the time goes", runs, time_split),
         _each("Gradients in the range of fp16", runs, gradient_part),
-        _each("GPUs", runs, lambda run: grid(gpu_charts(run))),
+        _each("GPUs", runs, lambda run: _drawn(gpu_charts(run))),
         _each("Mistakes by class", runs, confusion_part),
         _each("Time line", runs, timeline),
         _each("Evaluations", runs, _evaluations),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.report.reading import Warn, bytes_of, json_of, result_of, silent, text_of, training_seconds_of
+from launcher.report.reading import Warn, json_of, result_of, silent, text_of, training_seconds_of
 from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
 from launcher.run_dir.lock import Holder, holder_of
@@ -24,7 +24,6 @@ from launcher.telemetry.formatting import duration, metric_title
 from launcher.telemetry.tracker.delivery import lacking
 
 MARKS = (FILE_NAME, STATUS, RESULT, ENVIRONMENT)  # of a run, any of them; a folder of configs has none
-CONFUSION_PICTURE = "confusion_matrix.png"
 Process = tuple[Holder | None, bool | None]  # of a run, and whether it has ended; None if unknown
 
 
@@ -43,7 +42,6 @@ class RunRecord:
     config: dict[str, str] = field(default_factory=dict)  # by dotted key, as the user asked for it
     overrides: dict[str, str] = field(default_factory=dict)  # of the defaults, by key
     classification_report: str = ""
-    confusion_picture: bytes = b""
 
     @classmethod
     def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
@@ -61,7 +59,6 @@ class RunRecord:
             config=_as_asked(_flat(config_text, run_dir, warn), recording),
             overrides=overrides_of(run_dir),
             classification_report=text_of(run_dir / "classification_report.txt"),
-            confusion_picture=bytes_of(run_dir / CONFUSION_PICTURE),
         )
 
     @classmethod

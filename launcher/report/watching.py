@@ -16,12 +16,12 @@ from typing import Any
 
 from launcher.config.messages import program
 from launcher.errors import counted, listed
+from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.reading import text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.report.run_table import first_line, printable, shortened
-from launcher.report.text_plot import plot_lines
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, SWEEP
 from launcher.telemetry.event_log import FILE_NAME
@@ -95,7 +95,7 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
     bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []
     bottom += [text for text in (first_line(record.error), *wrap(record.note, columns)) if text]
     room = rows - len(top) - len(bottom) - 2
-    curve = plot_lines(record.recording.steps["loss"], columns, min(room, 16), braille)
+    curve = characters(curve_chart("loss", record.recording.steps["loss"]), columns, min(room, 16), braille)
     title = ["loss"] if curve else []
     leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.was_killed) else []
     lines = [*top, *title, *curve, *bottom, *leave]

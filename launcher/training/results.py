@@ -26,9 +26,16 @@ from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.contract import ONLY_SET, Recipe, Used
-from launcher.report.gradient_plot import GRADIENTS, draw_exponents
 from launcher.report.page import write_report
-from launcher.report.plots import CONFUSION_MATRIX, CURVES, draw_confusion_matrix, draw_curves
+from launcher.report.pictures import (
+    CONFUSION_MATRIX,
+    CURVES,
+    GRADIENTS,
+    draw_confusion_matrix,
+    draw_curves,
+    draw_gradients,
+)
+from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import REPORT, write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
@@ -37,10 +44,10 @@ from launcher.telemetry.events import ReportEvent
 from launcher.training.progress import Totals
 
 SPLIT = "split.csv"
-PAGE_FILES: dict[str, Callable[[Path], object]] = {  # the page is last: it contains a picture
+PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
     CURVES: draw_curves,
     CONFUSION_MATRIX: draw_confusion_matrix,
-    GRADIENTS: draw_exponents,
+    GRADIENTS: draw_gradients,
     REPORT: write_report,
 }
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
@@ -185,10 +192,12 @@ def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
 
 
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
-    """Write plots and report.html, from the files of the run alone; a failure of one is a warning."""
+    """Write pictures and report.html, from the files of the run alone; a failure of one is a warning."""
+    run = None
     for name, write in PAGE_FILES.items():
         try:
-            write(run_dir)
+            run = run or RunRecord.read(run_dir)
+            write(run)
         except Exception as error:  # a plot must not fail a run that is complete, nor cost the other files
             reason = " ".join(in_words(error).split())
             telemetry.warn(f"{name} could not be drawn: {type(error).__name__}: {reason}")

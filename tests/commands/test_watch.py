@@ -21,12 +21,12 @@ import pytest
 
 from launcher.cli import main
 from launcher.commands.full_screen import ENTER, LEAVE
+from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.curve import Curve
 from launcher.report.overview import state_text
 from launcher.report.run_record import RunRecord
 from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.run_table import run_table
-from launcher.report.text_plot import plot_lines
 from launcher.report.watching import (
     SETTLE_S,
     Watched,
@@ -100,14 +100,14 @@ def test_the_curve_falls_where_the_loss_falls(braille):
     curve = Curve()
     for step in range(100):
         curve.add_point(step, 200.0 - step)
-    lines = plot_lines(curve, 40, 8, braille)
+    lines = characters(curve_chart("loss", curve), 40, 8, braille)
     assert len(lines) == 8
     first = [len(line) - len(line[8:].lstrip()) for line in lines]
     assert first == sorted(first), "each row begins further right"
     assert float(lines[0].split()[0]) == pytest.approx(205, rel=0.01)
     assert braille or all(line.isascii() for line in lines)
-    assert plot_lines(Curve(), 40, 8) == []
-    assert plot_lines(curve, 9, 8) == []
+    assert characters(curve_chart("loss", Curve()), 40, 8) == []
+    assert characters(curve_chart("loss", curve), 9, 8) == []
 
 
 def test_a_run_that_rewinds_is_shown_from_its_new_end(run_dir):

@@ -12,6 +12,7 @@ from wandb.proto import wandb_internal_pb2
 from launcher.recipe import load_recipe
 from launcher.recipe.contract import Used
 from launcher.report.page import write_report
+from launcher.report.run_record import RunRecord
 from launcher.telemetry.tracker.used_config import used_config
 from tests.configs import composed
 from tests.faults.launching import EPOCH, Ended, run
@@ -50,7 +51,7 @@ def test_the_same_command_again_tells_the_loss_and_no_accuracy(ended) -> None:
 
 
 def test_the_page_says_which_choices_nobody_looked_up(ended) -> None:
-    page = write_report(ended.directory).read_text()
+    page = write_report(RunRecord.read(ended.directory)).read_text()
     assert "  name: resnet18  # not used: the recipe has its own, Noisy" in page
     assert "  name: digits  # not used: the recipe has its own, noisy" in page
     assert '<th scope="row">model</th><td>Noisy</td>' in page

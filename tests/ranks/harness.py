@@ -30,8 +30,8 @@ PRELOADED = [
     "launcher.sweep.hydra_sweep",
     "launcher.cli",
     "sklearn.metrics",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
+    "PIL.ImageDraw",
+    "PIL.ImageFont",
 ]
 
 

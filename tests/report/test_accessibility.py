@@ -10,6 +10,7 @@ import pytest
 
 from launcher.report.html import ASSETS
 from launcher.report.page import write_report
+from launcher.report.run_record import RunRecord
 from launcher.telemetry.event_log import EventLog
 from tests.report.browser import CHROMIUM, Browser, browser
 from tests.report.test_page import write_run
@@ -90,7 +91,7 @@ def page(tmp_path: Path) -> Path:
     log = EventLog(run_dir / "metrics.jsonl")
     log.write({"event": "restart", "time": 0.0, "step": 60, "path": "x", "attempt": 1})
     log.close()
-    return write_report(run_dir)
+    return write_report(RunRecord.read(run_dir))
 
 
 @pytest.mark.slow

@@ -9,14 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from launcher.report import comparison, comparison_plot, curve, recording
-from launcher.report.comparison import is_sweep, read_job, settings_of, write_comparison
-from launcher.report.comparison_plot import Line, mean_of
+from launcher.report import comparison, curve, pictures, recording
+from launcher.report.charts.chart import Chart
+from launcher.report.charts.run_charts import mean_of
+from launcher.report.comparison import is_sweep, job_directories, job_of, settings_of
 from launcher.report.curve import Curve
+from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry.event_log import EventLog
+
+
+def runs_of(sweep: Path) -> list[RunRecord]:
+    return [RunRecord.read(directory) for directory in job_directories(sweep)]
+
+
+def write_comparison(sweep: Path) -> list[Path]:
+    return comparison.write_comparison(sweep, runs_of(sweep))
 
 
 def write_job(sweep: Path, number: int, overrides: list[str], loss: float = 1.0, state: str = "done") -> Path:
@@ -54,8 +63,8 @@ def sweep(tmp_path) -> Path:
 
 
 def test_runs_that_differ_in_the_seed_alone_belong_together_in_the_order_they_ran(sweep) -> None:
-    jobs = [read_job(directory) for directory in comparison.job_directories(sweep)]
-    assert [job.directory.name.split("_")[0] for job in jobs] == [str(number) for number in range(12)]
+    jobs = [job_of(run) for run in runs_of(sweep)]
+    assert [job.run.directory.name.split("_")[0] for job in jobs] == [str(number) for number in range(12)]
     settings = settings_of(jobs)
     assert [(setting.label, len(setting.jobs)) for setting in settings] == [("fp32", 6), ("fp16", 6)]
 
@@ -63,7 +72,7 @@ def test_runs_that_differ_in_the_seed_alone_belong_together_in_the_order_they_ra
 def test_several_keys_are_named_and_equal_runs_are_one_setting(tmp_path) -> None:
     for number, (lr, wd) in enumerate([(1, 2), (1, 3), (2, 2)]):
         write_job(tmp_path, number, [f"optim.lr={lr}", f"optim.weight_decay={wd}"])
-    jobs = [read_job(directory) for directory in comparison.job_directories(tmp_path)]
+    jobs = [job_of(run) for run in runs_of(tmp_path)]
     assert next(s.label for s in settings_of(jobs)) == "optim.lr=1, optim.weight_decay=2"
     assert [s.label for s in settings_of(jobs[:1])] == ["all"]
 
@@ -82,19 +91,16 @@ def test_the_files_hold_means_spreads_and_every_job(sweep) -> None:
     assert float(table_rows[7]["accuracy"]) == pytest.approx(0.7)
 
 
-def test_the_picture_has_a_bold_mean_and_a_thin_line_per_seed(sweep, monkeypatch) -> None:
-    drawn = []
-    monkeypatch.setattr(comparison_plot, "save", lambda figure, path: drawn.append(figure) or path)
+def test_the_picture_has_a_bold_mean_and_a_thin_line_per_seed(sweep, drawn) -> None:
     write_comparison(sweep)
-    loss, accuracy = drawn[0].axes
+    loss, accuracy = drawn
     assert len(loss.lines) == len(accuracy.lines) == 2 * (6 + 1)
-    bold = [line for line in loss.lines if line.get_linewidth() > 2]
-    assert [line.get_label() for line in bold] == ["fp32", "fp16"]
-    assert list(bold[0].get_ydata()) == pytest.approx([3.5 / 5, 3.5 / 10, 3.5 / 15])
-    assert bold[0].get_color() != bold[1].get_color()
-    assert [line.get_linestyle() for line in bold] == ["-", "--"], "on grey paper they differ too"
-    thin = [line for line in loss.lines if line.get_color() == bold[1].get_color() and line is not bold[1]]
-    assert len(thin) == 6
+    bold = [line for line in loss.lines if line.style == "mean"]
+    assert [line.name for line in bold] == ["fp32, mean", "fp16, mean"]
+    assert list(bold[0].y) == pytest.approx([3.5 / 5, 3.5 / 10, 3.5 / 15])
+    assert bold[0].color != bold[1].color, "which selects the dashes too: on grey paper they differ"
+    thin = [line for line in loss.lines if line.color == bold[1].color and line is not bold[1]]
+    assert [line.style for line in thin] == ["faint"] * 6
 
 
 def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> None:
@@ -153,11 +159,11 @@ def test_a_run_is_no_sweep(sweep) -> None:
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[Figure]:
+def drawn(monkeypatch) -> list[Chart]:
     """What is drawn instead of written."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(comparison_plot, "save", lambda figure, path: figures.append(figure) or path)
-    return figures
+    charts: list[Chart] = []
+    monkeypatch.setattr(pictures, "write_picture", lambda found, path: charts.extend(found) or path)
+    return charts
 
 
 def write_evaluations(directory: Path, metric_name: str | None, **values: float) -> None:
@@ -176,10 +182,10 @@ def write_evaluations(directory: Path, metric_name: str | None, **values: float)
 @pytest.mark.parametrize(
     ("name", "values", "titles"),
     [
-        ("r2", {"loss": 0.5, "mae": 0.4, "r2": 0.5}, ["loss, training", "r2, held out"]),
-        ("loss", {"loss": 0.5}, ["loss, training", "loss, held out"]),
-        ("accuracy", {"loss": 0.5, "accuracy": 0.5}, ["loss, training", "accuracy, held out (%)"]),
-        ("loss", {}, ["loss, training"]),
+        ("r2", {"loss": 0.5, "mae": 0.4, "r2": 0.5}, ["Loss, training", "R2, held out"]),
+        ("loss", {"loss": 0.5}, ["Loss, training", "Loss, held out"]),
+        ("accuracy", {"loss": 0.5, "accuracy": 0.5}, ["Loss, training", "Accuracy, held out"]),
+        ("loss", {}, ["Loss, training"]),
     ],
 )
 def test_the_picture_shows_what_the_runs_are_compared_by_and_no_empty_half(
@@ -188,41 +194,47 @@ def test_the_picture_shows_what_the_runs_are_compared_by_and_no_empty_half(
     for number in range(2):
         write_evaluations(write_job(tmp_path, number, [f"optim.lr={number}"]), name, **values)
     write_comparison(tmp_path)
-    assert [axes.get_ylabel() for axes in drawn[0].axes] == titles
+    assert [chart.title for chart in drawn] == titles
     if values:
-        factor = 100 if "%" in titles[1] else 1
-        assert [list(line.get_ydata()) for line in drawn[0].axes[1].lines] == [[factor * 0.5]] * 2
+        factor = 100 if "accuracy" in values else 1
+        assert drawn[1].unit == ("%" if factor == 100 else "")
+        assert [list(line.y) for line in drawn[1].lines] == [[factor * 0.5]] * 2
 
 
-def test_a_sweep_without_any_event_says_that_nothing_was_recorded(tmp_path, drawn) -> None:
+def test_a_sweep_without_any_event_has_a_picture_too(tmp_path, drawn) -> None:
     (write_job(tmp_path, 0, ["optim.lr=1"]) / "metrics.jsonl").unlink()
     write_comparison(tmp_path)
-    (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.texts] == ["not recorded"]
+    (chart,) = drawn
+    assert chart.present == []
 
 
-def line_of(*points: tuple[float, float]) -> Line:
-    curve = Curve()
+def curve_of(*points: tuple[float, float]) -> Curve:
+    found = Curve()
     for x, y in points:
-        curve.add_point(x, y)
-    return Line.of(curve)
+        found.add_point(x, y)
+    return found
+
+
+def means_of(curves: list[Curve]) -> dict[float, float]:
+    x, y = mean_of(curves)
+    return dict(zip(x.tolist(), y.tolist(), strict=True))
 
 
 def test_the_mean_is_taken_where_all_lines_are_and_between_their_steps() -> None:
-    early, late = line_of((0, 0.0), (10, 10.0), (20, 0.0)), line_of((5, 3.0), (15, 3.0), (30, 3.0))
-    assert mean_of([early, late]) == {5: 4.0, 10: 6.5, 15: 4.0, 20: 1.5}
-    assert mean_of([line_of((0, 1.0)), line_of((1, 1.0))]) == {}
-    assert mean_of([]) == {}
+    early, late = curve_of((0, 0.0), (10, 10.0), (20, 0.0)), curve_of((5, 3.0), (15, 3.0), (30, 3.0))
+    assert means_of([early, late]) == {5: 4.0, 10: 6.5, 15: 4.0, 20: 1.5}
+    assert means_of([curve_of((0, 1.0)), curve_of((1, 1.0))]) == {}
+    assert means_of([]) == {}
 
 
 def test_the_mean_of_thinned_lines_is_that_of_their_values_not_of_their_peaks() -> None:
-    lines = []
+    curves = []
     for seed in range(3):
         noisy, noise = Curve(), np.random.default_rng(seed).exponential(1.0, 100_000)
         noisy.add(np.arange(noise.size, dtype=float), noise)
-        lines.append(Line.of(noisy))
-    assert max(lines[0].points.values()) > 8, "peaks are kept"
-    assert np.mean(list(mean_of(lines).values())) == pytest.approx(1.0, rel=0.02)
+        curves.append(noisy)
+    assert max(curves[0].points()[1]) > 8, "peaks are kept"
+    assert np.mean(list(means_of(curves).values())) == pytest.approx(1.0, rel=0.02)
 
 
 def peak_bytes(sweep: Path) -> int:

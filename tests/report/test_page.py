@@ -10,15 +10,31 @@ from html.parser import HTMLParser
 import pytest
 
 from launcher.cli import main
-from launcher.report import gradient_plot, plots
-from launcher.report.gradient_plot import draw_exponents, worst_layers
-from launcher.report.page import write_report
-from launcher.report.plots import draw_confusion_matrix, draw_curves
+from launcher.report import page, pictures
+from launcher.report.charts import gradient_chart
 from launcher.report.recording import read_recording
+from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog
 from launcher.training.results import write_page
+
+
+def write_report(run_dir):
+    return page.write_report(RunRecord.read(run_dir))
+
+
+def draw_curves(run_dir):
+    return pictures.draw_curves(RunRecord.read(run_dir))
+
+
+def draw_confusion_matrix(run_dir):
+    return pictures.draw_confusion_matrix(RunRecord.read(run_dir))
+
+
+def draw_gradients(run_dir):
+    return pictures.draw_gradients(RunRecord.read(run_dir))
+
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 FORMULA = r"$\frac{x$ price"  # that matplotlib cannot parse
@@ -340,21 +356,21 @@ def test_a_confusion_matrix_of_any_size_is_drawn(tmp_path, num_classes):
 
 
 def test_long_names_of_classes_leave_room_for_the_matrix(tmp_path):
-    """Warnings are errors: without room matplotlib warns."""
     write_run(tmp_path, [f"{'class ' * 50}{k}" for k in range(3)])
-    assert size_of(draw_confusion_matrix(tmp_path))
+    width, height = size_of(draw_confusion_matrix(tmp_path))
+    assert width < 2 * height
 
 
 def test_dollars_in_names_are_no_formulas(tmp_path):
     write_run(tmp_path, (FORMULA, "$5"))
     write_gradients(tmp_path, {**gradients_event(), "layers": {FORMULA: gradients_event()}})
     assert size_of(draw_confusion_matrix(tmp_path))
-    assert size_of(draw_exponents(tmp_path))
+    assert size_of(draw_gradients(tmp_path))
 
 
 def test_a_picture_that_cannot_be_drawn_costs_neither_the_others_nor_the_page(tmp_path):
     write_run(tmp_path)
-    write_json(tmp_path / "result.json", {"confusion_matrix": [["x"]]})
+    (tmp_path / "confusion_matrix.png").mkdir()
     (tmp_path / "report.html").mkdir()
     (tmp_path / "log").mkdir()
     telemetry = Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")])
@@ -382,18 +398,28 @@ def test_a_class_that_never_occurs_does_not_divide_by_zero(tmp_path):
     assert size_of(draw_confusion_matrix(tmp_path))
 
 
-def test_the_curves_show_the_recorded_values(tmp_path, monkeypatch):
-    """The lines themselves, not pixels: each panel holds what the events say, without non-finite values."""
+@pytest.fixture
+def drawn(monkeypatch):
+    """The charts of a picture instead of the picture."""
+    charts = []
+    monkeypatch.setattr(pictures, "write_picture", lambda found, path, **size: charts.extend(found) or path)
+    return charts
+
+
+def test_the_curves_show_the_recorded_values(tmp_path, drawn):
+    """The lines themselves, not pixels: each chart holds what the events say, without non-finite values."""
     write_events(tmp_path)
-    drawn = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
     draw_curves(tmp_path)
-    lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in drawn[0].axes}
-    training, held_out = lines["loss"]
+    lines = {
+        chart.title: [list(map(list, zip(line.x, line.y, strict=True))) for line in chart.lines]
+        for chart in drawn
+    }
+    training, held_out = lines["Loss"]
     assert training == [[step, 2.5 / step] for step in range(5, 61, 5) if step != 20]
     assert held_out == [[30, 0.3], [60, 0.3]]
-    assert lines["accuracy, held out (%)"] == [[[30, 93.0], [60, 96.0]]]
-    scale, skipped = lines["loss scale"]
+    assert lines["Accuracy, held out"] == [[[30, 93.0], [60, 96.0]]]
+    assert drawn[1].note == "Best: 96.00 % at step 60."
+    scale, skipped = lines["Loss scale"]
     assert skipped == [[20, 32768.0], [40, 16384.0], [60, 8192.0]]
     assert scale[0] == [5, 65536.0]
     assert scale[-1] == [60, 8192.0]
@@ -415,40 +441,41 @@ def write_gradients(run_dir, *events):
     log.close()
 
 
-def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(
-    tmp_path, monkeypatch
-):
+def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(tmp_path, drawn):
     write_gradients(tmp_path, gradients_event(scale=1.0), gradients_event())
-    drawn = []
-    monkeypatch.setattr(gradient_plot, "save", lambda figure, path: drawn.append(figure) or path)
-    draw_exponents(tmp_path)
-    (figure,) = drawn
-    histogram, _ = figure.axes
-    bars = {
-        (bar.get_x(), round(bar.get_height(), 6)) for bar in histogram.patches if bar.get_height() in (45, 50)
-    }
-    assert {place for place, _ in bars} >= {-30, -29}  # the latest event: 2^10 lower at scale 1
-    legend = [text.get_text() for text in histogram.get_legend().get_texts()]
-    assert legend == ["at scale 1: another 45.00 % would be zero", "as sent, at scale 2^10: 5.00 % are zero"]
+    draw_gradients(tmp_path)
+    histogram, zeros = drawn
+    bars = [list(zip(line.x, line.y, strict=True)) for line in histogram.lines]
+    assert bars == [[(-30, 45), (-29, 50)], [(-20, 45), (-19, 50)]], "the latest event: 2^10 lower at scale 1"
+    assert [line.name for line in histogram.legend] == [
+        "at scale 1: another 45.00 % would be zero",
+        "as sent, at scale 2^10: 5.00 % are zero",
+    ]
+    assert [name for _, _, name, _ in histogram.zones] == ["zero", "subnormal", "normal", "inf"]
+    assert zeros.lanes[-1] == f"layer0.{HOSTILE}"
+    assert [line.x[-2:].tolist() for line in zeros.lines] == [[0, 50], [0, 0]]
 
 
 @pytest.mark.parametrize("event", [gradients_event(), gradients_event(1.0), gradients_event(1.0, [0] * 57)])
 def test_any_gradients_can_be_drawn_and_the_page_shows_them(tmp_path, event):
     write_gradients(tmp_path, event)
-    path = draw_exponents(tmp_path)
+    path = draw_gradients(tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "Gradients in the range of fp16" in Page(write_report(tmp_path)).text
 
 
 def test_without_a_look_at_the_gradients_there_is_no_picture(tmp_path):
     write_events(tmp_path)
-    assert draw_exponents(tmp_path) is None
+    assert draw_gradients(tmp_path) is None
     assert "Gradients in the range" not in Page(write_report(tmp_path)).text
 
 
-def test_the_layers_with_most_zeros_come_first():
+def test_the_layers_with_most_zeros_come_first(tmp_path, drawn):
     event = gradients_event()
     for k, shares in enumerate(event["layers"].values()):
         shares["zero_share_at_scale_1"] = k / 100
-    assert [name.split(".")[0] for name, _ in worst_layers(event)[:2]] == ["layer39", "layer38"]
-    assert len(worst_layers(event)) == gradient_plot.MAX_LAYERS
+    write_gradients(tmp_path, event)
+    draw_gradients(tmp_path)
+    lanes = drawn[1].lanes[::-1]  # from the top
+    assert [name.split(".")[0] for name in lanes[:2]] == ["layer39", "layer38"]
+    assert len(lanes) == gradient_chart.MAX_LAYERS

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.report.comparison import SIDE_BY_SIDE, write_comparison
+from launcher.report.comparison import SIDE_BY_SIDE
 from launcher.report.recording import Recording
 from launcher.report.side_by_side import (
     Measured,
@@ -25,7 +25,7 @@ from launcher.report.side_by_side import (
 from launcher.report.spread import Spread, joined
 from launcher.run_dir.atomic import json_line, read_json, write_json
 from launcher.telemetry.step_time import TimeShares
-from tests.report.test_comparison import write_job
+from tests.report.test_comparison import write_comparison, write_job
 
 
 def spread_of(*values: float) -> Spread:

@@ -26,12 +26,8 @@ UNITS = {
 MAX_CHARTS = 12
 
 
-def gpu_charts(run: RunRecord) -> list[str]:
-    """The markup of the charts; none without `gpu` events."""
-    return [chart.markup() for chart in _charts(run)]
-
-
-def _charts(run: RunRecord) -> Iterator[Chart]:
+def gpu_charts(run: RunRecord) -> Iterator[Chart]:
+    """The charts; none without `gpu` events."""
     devices = run.recording.gpus
     fields = sorted({field for curves in devices.values() for field in curves}, key=_order)
     x = steps_axis(max((float(c.points()[0][-1]) for d in devices.values() for c in d.values()), default=1.0))

@@ -1,16 +1,20 @@
-"""The latest gradients over the range of fp16, with and without the loss scale, and zeros by parameter."""
+"""The latest gradients over the range of fp16, with and without the loss scale, and zeros by parameter.
+
+Elements that are zero as sent were rounded to zero or are always zero (dead units, kernel positions that only
+see padding). The additional zeros at a scale of 1 are those that the scale prevents.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from launcher.report.charts.axis import Axis
-from launcher.report.charts.chart import HEIGHT, WIDTH, Chart, Line
+from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.svg import markup
 from launcher.report.html import folded, paragraph, table
 from launcher.report.run_record import RunRecord
 
@@ -35,8 +39,10 @@ class _Gradients:
     layers: list[tuple[str, float, float]]  # name, share of zeros at scale 1, and as sent
 
     @classmethod
-    def of(cls, event: dict[str, Any]) -> _Gradients | None:
-        """None where the event is not of this form."""
+    def of(cls, event: dict[str, Any] | None) -> _Gradients | None:
+        """None where there is no event, or none of this form."""
+        if event is None:
+            return None
         try:
             counts = [int(count) for count in event["histogram"]]
             elements = max(1, sum(counts) + int(event["zeros"]))
@@ -59,8 +65,7 @@ class _Gradients:
 
 def gradient_part(run: RunRecord) -> str:
     """The markup; "" without gradients."""
-    event = run.recording.gradients
-    found = None if event is None else _Gradients.of(event)
+    found = _Gradients.of(run.recording.gradients)
     if found is None:
         return ""
     text = (
@@ -68,63 +73,72 @@ def gradient_part(run: RunRecord) -> str:
         f"{_percent(found.zero_share)} are zero as sent; at scale 1 it would be "
         f"{_percent(found.zero_share_at_scale_1)}."
     )
-    return paragraph(text) + _histogram(found) + _layers(found)
+    return paragraph(text) + markup(_histogram(found)) + _table(found)
 
 
-def _histogram(found: _Gradients) -> str:
-    visible = [e for e, part in zip(found.exponents, found.percent, strict=True) if part > VISIBLE_PERCENT]
-    low = min([*visible, *(e - found.shift for e in visible), SMALLEST_SUBNORMAL - 3]) - 2
-    x = Axis(low, END + 4)
-    y = Axis(0.0, 1.15 * max([*found.percent, 0.01]))
-    sent = [
-        (e, part) for e, part in zip(found.exponents, found.percent, strict=True) if part > VISIBLE_PERCENT
-    ]
-    series = [(f"as sent, at scale 2^{found.shift}", sent, AS_SENT, 1.0)]
+def gradient_charts(run: RunRecord) -> list[Chart]:
+    """The exponents of the latest gradients, and the zeros of the worst parameters; none without them."""
+    found = _Gradients.of(run.recording.gradients)
+    return [] if found is None else [_histogram(found), _zeros(found)]
+
+
+def _histogram(found: _Gradients) -> Chart:
+    """Exponents as sent and at scale 1: the scale shifts them by its logarithm."""
+    exponents, percent = np.array(found.exponents, float), np.array(found.percent)
+    visible = percent > VISIBLE_PERCENT
+    exponents, percent = exponents[visible], percent[visible]
+    sent = f"as sent, at scale 2^{found.shift}: {_percent(found.zero_share)} are zero"
+    lines = [Line(sent, AS_SENT, exponents, percent, "bars", opacity=1.0)]
     if found.shift:
-        series.insert(0, ("at scale 1", [(e - found.shift, p) for e, p in sent], AT_SCALE_1, PALE))
-    lines = [
-        Line(
-            name,
-            color,
-            np.array([e for e, _ in bars], float),
-            np.array([p for _, p in bars], float),
-            "area",
-            opacity=opacity,
-        )
-        for name, bars, color, opacity in series
-    ]
-    drawing = "".join(_bars(line, x, y) for line in lines)
-    zones = (
-        (low, SMALLEST_SUBNORMAL - 1, "zero", 1),
-        (SMALLEST_SUBNORMAL - 1, SMALLEST_NORMAL, "subnormal", 4),
-        (SMALLEST_NORMAL, END, "normal", 2),
-        (END, END + 4, "inf", 1),
-    )
+        lost = f"at scale 1: another {_percent(found.zero_share_at_scale_1 - found.zero_share)} would be zero"
+        lines.insert(0, Line(lost, AT_SCALE_1, exponents - found.shift, percent, "bars", opacity=PALE))
+    low = min([SMALLEST_SUBNORMAL - 3, *(float(line.x.min()) for line in lines if line.x.size)]) - 2
     return Chart(
         "Size of the gradient elements",
         "% of the elements",
         lines,
-        x,
-        y,
+        Axis(low, END + 4),
+        Axis(0.0, 1.15 * max([*found.percent, 0.01])),
         "power of two",
-        drawing=drawing,
-        zones=zones,
-    ).markup()
-
-
-def _bars(line: Line, x: Axis, y: Axis) -> str:
-    bars = list(zip(line.x.astype(int).tolist(), line.y.tolist(), strict=True))
-    path = "".join(
-        f"M{x.place(e) * WIDTH:.1f} {HEIGHT}V{(1 - y.place(part)) * HEIGHT:.1f}"
-        f"H{x.place(e + 0.86) * WIDTH:.1f}V{HEIGHT}Z"
-        for e, part in bars
+        zones=(
+            (low, SMALLEST_SUBNORMAL - 1, "zero", 1),
+            (SMALLEST_SUBNORMAL - 1, SMALLEST_NORMAL, "subnormal", 4),
+            (SMALLEST_NORMAL, END, "normal", 2),
+            (END, END + 4, "inf", 1),
+        ),
     )
-    values = f'data-x="{" ".join(str(e) for e, _ in bars)}" data-y="{" ".join(f"{p:.4g}%" for _, p in bars)}"'
-    return f'<path class="bar" style="{line.look}" d="{path}" data-name="{escape(line.name)}" {values}/>'
 
 
-def _layers(found: _Gradients) -> str:
-    worst = sorted(found.layers, key=lambda layer: -layer[1])[:MAX_LAYERS]
+def _zeros(found: _Gradients) -> Chart:
+    """A lane for each of the worst parameters: its zeros at scale 1, and as sent in front of them."""
+    worst = worst_layers(found)[::-1]
+    places = np.arange(float(len(worst))).repeat(2)
+
+    def bars(name: str, color: int, opacity: float, shares: list[float]) -> Line:
+        x = np.stack([np.zeros(len(shares)), 100 * np.array(shares)], axis=1).reshape(-1)
+        return Line(name, color, x, places, "lane", opacity=opacity)
+
+    return Chart(
+        f"Zeros by parameter, the worst {len(worst)} of {len(found.layers)}",
+        "%",
+        [
+            bars("at scale 1", AT_SCALE_1, PALE, [lost for _, lost, _ in worst]),
+            bars("as sent", AS_SENT, 1.0, [zero for _, _, zero in worst]),
+        ],
+        Axis(0.0, 100.0),
+        Axis(-0.6, len(worst) - 0.4),
+        "elements that are zero in fp16, %",
+        lanes=[name for name, *_ in worst],
+    )
+
+
+def worst_layers(found: _Gradients) -> list[tuple[str, float, float]]:
+    """The parameters with the most zeros at scale 1, most first."""
+    return sorted(found.layers, key=lambda layer: -layer[1])[:MAX_LAYERS]
+
+
+def _table(found: _Gradients) -> str:
+    worst = worst_layers(found)
     rows = [
         {"parameter": name, "zero at scale 1": _percent(lost), "zero as sent": _percent(zero)}
         for name, lost, zero in worst

@@ -6,35 +6,39 @@ colour and have a bold line, their mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from launcher.errors import listed
 from launcher.report.charts.axis import axis_of, steps_axis
-from launcher.report.charts.chart import Chart, Line, legend
+from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import NUM_COLORS, RunSetting, can_choose
-from launcher.telemetry.formatting import SHARES, metric_title
+from launcher.telemetry.formatting import SHARES, metric, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
 MAX_METRICS = 4
 OfRun = Callable[[RunRecord], Curve | None]
 
 
-def charts_of(settings: Sequence[RunSetting]) -> list[str]:
-    """The markup of all charts that have something to show."""
-    drawing = _Drawing(settings)
-    return [chart.markup() for chart in drawing.charts()]
+def run_charts(settings: Sequence[RunSetting]) -> dict[str, Chart]:
+    """By name: loss, of several runs also "held out", each metric, lr, scale, samples_per_s, grad_norm."""
+    return _RunCharts(settings).charts()
 
 
-def common_legend(settings: Sequence[RunSetting]) -> str:
-    """The legend of all charts where settings can be chosen, else ""."""
+def metric_chart(charts: Mapping[str, Chart], name: str) -> Chart | None:
+    """The chart of this metric, of any set."""
+    return next((charts[key] for key in charts if key == name or key.endswith(f"/{name}")), None)
+
+
+def common_legend(settings: Sequence[RunSetting]) -> list[Line]:
+    """The legend of all charts where settings can be chosen, else none."""
     point = np.zeros(1)
     lines = [Line(each.label, each.color, point, point, setting=each.place) for each in settings]
-    return legend(lines) if can_choose(settings) else ""
+    return lines if can_choose(settings) else []
 
 
 def restart_note(settings: Sequence[RunSetting]) -> str:
@@ -44,88 +48,88 @@ def restart_note(settings: Sequence[RunSetting]) -> str:
     return f"Dashed lines: {listed([text for _, text in marks], 5)}." if marks else ""
 
 
-class _Drawing:
+class _RunCharts:
     def __init__(self, settings: Sequence[RunSetting]) -> None:
         self._settings = settings
         self._runs = [run for setting in settings for run in setting.runs]
         self._x = steps_axis(max((_last_step(run) for run in self._runs), default=1.0))
         self._columns = max(MIN_COLUMNS, min(COLUMNS, 5 * COLUMNS // max(1, len(self._runs))))
         self._alone = len(self._runs) == 1
-        self._events = _restarts(self._runs[0]) if self._alone else []
+        self._marks = _restarts(self._runs[0]) if self._alone else []
         self._can_choose = can_choose(settings)
+        self._sets = list(dict.fromkeys(name for run in self._runs for name in run.recording.sets))
 
-    def charts(self) -> Iterator[Chart]:
-        yield from self._losses()
-        for name in self._metrics():
-            yield self._metric(name)
-        yield self._steps("Learning rate", "", "lr", base=1)
-        yield self._scale()
-        yield self._steps("Throughput", "samples / s", "samples_per_s", from_zero=True)
-        yield self._steps("Gradient norm", "", "grad_norm")
+    def charts(self) -> dict[str, Chart]:
+        return (
+            self._losses()
+            | {name: self._metric(name) for name in self._metrics()}
+            | {
+                "lr": self._steps("Learning rate", "", "lr", base=1),
+                "scale": self._scale(),
+                "samples_per_s": self._steps("Throughput", "samples / s", "samples_per_s", from_zero=True),
+                "grad_norm": self._steps("Gradient norm", "", "grad_norm"),
+            }
+        )
 
-    def _losses(self) -> Iterator[Chart]:
+    def _losses(self) -> dict[str, Chart]:
         """One chart of a single run, with its held-out loss; two of several runs."""
         bad = sum(run.recording.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
-        training = self._lines(lambda run: run.recording.steps["loss"])
+        training = self._lines(_logged("loss"))
         held_out = self._lines(lambda run: run.recording.evaluations.get("loss"))
-        sets = self._sets()
         if not self._alone:
-            yield self._chart("Loss, training", "", training, note=note)
-            yield self._chart("Loss, held out", "", held_out)
-            for name in sets[1:MAX_METRICS]:
-                yield self._metric(f"{name}/loss")
-            return
-        named = [_named(line, "training", 0) for line in training]
-        named += [_named(line, f"held out, {sets[0]}" if sets else "held out", 1) for line in held_out]
-        for color, name in enumerate(sets[1:NUM_COLORS], 2):
-            more = self._lines(_evaluation(f"{name}/loss"))
-            named += [_named(line, f"held out, {name}", color % NUM_COLORS) for line in more]
-        yield self._chart("Loss", "", named, note=note)
+            charts = {
+                "loss": self._chart("Loss, training", "", training, note=note),
+                "held out": self._chart("Loss, held out", "", held_out),
+            }
+            return charts | {
+                f"{name}/loss": self._metric(f"{name}/loss") for name in self._sets[1:MAX_METRICS]
+            }
+        named = [replace(line, name="training", color=0) for line in training]
+        first = f"held out, {self._sets[0]}" if self._sets else "held out"
+        named += [replace(line, name=first, color=1) for line in held_out]
+        for color, name in enumerate(self._sets[1:NUM_COLORS], 2):
+            more = self._lines(_evaluated(f"{name}/loss"))
+            named += [replace(line, name=f"held out, {name}", color=color % NUM_COLORS) for line in more]
+        return {"loss": self._chart("Loss", "", named, note=note)}
 
     def _metrics(self) -> list[str]:
         """What the runs are compared by, then the same of the other sets."""
         names = [run.metric_name for run in self._runs if run.metric_name]
-        sets = self._sets()
+        sets = self._sets
         metrics = [next((n.removeprefix(f"{s}/") for s in sets if n.startswith(f"{s}/")), n) for n in names]
         named = [f"{sets[0]}/{n}" if sets and n in metrics else n for n in names]
         every = [*named, *(f"{each}/{metric}" for metric in metrics for each in sets)]
         charted = "loss", *(f"{each}/loss" for each in sets)
         return [name for name in dict.fromkeys(every) if name not in charted][:MAX_METRICS]
 
-    def _sets(self) -> list[str]:
-        """The validation sets of all runs, where one has several."""
-        return list(dict.fromkeys(name for run in self._runs for name in run.recording.sets))
-
     def _metric(self, name: str) -> Chart:
+        lines = self._lines(_evaluated(name))
+        title, note = metric_title(name), ""
         in_percent = name.endswith(SHARES)
-        lines = self._lines(_evaluation(name))
+        if in_percent and self._alone and lines:
+            best = int(lines[-1].y.argmax())
+            note = f"Best: {metric(name, lines[-1].y[best])} at step {lines[-1].x[best]:,.0f}."
         if in_percent:
             lines = [replace(line, y=100 * line.y) for line in lines]
-        title = metric_title(name)
-        return self._chart(
-            f"{title[:1].upper()}{title[1:]}, held out", "%" if in_percent else "", lines, base=1
-        )
+        title, unit = f"{title[:1].upper()}{title[1:]}, held out", "%" if in_percent else ""
+        return self._chart(title, unit, lines, base=1, note=note)
 
     def _steps(
         self, title: str, unit: str, field: str, base: int | None = None, from_zero: bool = False
     ) -> Chart:
-        lines = self._lines(lambda run: run.recording.steps[field])
-        return self._chart(title, unit, lines, base, from_zero)
+        return self._chart(title, unit, self._lines(_logged(field)), base, from_zero)
 
     def _scale(self) -> Chart:
         """The loss scale in powers of two, and the steps that were skipped on overflow."""
-        lines, skipped = [], 0
+        scales, skips = [], []
         for setting in self._settings:
             for run, name in zip(setting.runs, setting.names, strict=True):
-                x, y = run.recording.steps["scale"].points(self._columns)
-                lines.append(self._line("loss scale" if self._alone else name, setting, x, y, "steps"))
-        for setting in self._settings:
-            for run in setting.runs:
-                x, y = run.recording.skips.points(self._columns)
-                skipped += run.recording.of("overflow").count
-                lines.append(self._line("skipped steps", setting, x, y, "cross"))
-        positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in lines]
+                shown = "loss scale" if self._alone else name
+                scales.append(self._line(shown, setting, run.recording.steps["scale"], "steps"))
+                skips.append(self._line("skipped steps", setting, run.recording.skips, "cross"))
+        positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in [*scales, *skips]]
+        skipped = sum(run.recording.of("overflow").count for run in self._runs)
         were = "step was" if skipped == 1 else "steps were"
         note = f"{skipped:,} {were} skipped (dots)." if skipped else ""
         return self._chart("Loss scale", "", positive, base=2, note=note)
@@ -142,7 +146,7 @@ class _Drawing:
         values = np.concatenate([line.y for line in lines]) if lines else np.empty(0)
         y = axis_of(values, base, from_zero)
         has_legend = not self._can_choose
-        return Chart(title, unit, lines, self._x, y, events=self._events, note=note, has_legend=has_legend)
+        return Chart(title, unit, lines, self._x, y, marks=self._marks, note=note, has_legend=has_legend)
 
     def _lines(self, of: OfRun) -> list[Line]:
         """Each run's line; behind its mean where it was thinned, or where its setting has several runs."""
@@ -153,35 +157,42 @@ class _Drawing:
             curves = [(name, curve) for name, run in named if (curve := of(run)) and curve.num_points]
             together = len(curves) > 1
             for name, curve in curves:
-                x, y = curve.points(self._columns)
                 behind = together or curve.is_thinned
-                line = self._line(name, setting, x, y, "faint" if behind else "line")
+                line = self._line(name, setting, curve, "faint" if behind else "line")
                 (faint if behind else bold).append(line)
             if together or (curves and curves[0][1].is_thinned):
                 name = f"{setting.label}, mean" if together else setting.label
-                bold.append(self._line(name, setting, *_mean([curve for _, curve in curves]), "mean"))
+                x, y = mean_of([curve for _, curve in curves])
+                bold.append(Line(name, setting.color, x, y, "mean", setting=self._place(setting)))
         return [*faint, *bold]
 
-    def _line(self, name: str, setting: RunSetting, x: FloatArray, y: FloatArray, style: str) -> Line:
-        return Line(name, setting.color, x, y, style, setting=setting.place if self._can_choose else None)
+    def _line(self, name: str, setting: RunSetting, curve: Curve, style: str) -> Line:
+        x, y = curve.points(self._columns)
+        return Line(name, setting.color, x, y, style, setting=self._place(setting))
+
+    def _place(self, setting: RunSetting) -> int | None:
+        return setting.place if self._can_choose else None
 
 
-def _evaluation(name: str) -> OfRun:
-    return lambda run: run.recording.evaluation(name)
+def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
+    """The mean at each step of any of the curves, from where all have begun to where the first ends.
 
-
-def _mean(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
-    """The mean of the curves where all of them have values."""
+    Between its own steps a curve is straight. Of thinned curves their values count, not their peaks.
+    """
     points = [curve.mean.points() for curve in curves]
-    x = max((x for x, _ in points), key=len)
-    x = x[(x >= max(p[0] for p, _ in points)) & (x <= min(p[-1] for p, _ in points))]
-    if not x.size:
+    if not points or not all(x.size for x, _ in points):
         return np.empty(0), np.empty(0)
+    x = np.unique(np.concatenate([x for x, _ in points]))
+    x = x[(x >= max(p[0] for p, _ in points)) & (x <= min(p[-1] for p, _ in points))]
     return x, np.mean([np.interp(x, px, py) for px, py in points], axis=0)
 
 
-def _named(line: Line, name: str, color: int) -> Line:
-    return replace(line, name=name, color=color)
+def _logged(field: str) -> OfRun:
+    return lambda run: run.recording.steps[field]
+
+
+def _evaluated(name: str) -> OfRun:
+    return lambda run: run.recording.evaluation(name)
 
 
 def _last_step(run: RunRecord) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 
 from launcher.report.charts.axis import steps_axis
 from launcher.report.charts.chart import stacked
+from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.step_time import PARTS
@@ -43,7 +44,6 @@ def _areas(run: RunRecord) -> str:
     if x.size < 2:
         return ""
     layers = [(TITLES[part], y) for part, (_, y) in zip(PARTS, points, strict=True)]
-    top = np.sum([y for _, y in layers], axis=0)
-    if not np.isfinite(top).all():
+    if not np.isfinite([y for _, y in layers]).all():
         return ""
-    return stacked("Time of a step", "ms", x, layers, steps_axis(float(x[-1])))
+    return markup(stacked("Time of a step", "ms", x, layers, steps_axis(float(x[-1]))))

@@ -10,6 +10,7 @@ import numpy as np
 
 from launcher.report.charts.axis import Axis
 from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.svg import markup
 from launcher.report.curve import Curve, FloatArray
 from launcher.report.html import table
 from launcher.report.run_record import RunRecord
@@ -64,8 +65,9 @@ def timeline(run: RunRecord) -> str:
         Axis(-0.6, len(lanes) - 0.4),
         f"{unit} since the start",
         lanes=lanes,
+        has_legend=False,
     )
-    return chart.markup() + _faults(run, began)
+    return markup(chart) + _faults(run, began)
 
 
 def _faults(run: RunRecord, began: float) -> str:

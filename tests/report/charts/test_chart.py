@@ -7,6 +7,7 @@ import pytest
 
 from launcher.report.charts.axis import Axis
 from launcher.report.charts.chart import Chart, Line, stacked
+from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
 from launcher.report.settings import NUM_COLORS
 
@@ -16,7 +17,7 @@ from launcher.report.settings import NUM_COLORS
 def test_a_single_point_is_a_dot(style, number):
     values = np.arange(1.0, 1.0 + number)
     chart = Chart("Loss", "", [Line("a", 0, values, values, style)], Axis(0, 3), Axis(0, 3))
-    (drawn,) = re.findall(r'class="s (\w+)"', chart.markup())
+    (drawn,) = re.findall(r'class="s (\w+)"', markup(chart))
     assert drawn == ("dots" if number == 1 else style)
 
 
@@ -26,8 +27,8 @@ X = np.arange(3.0)
 @pytest.mark.parametrize("style", ["line", "mean", "steps"])
 def test_lines_differ_in_their_dashes_too_and_the_legend_shows_the_same(style):
     lines = [Line(f"run {number}", number, X, X + number, style) for number in range(NUM_COLORS)]
-    markup = Chart("Loss", "", lines, Axis(0, 3), Axis(0, 12)).markup()
-    looks = re.findall(rf'class="s {style}" style="([^"]+)"', markup)
+    text = markup(Chart("Loss", "", lines, Axis(0, 3), Axis(0, 12)))
+    looks = re.findall(rf'class="s {style}" style="([^"]+)"', text)
     in_legend, drawn = looks[:NUM_COLORS], looks[NUM_COLORS:]
     assert in_legend == drawn
     variables = [re.search(r"--d:var\((--d\d)\)", look)[1] for look in drawn]
@@ -39,7 +40,7 @@ def test_lines_differ_in_their_dashes_too_and_the_legend_shows_the_same(style):
 
 
 def test_areas_on_top_of_each_other_differ_in_their_opacity_too():
-    markup = stacked("Time", "ms", X, [(name, X + 1) for name in "abcd"], Axis(0, 3))
-    drawn = re.findall(r'class="s area" style="[^"]+--o:([.\d]+)"', markup)
-    assert re.findall(r'class="key area" style="[^"]+--o:([.\d]+)"', markup) == drawn
+    text = markup(stacked("Time", "ms", X, [(name, X + 1) for name in "abcd"], Axis(0, 3)))
+    drawn = re.findall(r'class="s area" style="[^"]+--o:([.\d]+)"', text)
+    assert re.findall(r'class="key area" style="[^"]+--o:([.\d]+)"', text) == drawn
     assert len(set(drawn)) == 4
