@@ -7,13 +7,16 @@ refused where the column is read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
-from decimal import Decimal
+from functools import cache, partial
 
-from launcher.data.tables.features import is_absent, number_of
-from launcher.data.tables.files import Cell, Table
+import torch
+
+from launcher.data.tables.columns import Cell, Column, is_absent, number_of
+from launcher.data.tables.files import Table
 from launcher.errors import ConfigError
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -38,9 +41,13 @@ Read = Callable[[Cell], float | None]  # None for a cell that is not of the kind
 
 
 def row_numbers(table: Table) -> list[str]:
-    """Columns that count the rows: pandas' index, whose name is none."""
-    found = [name for name in NAMELESS if name in table.columns]
-    return [name for name in found if _counts(table.columns[name])]
+    """Columns that count the rows from 0 or 1: pandas' index, whose name is none."""
+    found = []
+    for name in NAMELESS:
+        if name in table.columns and len(numbers := table.columns[name].numbers):
+            counts = torch.arange(len(numbers)) + numbers[0]
+            found += [name] if numbers[0] in (0, 1) and torch.equal(numbers, counts) else []
+    return found
 
 
 def understood(tables: Sequence[Table], name: str, decimal: str) -> str:
@@ -48,17 +55,21 @@ def understood(tables: Sequence[Table], name: str, decimal: str) -> str:
 
     Returns the kind; "" for a column that stays as it is. Raises ConfigError where data.decimal seems wrong.
     """
-    cells = [cell for cell in tables[0].columns[name] if not is_absent(cell)]
-    plain = decimal == "." and 2 * sum(number_of(cell) is not None for cell in cells) > len(cells)
-    if plain or not cells:
+    column = tables[0].columns[name]
+    if decimal == "." and column.is_numeric:
         return ""
-    for kind, read in _kinds(cells, decimal):
+    cells = column.present
+    if not cells:
+        return ""
+    if found := _kind(cells, decimal):
+        kind, read = found
         for table in tables:
-            values = [(cell, None if is_absent(cell) else read(cell)) for cell in table.columns[name]]
-            table.columns[name][:] = [cell if value is None else value for cell, value in values]
+            values = table.columns[name].each(lambda cell: None if is_absent(cell) else read(cell))
+            pairs = zip(table.columns[name], values, strict=True)
+            table.columns[name] = Column(cell if value is None else value for cell, value in pairs)
         return kind
     other = "." if decimal == "," else ","
-    if 2 * sum(amount(cell, other) is not None for cell in cells) > len(cells):
+    if _are_amounts(cells, other):
         raise ConfigError(
             f"{tables[0].file}: {name} has numbers such as {cells[0]!r:.40}, with {other!r} before the "
             f"decimals. Set data.decimal='{other}', or read it as categories: data.categorical=[{name}]."
@@ -69,14 +80,8 @@ def understood(tables: Sequence[Table], name: str, decimal: str) -> str:
 def amount(cell: Cell, decimal: str) -> float | None:
     """1,234.5, $1.23, (12 EUR), 12 % as a number; None for other text. Thousands are groups of three."""
     if not isinstance(cell, str):
-        return float(cell) if isinstance(cell, Decimal) else number_of(cell)
-    group = re.escape("." if decimal == "," else ",")
-    number = rf"\d{{1,3}}(?:{group}\d{{3}})+|\d+"
-    pattern = (
-        rf"(\()?\s*([-+])?\s*{CURRENCY}?\s*([-+])?((?:{number})?(?:{re.escape(decimal)}\d*)?)(?:[eE]([-+]?\d+))?"
-        rf"\s*(?:{CURRENCY}|%)?\s*\)?"
-    )
-    found = re.fullmatch(pattern, cell.strip())
+        return None if math.isnan(number := number_of(cell)) else number
+    found = _amounts(decimal).fullmatch(cell.strip())
     if found is None or not any(character.isdigit() for character in found[4]):
         return None
     digits = found[4].replace("." if decimal == "," else ",", "").replace(decimal, ".")
@@ -84,30 +89,42 @@ def amount(cell: Cell, decimal: str) -> float | None:
     return -value if found[1] or "-" in (found[2], found[3]) else value
 
 
-def _kinds(cells: Sequence[Cell], decimal: str) -> list[tuple[str, Read]]:
-    """The kind that fits, with how a cell is read; at most one."""
-    if 2 * sum(amount(cell, decimal) is not None for cell in cells) > len(cells):
-        shown = [cell for cell in cells if isinstance(cell, str)]
+@cache
+def _amounts(decimal: str) -> re.Pattern[str]:
+    group = re.escape("." if decimal == "," else ",")
+    number = rf"\d{{1,3}}(?:{group}\d{{3}})+|\d+"
+    return re.compile(
+        rf"(\()?\s*([-+])?\s*{CURRENCY}?\s*([-+])?((?:{number})?(?:{re.escape(decimal)}\d*)?)(?:[eE]([-+]?\d+))?"
+        rf"\s*(?:{CURRENCY}|%)?\s*\)?"
+    )
+
+
+def _are_amounts(cells: Column, decimal: str) -> bool:
+    """Whether more than half of them are."""
+    return 2 * sum(value is not None for value in cells.each(partial(amount, decimal=decimal))) > len(cells)
+
+
+def _kind(cells: Column, decimal: str) -> tuple[str, Read] | None:
+    """What the cells stand for, and how a cell is read; None where they are what they are."""
+    if _are_amounts(cells, decimal):
+        shown = [cell for cell in cells.distinct if isinstance(cell, str)]
         money = any(re.search(CURRENCY, cell) for cell in shown)
         percent = any("%" in cell for cell in shown)
         kind = "money" if money else "percent" if percent else "numbers"
-        return [(kind, lambda cell: amount(cell, decimal))]
+        return kind, partial(amount, decimal=decimal)
     for text in (None, *(f"{day}{time}" for day in FORMATS for time in TIMES)):
-        if all(_days(cell, text) is not None for cell in cells):
-            named = "" if text is None else f", {text}"
-            return [(f"dates, as days{named}", lambda cell, text=text: _days(cell, text))]  # type: ignore[misc]
-    return []
+        if all(_days(cell, text) is not None for cell in cells.distinct):
+            return f"dates, as days{f', {text}' if text else ''}", partial(_days, text=text)
+    return None
 
 
 def _days(cell: Cell, text: str | None) -> float | None:
     """Days since 1970 of a date in this format, ISO's where it is None."""
     try:
-        if isinstance(cell, str):
-            found = (
-                datetime.fromisoformat(cell.strip())
-                if text is None
-                else datetime.strptime(cell.strip(), text)
-            )
+        if isinstance(cell, str) and text is not None:
+            found = datetime.strptime(cell.strip(), text)
+        elif isinstance(cell, str):
+            found = datetime.fromisoformat(cell.strip())
         elif isinstance(cell, date):
             found = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
         else:
@@ -115,9 +132,3 @@ def _days(cell: Cell, text: str | None) -> float | None:
     except ValueError:
         return None
     return ((found if found.tzinfo else found.replace(tzinfo=UTC)) - EPOCH).total_seconds() / DAY_S
-
-
-def _counts(cells: Sequence[Cell]) -> bool:
-    numbers = [number_of(cell) for cell in cells]
-    first = numbers[0] if numbers else None
-    return first in (0.0, 1.0) and numbers == [first + row for row in range(len(numbers))]

@@ -1,73 +1,47 @@
 """Tables of numbers and categories as tensors: which column is what, and how its cells become numbers.
 
-Owns the reading of cells, the standardisation and the codes of categories, both fitted to the training rows
-alone. Never reads a file and never splits: `launcher.data.tables.tabular_set` does.
+Owns the standardisation and the codes of categories, both fitted to the training rows alone. Never reads a
+file and never splits: `launcher.data.tables.tabular_set` does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from launcher.data.tables.files import Cell, Table
+from launcher.data.tables.files import Table
 from launcher.errors import DataError, listed
 
-ABSENT = frozenset(
-    {"", "na", "n/a", "nan", "null", "none", "?"}
-)  # text of a cell without a value, in any case
 UNKNOWN = 0  # the code of a category that the training rows lack, and of an absent one
 REFUSE, IMPUTE = "refuse", "impute"
 
 
-def is_absent(cell: Cell) -> bool:
-    """Whether a cell has no value: none at all, NaN, or text that says so."""
-    if isinstance(cell, float):
-        return math.isnan(cell)
-    return cell is None or (isinstance(cell, str) and cell.strip().lower() in ABSENT)
+def numbers(table: Table, name: str) -> Tensor:
+    """The values of a column of numbers: float64 [rows], NaN where one is absent.
 
-
-def number_of(cell: Cell) -> float | None:
-    """The cell as a number, None for what is none. True and False are categories."""
-    if isinstance(cell, bool) or not isinstance(cell, int | float | str):
-        return None
-    try:
-        return float(cell)
-    except (ValueError, OverflowError):
-        return None
-
-
-def numbers(table: Table, name: str) -> list[float]:
-    """The values of a column of numbers, NaN where one is absent. Raises DataError for text and infinity."""
-    found = []
-    for row, cell in enumerate(table.column(name)):
-        value = math.nan if is_absent(cell) else number_of(cell)
-        if value is None or math.isinf(value):
-            raise DataError(
-                f"{table.place(row)}: {name} is {cell!r:.60}, and the column has numbers. Correct the cell, "
-                f"or read the column as categories: data.categorical=[{name}]."
-            )
-        found.append(value)
-    return found
+    Raises DataError for text and infinity.
+    """
+    column = table.column(name)
+    wrong = ~(column.numbers.isfinite() | column.absent)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise DataError(
+            f"{table.place(row)}: {name} is {column[row]!r:.60}, and the column has numbers. Correct the "
+            f"cell, or read the column as categories: data.categorical=[{name}]."
+        )
+    return column.numbers
 
 
 def is_numeric(table: Table, name: str) -> bool:
-    """Whether more than half of the values of a column are numbers: then all have to be."""
-    values = [cell for cell in table.column(name) if not is_absent(cell)]
-    if not values:
+    """Whether a column has numbers. Raises DataError for one without a value."""
+    if table.column(name).absent.all():
         raise DataError(
             f"{table.file}: the column {name} has no value in any of its {len(table)} rows. Leave it out."
         )
-    return 2 * sum(number_of(cell) is not None for cell in values) > len(values)
-
-
-def category(cell: Cell) -> str:
-    """A category as text: 1, 1.0 and '1' are the same."""
-    value = number_of(cell)
-    return f"{value:g}" if value is not None else str(cell).strip()
+    return table.column(name).is_numeric
 
 
 @dataclass(frozen=True)
@@ -80,15 +54,14 @@ class Numeric:
 
     @classmethod
     def fit(cls, table: Table, name: str) -> Numeric:
-        values = torch.tensor(numbers(table, name), dtype=torch.float64)
+        values = numbers(table, name)
         present = values[~values.isnan()]
         std = float(present.std(correction=0))
         return cls(name, float(present.mean()), std if std > 0 else 1.0)
 
     def tensor(self, table: Table) -> Tensor:
         """fp32 [rows]; the mean, 0, where a value is absent."""
-        values = torch.tensor(numbers(table, self.name), dtype=torch.float64)
-        return ((values - self.mean) / self.std).nan_to_num(nan=0.0).float()
+        return ((numbers(table, self.name) - self.mean) / self.std).nan_to_num(nan=0.0).float()
 
 
 @dataclass(frozen=True)
@@ -100,12 +73,11 @@ class Categorical:
 
     @classmethod
     def fit(cls, table: Table, name: str) -> Categorical:
-        return cls(name, tuple(sorted({category(c) for c in table.column(name) if not is_absent(c)})))
+        return cls(name, tuple(sorted(present_categories(table, name))))
 
     def num_unseen(self, table: Table) -> int:
         """Rows with a category that is none of the training rows'."""
-        known = set(self.categories)
-        return sum(not is_absent(c) and category(c) not in known for c in table.column(self.name))
+        return int(((self.tensor(table) == UNKNOWN) & ~table.column(self.name).absent).sum())
 
     @property
     def size(self) -> int:
@@ -115,8 +87,9 @@ class Categorical:
     def tensor(self, table: Table) -> Tensor:
         """int64 [rows]."""
         codes = {each: code for code, each in enumerate(self.categories, start=UNKNOWN + 1)}
-        cells = table.column(self.name)
-        return torch.tensor([UNKNOWN if is_absent(c) else codes.get(category(c), UNKNOWN) for c in cells])
+        column = table.column(self.name)
+        found = torch.tensor([codes.get(each, UNKNOWN) for each in column.categories])
+        return found.masked_fill(column.absent, UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -134,7 +107,7 @@ class Features:
             tuple(Numeric.fit(table, name) for name in names if kinds[name]),
             tuple(Categorical.fit(table, name) for name in names if not kinds[name]),
         )
-        if not any(len({category(c) for c in table.column(n) if not is_absent(c)}) > 1 for n in names):
+        if not any(len(present_categories(table, name)) > 1 for name in names):
             raise DataError(
                 f"{table.file}: each column to learn from ({listed(list(names), 8) or 'none'}) has one value "
                 "in all training rows: nothing can be learned from them."
@@ -151,16 +124,21 @@ class Features:
         return found
 
 
+def present_categories(table: Table, name: str) -> set[str]:
+    """The different values of a column as text."""
+    column = table.column(name)
+    return {text for text, out in zip(column.categories, column.absent.tolist(), strict=True) if not out}
+
+
 def absent_in(table: Table, names: Sequence[str]) -> dict[str, int]:
     """How many values are absent, by column; only columns that lack some."""
-    counts = {name: sum(map(is_absent, table.column(name))) for name in names}
+    counts = {name: int(table.column(name).absent.sum()) for name in names}
     return {name: count for name, count in counts.items() if count}
 
 
 def refuse_absent(table: Table, counts: dict[str, int]) -> None:
     """Raise DataError for values that are absent: `counts` by column."""
-    first = next(name for name in counts)
-    row = next(row for row, cell in enumerate(table.column(first)) if is_absent(cell))
+    row = int(table.column(next(iter(counts))).absent.int().argmax())
     listing = listed([f"{name} ({count})" for name, count in counts.items()], 8)
     raise DataError(
         f"{sum(counts.values())} values are absent or NaN in {table.file}: {listing}. The first is in "

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from launcher.config.messages import install_line, nearest, suggestion
+from launcher.data.tables.columns import Cell, Column
 from launcher.errors import ConfigError, DataError, LauncherError, PreflightError, listed
 
 TRAINING_NAMES = ("train",)
@@ -34,7 +34,6 @@ SHARD = re.compile(
     r"-00000-of-(\d{5})$"
 )  # the first of the files of a table, as the Hugging Face hub names them
 
-Cell = Any  # text in TSV and CSV; any value of JSON or parquet, None where there is none
 # Names of columns; a tuple: the first of these that the file has, or none of them where "" is among them.
 Wanted = Sequence[str | tuple[str, ...]] | None
 
@@ -44,7 +43,7 @@ class Table:
     """The columns of a file, all of one length. `places` are the lines of a text file, or the rows."""
 
     file: Path
-    columns: Mapping[str, list[Cell]]
+    columns: dict[str, Column]
     places: Sequence[int]
     counted: str = "line"  # what `places` counts
 
@@ -55,7 +54,7 @@ class Table:
         """`FILE, line 17`, for messages on a row (counted from 0)."""
         return f"{self.file}, {self.counted} {self.places[row]}"
 
-    def column(self, name: str) -> list[Cell]:
+    def column(self, name: str) -> Column:
         """The values of a column. Raises DataError with the names of those that are there."""
         if name not in self.columns:
             raise missing_columns(self.file, [name], list(self.columns))
@@ -67,7 +66,7 @@ class Table:
 
     def select(self, rows: Sequence[int]) -> Table:
         """The rows at these indices."""
-        columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
+        columns = {name: Column([cells[row] for row in rows]) for name, cells in self.columns.items()}
         return Table(self.file, columns, array("q", (self.places[row] for row in rows)), self.counted)
 
     def _text(self, name: str, row: int, cell: Cell) -> str:
@@ -247,7 +246,7 @@ def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
     kept = [names.index(name) for name in _picked(file, names, wanted)]
-    columns: list[list[str]] = [[] for _ in kept]
+    columns = [Column() for _ in kept]
     places = array("q")
     for line, cells in rows:
         if len(cells) != len(names):
@@ -262,13 +261,13 @@ def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted
 
 
 def _read_json_lines(file: Path, wanted: Wanted) -> Table:
-    columns: dict[str, list[Cell]] = {}
+    columns: dict[str, Column] = {}
     places = array("q")
     for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
         for name, value in _json_object(file, number, line).items():
-            column = columns.setdefault(name, [])
+            column = columns.setdefault(name, Column())
             column += [None] * (len(places) - len(column))
             column.append(value)
         places.append(number)
@@ -294,7 +293,7 @@ def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
 
 def _read_parquet(file: Path, wanted: Wanted) -> Table:
     pyarrow, parquet = _parquet_library()
-    columns: dict[str, list[Cell]] = {}
+    columns: dict[str, Column] = {}
     num_rows = 0
     for part in _shards(file):
         try:
@@ -307,7 +306,8 @@ def _read_parquet(file: Path, wanted: Wanted) -> Table:
         for name in kept:
             names = dict(enumerate(classes.get(name, ())))
             cells = read.column(name).to_pylist()
-            columns.setdefault(name, []).extend([names.get(cell, cell) for cell in cells] if names else cells)
+            column = columns.setdefault(name, Column())
+            column += [names.get(cell, cell) for cell in cells] if names else cells
         num_rows += read.num_rows
     return Table(file, columns, range(num_rows), "row")
 

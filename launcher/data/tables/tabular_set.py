@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
+from launcher.config.rules import Rule, one_of
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
+from launcher.data.options import Known, options_of
 from launcher.data.tables.cells import row_numbers, understood
+from launcher.data.tables.columns import Column
 from launcher.data.tables.features import (
     IMPUTE,
     REFUSE,
     Features,
     absent_in,
-    category,
-    is_absent,
     is_numeric,
     numbers,
     refuse_absent,
@@ -36,9 +37,31 @@ from launcher.errors import ConfigError, DataError, listed
 
 SHOWN = 12  # columns of a kind
 MOST_CLASSES = 20  # of whole numbers that are taken for classes
-TASKS = ("auto", "regression", "classification")
 
 log = logging.getLogger("launcher")
+
+
+NAMES = Rule(
+    "a list of columns, such as [colour,size]",
+    lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+)
+NAME = Rule(
+    "null or the name of a column: a number in quotes, such as 'data.target=\"5\"'",
+    lambda value: value is None or isinstance(value, str),
+)
+CHARACTER = Rule(
+    "null or one character, such as ';' or \"\\t\"",
+    lambda value: value is None or (isinstance(value, str) and len(value) == 1),
+)
+OPTIONS: Known = {
+    "target": (None, NAME),
+    "task": ("auto", one_of("auto", "regression", "classification")),
+    "categorical": ([], NAMES),
+    "leave_out": ([], NAMES),
+    "missing": (REFUSE, one_of(REFUSE, IMPUTE)),
+    "separator": (None, CHARACTER),
+    "decimal": (".", one_of(".", ",")),
+}
 
 
 @dataclass(frozen=True)
@@ -46,50 +69,12 @@ class Options:
     """The keys of `data` that tables have beside those of all sets."""
 
     target: str  # empty where none is named
-    task: str = "auto"  # auto: classification of text, and of at most 20 different whole numbers
-    categorical: tuple[str, ...] = ()  # columns that are read as categories though they have numbers
-    leave_out: tuple[str, ...] = ()  # columns that are not read, such as numbers of rows
-    missing: str = REFUSE
-    separator: str | None = None  # between the cells of a text file; None: by the suffix
-    decimal: str = "."
-
-    @classmethod
-    def of(cls, config: DataConfig) -> Options:
-        """Raises ConfigError for an unknown option and for a value that none of them takes."""
-        known: dict[str, Any] = {
-            "target": None,
-            "task": "auto",
-            "categorical": [],
-            "leave_out": [],
-            "missing": REFUSE,
-            "separator": None,
-            "decimal": ".",
-        }
-        for name in config.options.keys() - known.keys():
-            raise ConfigError(
-                f"data.{name} is not an option of data={config.name}.{suggestion(nearest(name, known))} It "
-                f"has {', '.join(known)}."
-            )
-        values = known | config.options
-        for name, allowed in (("task", TASKS), ("missing", (REFUSE, IMPUTE)), ("decimal", (".", ","))):
-            if values[name] not in allowed:
-                raise ConfigError(f"data.{name}={values[name]!r}: must be one of {', '.join(allowed)}.")
-        for name in ("categorical", "leave_out"):
-            if not isinstance(values[name], list) or not all(isinstance(each, str) for each in values[name]):
-                raise ConfigError(
-                    f"data.{name}={values[name]!r}: must be a list of columns, such as [colour,size]."
-                )
-        separator = values["separator"]
-        if separator is not None and (not isinstance(separator, str) or len(separator) != 1):
-            raise ConfigError(
-                f"data.separator={separator!r}: must be null or one character, such as ';' or \"\\t\"."
-            )
-        lists = {name: tuple(values[name]) for name in ("categorical", "leave_out")}
-        if not isinstance(target := values["target"] or "", str):
-            raise ConfigError(
-                f"data.target={target!r}: must be a name. Quote a number: 'data.target=\"{target}\"'."
-            )
-        return cls(**{**values, **lists, "target": target})
+    task: str  # auto: classification of text, and of at most 20 different whole numbers
+    categorical: Sequence[str]  # columns that are read as categories though they have numbers
+    leave_out: Sequence[str]  # columns that are not read, such as numbers of rows
+    missing: str
+    separator: str | None  # between the cells of a text file; None: by the suffix
+    decimal: str
 
 
 @dataclass(frozen=True)
@@ -114,7 +99,8 @@ def load_table(config: DataConfig) -> TabularSet:
             f"data.name={config.name} is no table.{suggestion(nearest(config.name, SOURCES))} Known: "
             f"{', '.join(SOURCES)}."
         )
-    options = Options.of(config)
+    values = options_of(config, OPTIONS)
+    options = Options(**values | {"target": values["target"] or ""})
     train, validation, names, classifies, kinds = _split_tables(config, options)
     _handle_absent((train, validation), names, options.missing)
     features = Features.fit(train, names, options.categorical)
@@ -215,7 +201,7 @@ def feature_names(table: Table, options: Options) -> list[str]:
 
 def refuse_absent_target(table: Table, target: str, count: int) -> None:
     """Raise DataError: no option replaces a target."""
-    row = next(row for row, cell in enumerate(table.column(target)) if is_absent(cell))
+    row = int(table.column(target).absent.int().argmax())
     raise DataError(
         f"the target {target} is absent or NaN in {count} of {len(table)} rows, first in {table.place(row)}: "
         "complete these rows or remove them."
@@ -228,8 +214,8 @@ def is_classification(table: Table, options: Options) -> bool:
         return options.task == "classification"
     if options.target in options.categorical or not is_numeric(table, options.target):
         return True
-    values = set(numbers(table, options.target))
-    return len(values) <= MOST_CLASSES and all(value.is_integer() for value in values)
+    values = numbers(table, options.target)
+    return len(set(values.tolist())) <= MOST_CLASSES and torch.equal(values, values.round())
 
 
 def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> tuple[Table, Table]:
@@ -238,8 +224,8 @@ def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> 
     The split depends on the number of rows, the classes and the fraction only.
     """
     rows_of: dict[str, list[int]] = {}
-    for row in range(len(table)):
-        key = "" if stratified_by is None else category(table.column(stratified_by)[row])
+    keys = [""] * len(table) if stratified_by is None else table.column(stratified_by).categories
+    for row, key in enumerate(keys):
         rows_of.setdefault(key, []).append(row)
     held_out: set[int] = set()
     for key, rows in sorted(rows_of.items()):
@@ -256,7 +242,7 @@ def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> 
 
 def regression(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
     """The target as it is, and its mean and standard deviation over the training rows."""
-    targets = [torch.tensor(numbers(table, target), dtype=torch.float64) for table in (train, validation)]
+    targets = [numbers(table, target) for table in (train, validation)]
     if (targets[0] == targets[0][0]).all():
         raise DataError(
             f"the target {target} is {targets[0][0]:g} in all {len(train)} training rows: there is nothing "
@@ -269,7 +255,7 @@ def regression(train: Table, validation: Table, features: Features, target: str,
 
 def classification(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
     """The classes are those of the training rows; other labels are refused."""
-    texts = [[category(cell) for cell in table.column(target)] for table in (train, validation)]
+    texts = [table.column(target).categories for table in (train, validation)]
     classes = _sorted_classes(set(texts[0]))
     if len(classes) < 2:
         raise DataError(
@@ -325,8 +311,8 @@ def of_sklearn(load: str, target: str) -> Callable[[DataConfig], tuple[Table, No
 
         options: dict[str, Any] = {"scaled": False} if load == "load_diabetes" else {}
         found = getattr(sklearn.datasets, load)(**options)
-        columns = dict(zip(found["feature_names"], found["data"].T.tolist(), strict=True))
-        columns |= {target: found["target"].tolist()}
+        columns = dict(zip(found["feature_names"], map(Column, found["data"].T.tolist()), strict=True))
+        columns |= {target: Column(found["target"].tolist())}
         return Table(Path(f"sklearn.datasets.{load}"), columns, range(len(found["target"])), "row"), None
 
     return read

@@ -188,7 +188,7 @@ BAD = {
         ConfigError,
         r"names the column to predict\. .*set.csv has: size, colour",
     ),
-    "a_number_as_target": (ROWS, {"target": 5}, ConfigError, "data.target=5: must be a name. Quote a number"),
+    "a_number_as_target": (ROWS, {"target": 5}, ConfigError, "data.target=5 must be null or the name of a column: a number in quotes"),
     "constant": ([f"{i},a,1,7" for i in range(9)], {}, DataError, "price is 7 in all 7 training rows"),
     "one_class": (
         [f"{i},a,1,7" for i in range(9)],
@@ -218,18 +218,18 @@ BAD = {
         ConfigError,
         "data.targt is not an option.* Nearest: target",
     ),
-    "odd_task": (ROWS, {"task": "guess"}, ConfigError, "data.task='guess': must be one of auto, regression"),
+    "odd_task": (ROWS, {"task": "guess"}, ConfigError, "data.task='guess' must be one of auto, regression"),
     "odd_missing": (
         ROWS,
         {"missing": "drop"},
         ConfigError,
-        "data.missing='drop': must be one of refuse, impute",
+        "data.missing='drop' must be one of refuse, impute",
     ),
     "odd_list": (
         ROWS,
         {"categorical": "size"},
         ConfigError,
-        "data.categorical='size': must be a list of columns",
+        "data.categorical='size' must be a list of columns",
     ),
     "target_left_out": (
         ROWS,
@@ -288,3 +288,10 @@ def test_a_table_of_ones_own_trains_from_the_command_line(tmp_path) -> None:
     done = launch_forked(tmp_path, [*words, "data.leave_out=[size]", "train.max_steps=2", "run.dir=run"])
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
+
+
+def test_numbers_of_many_digits_are_categories_of_their_own(tmp_path) -> None:
+    rows = [f"{1_234_560 + i % 4},{i}.5,{i % 4}" for i in range(40)]
+    written(tmp_path, rows, header="id,price,sold")
+    (column,) = load_table(data_of(tmp_path / "set.csv", categorical=["id"])).features.categorical
+    assert column.categories == ("1234560", "1234561", "1234562", "1234563")
