@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.rules import Rule
+from launcher.config.rules import Rule, string
 from launcher.config.schema import DataConfig
 from launcher.errors import ConfigError
 
+filled = string("a text", lambda value: value.strip() != "")
+cache = "auto", Rule("none, auto, or a folder", filled.holds)  # data.cache of every set that has one
 Known = Mapping[str, tuple[Any, Rule]]  # by key: the default, and the rule of a value
 
 
@@ -24,5 +26,6 @@ def options_of(config: DataConfig, known: Known) -> dict[str, Any]:
                 f"{others}"
             )
         if not known[name][1].holds(value):
-            raise ConfigError(f"data.{name}={value!r} must be {known[name][1].text}.")
+            # As Python writes it: a number in quotes is a text.
+            raise ConfigError(f"data.{name}={value!r}: must be {known[name][1].text}.")
     return values

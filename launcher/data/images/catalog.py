@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.messages import install_line
+from launcher.config.rules import whole
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder, stratified
@@ -27,10 +28,16 @@ from launcher.data.images.hugging_face import Columns, list_rows
 from launcher.data.images.image_set import ImageSet, photographs
 from launcher.data.images.parquet import load_parquet_splits
 from launcher.data.images.photograph_set import photograph_options
+from launcher.data.options import cache as cache_option
+from launcher.data.options import options_of
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, PreflightError
 
 FOLDER_KEYS = ("csv", "image_column", "label_column", "train", "validation")  # of data=imagefolder
+SIZES = {
+    name: (default, whole(1))
+    for name, default in {"num_samples": 2048, "num_classes": 10, "channels": 3, "image_size": 32}.items()
+}
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
 
 
@@ -52,7 +59,7 @@ def load_images(config: DataConfig) -> ImageSet:
 def digits(config: DataConfig) -> ImageSet:
     """1,797 handwritten digits of 8 x 8 pixels, one channel, from a file in scikit-learn."""
     _refuse_path(config, "comes with scikit-learn")
-    _check_options(config, {})
+    options_of(config, {})
     table = _digits_table()
     pixels = np.rint(table[:, :-1] * (255 / DIGITS_MAXIMUM)).astype(np.uint8)
     images = torch.from_numpy(pixels).view(-1, 1, 8, 8)
@@ -64,7 +71,7 @@ def digits(config: DataConfig) -> ImageSet:
 def synthetic(config: DataConfig) -> ImageSet:
     """Learnable images of any size: a fixed pattern per class plus noise of equal amplitude."""
     _refuse_path(config, "is generated")
-    sizes = _check_options(config, {"num_samples": 2048, "num_classes": 10, "channels": 3, "image_size": 32})
+    sizes = options_of(config, SIZES)
     size, channels = sizes["image_size"], sizes["channels"]
     generator = generator_for("synthetic", *sizes.values())
     patterns = _bytes_below_128(generator, sizes["num_classes"], channels, size, size)
@@ -79,16 +86,14 @@ def synthetic(config: DataConfig) -> ImageSet:
 
 def cifar10(config: DataConfig) -> ImageSet:
     """50,000 + 10,000 photographs of 32 x 32 pixels, or other images in parquet files with these columns."""
-    cache = config.options.get("cache", "auto")
-    rest = {name: value for name, value in config.options.items() if name != "cache"}
-    _check_options(replace(config, options=rest), {}, also=("cache",))
+    cache = options_of(config, {"cache": cache_option})["cache"]
     (train, validation), classes = load_parquet_splits(config.path, "uoft-cs/cifar10", cache)
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
 def imagefolder(config: DataConfig) -> ImageSet:
     """Photographs of any size in class folders, or listed in a CSV."""
-    options, own = photograph_options(config, dict.fromkeys(FOLDER_KEYS))
+    options, own = photograph_options(config, FOLDER_KEYS)
     if own["csv"] is None and config.path is None:
         raise ConfigError(
             "data=imagefolder needs data.path=DIR, a folder with one folder per class, or data.csv=FILE."
@@ -105,7 +110,7 @@ def imagefolder(config: DataConfig) -> ImageSet:
 
 def hf(config: DataConfig) -> ImageSet:
     """Photographs of any size through the `datasets` library: a folder, a file, or a name of the hub."""
-    options, own = photograph_options(config, {"image_column": None, "label_column": None})
+    options, own = photograph_options(config, ("image_column", "label_column"))
     if config.path is None:
         raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
     columns = Columns(own["image_column"], own["label_column"])
@@ -161,17 +166,3 @@ def _refuse_path(config: DataConfig, reason: str) -> None:
             f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. "
             f"Remove data.path."
         )
-
-
-def _check_options(
-    config: DataConfig, defaults: Mapping[str, int], also: tuple[str, ...] = ()
-) -> dict[str, int]:
-    """The options of a set: `defaults` updated by the config. Raises ConfigError for invalid ones."""
-    values = {**defaults, **config.options}
-    for name, value in values.items():
-        if name not in defaults:
-            known = f"It has {', '.join((*defaults, *also))}." if (*defaults, *also) else "It has no options."
-            raise ConfigError(f"data.{name} is not an option of data={config.name}. {known}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"data.{name}={value!r} must be a whole number of at least 1.")
-    return values

@@ -8,7 +8,7 @@ one it is the region that a loader process cuts from the photograph itself. Neve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from launcher.config.rules import Rule, either, null, number
 from launcher.config.schema import DataConfig
 from launcher.data.images.cache import ImageCache, open_cache
 from launcher.data.images.photograph import (
@@ -29,6 +30,7 @@ from launcher.data.images.photograph import (
     random_region,
     read_photograph,
 )
+from launcher.data.options import Known, cache, filled, options_of
 from launcher.data.reader import stacked
 from launcher.data.references import ByReference
 from launcher.data.tensor_cache import cache_folder
@@ -89,40 +91,26 @@ class PhotographOptions:
         return open_cache(folder, listing.key, len(listing.labels), shape)
 
 
-def photograph_options(
-    config: DataConfig, own: Mapping[str, str | None]
-) -> tuple[PhotographOptions, dict[str, Any]]:
-    """How photographs are cut and cached, and the values of a set's `own` keys. ConfigError for others."""
-    defaults = {"image_size": 224, "crop_scale": 0.08, "cache": "auto", **own}
-    values = {**defaults, **config.options}
-    for name, value in values.items():
-        if name not in defaults:
-            raise ConfigError(
-                f"data.{name} is not an option of data={config.name}. It has {', '.join(defaults)}."
-            )
-        if problem := _problem(name, value):
-            raise ConfigError(f"data.{name}={value!r} must be {problem}.")
+PHOTOGRAPHS: Known = {
+    "image_size": (
+        224,
+        Rule("a whole number of 1 to 4096 pixels", lambda value: type(value) is int and 1 <= value <= 4096),
+    ),
+    "crop_scale": (0.08, number("above 0 and at most 1", lambda value: 0 < value <= 1)),
+    "cache": cache,
+}
+
+
+def photograph_options(config: DataConfig, own: Sequence[str]) -> tuple[PhotographOptions, dict[str, Any]]:
+    """How photographs are cut and cached, and the values of a set's `own` keys, of names. ConfigError."""
+    values = options_of(config, {**PHOTOGRAPHS, **dict.fromkeys(own, (None, either(null, filled)))})
     if config.augment.crop_padding:
         raise ConfigError(
             f"data.augment.crop_padding={config.augment.crop_padding} must be 0 for photographs, of which "
             "random regions are cut. Set data.crop_scale, the smallest share of the area, instead."
         )
-    how = PhotographOptions(
-        values["image_size"], values["crop_scale"], config.augment.flip, cache=values["cache"]
-    )
-    return how, {name: values[name] for name in own}
-
-
-def _problem(name: str, value: Any) -> str:
-    """What an option of photographs must be, where `value` is not."""
-    if name == "image_size":
-        return "" if type(value) is int and 1 <= value <= 4096 else "a whole number of 1 to 4096 pixels"
-    if name == "crop_scale":
-        holds = type(value) in (int, float) and 0 < value <= 1
-        return "" if holds else "a number above 0 and at most 1"
-    if name == "cache":
-        return "" if isinstance(value, str) and value else "none, auto, or a folder"
-    return "" if value is None or (isinstance(value, str) and value) else "null or a text"
+    how = PhotographOptions(flip=config.augment.flip, **{name: values.pop(name) for name in PHOTOGRAPHS})
+    return how, values
 
 
 class PhotographSet(ByReference):
@@ -210,8 +198,8 @@ class PhotographSet(ByReference):
     def fingerprint(self) -> str:
         """Digest of what ranks must have in common; their paths and times may differ."""
         digest = hashlib.sha256()
-        for number in self.indices:
-            text = f"{self.listing.identity(number)}\0{self.listing.labels[number]}\n"
+        for index in self.indices:
+            text = f"{self.listing.identity(index)}\0{self.listing.labels[index]}\n"
             digest.update(text.encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
 

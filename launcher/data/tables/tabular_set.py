@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.rules import Rule, one_of
+from launcher.config.rules import either, list_of, null, one_of, string
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
 from launcher.data.options import Known, options_of
@@ -41,25 +41,25 @@ MOST_CLASSES = 20  # of whole numbers that are taken for classes
 log = logging.getLogger("launcher")
 
 
-NAMES = Rule(
-    "a list of columns, such as [colour,size]",
-    lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-)
-NAME = Rule(
-    "null or the name of a column: a number in quotes, such as 'data.target=\"5\"'",
-    lambda value: value is None or isinstance(value, str),
-)
-CHARACTER = Rule(
-    "null or one character, such as ';' or \"\\t\"",
-    lambda value: value is None or (isinstance(value, str) and len(value) == 1),
-)
+columns = list_of(string("a name", lambda value: True), "a list of columns, such as [colour,size]")
 OPTIONS: Known = {
-    "target": (None, NAME),
+    "target": (
+        None,
+        either(
+            null,
+            string(
+                "the name of a column: a number in quotes, such as 'data.target=\"5\"'", lambda value: True
+            ),
+        ),
+    ),
     "task": ("auto", one_of("auto", "regression", "classification")),
-    "categorical": ([], NAMES),
-    "leave_out": ([], NAMES),
+    "categorical": ([], columns),
+    "leave_out": ([], columns),
     "missing": (REFUSE, one_of(REFUSE, IMPUTE)),
-    "separator": (None, CHARACTER),
+    "separator": (
+        None,
+        either(null, string("one character, such as ';' or \"\\t\"", lambda value: len(value) == 1)),
+    ),
     "decimal": (".", one_of(".", ",")),
 }
 

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.config.rules import one_of, whole
 from launcher.config.schema import DataConfig
+from launcher.data.options import Known, cache, options_of
 from launcher.data.tables.files import read_text
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
@@ -32,12 +34,12 @@ NOT_LIBRARY = {  # folders beside the sources of the standard library
     "__pycache__",
 }
 TEXTS = (".txt", ".md", ".rst", ".text", ".py")  # read from a folder
-OPTIONS = {
-    "block_size": 128,
-    "tokenizer": "characters",
-    "vocab_size": 4096,
-    "cache": "auto",
-    "sample_tokens": 0,
+OPTIONS: Known = {
+    "block_size": (128, whole(1)),
+    "tokenizer": ("characters", one_of(*TOKENIZERS)),
+    "vocab_size": (4096, whole(1)),
+    "cache": cache,
+    "sample_tokens": (0, whole(0)),
 }
 
 
@@ -58,7 +60,7 @@ def load_text(config: DataConfig) -> TextSet:
     The last `val_fraction` of the text is held out, cut at the start of a line. Raises ConfigError for wrong
     options, DataError for a text that cannot be read or is too short.
     """
-    options = text_options(config)
+    options = options_of(config, OPTIONS)
     files, root = text_files(config.path)
     key = {
         "kind": "text",
@@ -86,21 +88,6 @@ def load_text(config: DataConfig) -> TextSet:
         for name, tokens in parts.items()
     )
     return TextSet(train, validation, vocabulary, options["block_size"], options["sample_tokens"])
-
-
-def text_options(config: DataConfig) -> dict[str, Any]:
-    """The options of a text: the defaults updated by the config. Raises ConfigError for invalid ones."""
-    options = {**OPTIONS, **config.options}
-    for name in options:
-        if name not in OPTIONS:
-            raise ConfigError(f"data.{name} is not an option of a text. It has {', '.join(OPTIONS)}.")
-    for name, least in (("block_size", 1), ("vocab_size", 1), ("sample_tokens", 0)):
-        value = options[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"data.{name}={value!r} must be a whole number of at least {least}.")
-    if options["tokenizer"] not in TOKENIZERS:
-        raise ConfigError(f"data.tokenizer={options['tokenizer']!r} must be one of {', '.join(TOKENIZERS)}.")
-    return options
 
 
 def text_files(path: str | None) -> tuple[list[Path], Path]:

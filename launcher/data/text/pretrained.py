@@ -18,8 +18,9 @@ from torch import nn
 
 from launcher.config.schema import DataConfig
 from launcher.data.hub import hub_answers
+from launcher.data.options import options_of
 from launcher.data.text.library import transformers_library, without_threads
-from launcher.data.text.sentences import sentence_options
+from launcher.data.text.sentences import OPTIONS
 from launcher.data.text.tokenizer import SentenceTokenizer
 from launcher.errors import ConfigError, listed
 
@@ -60,7 +61,7 @@ class PretrainedEncoder:
                 f"model.path={self.path}: its tokenizer has no tokenizer.json. Convert it first."
             )
         longest = self._longest(found)
-        asked = sentence_options(config)["max_seq_len"]
+        asked = options_of(config, OPTIONS)["max_seq_len"]
         if asked > longest:
             raise ConfigError(
                 f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} can "

@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher.config.rules import Rule, either, flag, list_of, null, string, whole
 from launcher.config.schema import DataConfig
 from launcher.data.images.folder import stratified
+from launcher.data.options import Known, cache, filled, options_of
 from launcher.data.tables.files import (
     VALIDATION_NAMES,
     MissingColumnsError,
@@ -39,20 +41,39 @@ from launcher.errors import ConfigError, DataError, DataWarning, listed
 
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
 SHOWN = 12  # labels in a message
-NAMES = "the name of a column, or a list of names of which a file has one"
 LANGUAGE = "language"  # the column of a file that has several
-OPTIONS: Mapping[str, Any] = {
-    "sentence1": "sentence1",
-    "sentence2": None,
-    "label": "label",
-    "unlabelled": None,
-    "same_labels": {},
-    "language": None,
-    "validation": None,
-    "max_seq_len": 128,
-    "vocab_size": 8192,
-    "lower_case": True,
-    "cache": "auto",
+names = either(
+    string("the name of a column", filled.holds), list_of(filled, "a list of such, one of which a file has")
+)
+OPTIONS: Known = {
+    "sentence1": ("sentence1", names),
+    "sentence2": (None, either(null, names)),
+    "label": ("label", names),
+    "unlabelled": (
+        None,
+        either(null, string("a label", lambda value: True), list_of(filled, "a list of labels")),
+    ),
+    "same_labels": (
+        {},
+        Rule(
+            "a mapping of labels to labels, such as {contradictory: contradiction}",
+            lambda value: isinstance(value, Mapping) and all(map(filled.holds, [*value, *value.values()])),
+        ),
+    ),
+    "language": (None, either(null, string("a value of the column language", filled.holds))),
+    "validation": (
+        None,
+        Rule(
+            "null, the name of a file below data.path, or a list of such names",
+            lambda value: (
+                value is None or filled.holds(value) or (list_of(filled, "").holds(value) and len(value) > 0)
+            ),
+        ),
+    ),
+    "max_seq_len": (128, whole(4)),
+    "vocab_size": (8192, whole(8)),
+    "lower_case": (True, flag),
+    "cache": cache,
 }
 
 
@@ -127,7 +148,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
 
     Raises ConfigError for wrong options, DataError for files that cannot be used: see `tables`, and labels.
     """
-    options = sentence_options(config)
+    options = options_of(config, OPTIONS)
     files = sentence_files(config.path, options["validation"], options["language"])
     key = {
         "kind": "sentences",
@@ -148,46 +169,6 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     train = rows.pop("train")
     size = facts["vocab_size"]
     return SentenceSet(train, rows, tuple(facts["classes"]), size, tokenizer.pad, options["max_seq_len"])
-
-
-def sentence_options(config: DataConfig) -> dict[str, Any]:
-    """The options of sentences: the defaults updated by the config. Raises ConfigError for invalid ones."""
-    options = {**OPTIONS, **config.options}
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "sentence1": (lambda value: _is_text(value) or _are_texts(value), NAMES),
-        "sentence2": (
-            lambda value: value is None or _is_text(value) or _are_texts(value),
-            f"null or {NAMES}",
-        ),
-        "label": (lambda value: _is_text(value) or _are_texts(value), NAMES),
-        "unlabelled": (
-            lambda value: value is None or isinstance(value, str) or _are_texts(value),
-            "null, a label, or a list of labels",
-        ),
-        "same_labels": (
-            lambda value: isinstance(value, Mapping) and all(map(_is_text, (*value, *value.values()))),
-            "a mapping of labels to labels, such as {contradictory: contradiction}",
-        ),
-        "language": (
-            lambda value: value is None or _is_text(value),
-            "null or a value of the column language",
-        ),
-        "validation": (
-            lambda value: value is None or _is_text(value) or (_are_texts(value) and len(value) > 0),
-            "null, the name of a file below data.path, or a list of such names",
-        ),
-        "max_seq_len": (lambda value: _is_whole(value) and value >= 4, "a whole number of at least 4"),
-        "vocab_size": (lambda value: _is_whole(value) and value >= 8, "a whole number of at least 8"),
-        "lower_case": (lambda value: isinstance(value, bool), "true or false"),
-        "cache": (_is_text, "auto, none or a folder"),
-    }
-    for name, value in options.items():
-        if name not in rules:
-            raise ConfigError(f"data.{name} is not an option of sentences. They have {', '.join(rules)}.")
-        holds, rule = rules[name]
-        if not holds(value):
-            raise ConfigError(f"data.{name}={value!r} must be {rule}.")
-    return options
 
 
 def sentence_files(
@@ -430,15 +411,3 @@ def _natural(label: str) -> list[tuple[int, str]]:
     return [
         (int(part), "") if part.isdecimal() else (2**62, part) for part in re.split(r"(\d+)", label) if part
     ]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_text, value))
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -346,8 +346,8 @@ def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
             r"data\.name=digist .* Did you mean digits\? Known: digits, synthetic, cifar10",
         ),
         (data_config("synthetic", image_sise=3), r"data\.image_sise .* It has num_samples, num_classes"),
-        (data_config("synthetic", channels=0), r"data\.channels=0 must be a whole number"),
-        (data_config("synthetic", channels="3"), r"data\.channels='3' must be"),
+        (data_config("synthetic", channels=0), r"data\.channels=0: must be a whole number"),
+        (data_config("synthetic", channels="3"), r"data\.channels='3': must be"),
     ],
 )
 def test_bad_config_is_a_config_error(config, message):

@@ -368,12 +368,12 @@ def test_a_csv_that_is_not_there_is_a_mistake_in_the_config(tmp_path):
         (data_config(path=__file__), r"is a file\. Give the folder"),
         (
             data_config(path="/tmp", size=3),
-            r"data\.size is not an option of data=imagefolder\. It has image_size",
+            r"data\.size is not an option of data=imagefolder\..* It has image_size",
         ),
-        (data_config(path="/tmp", image_size=0), r"data\.image_size=0 must be a whole number of 1 to 4096"),
-        (data_config(path="/tmp", crop_scale=1.5), r"data\.crop_scale=1\.5 must be a number above 0"),
-        (data_config(path="/tmp", cache=False), r"data\.cache=False must be none, auto"),
-        (data_config(path="/tmp", csv=3), r"data\.csv=3 must be null or a text"),
+        (data_config(path="/tmp", image_size=0), r"data\.image_size=0: must be a whole number of 1 to 4096"),
+        (data_config(path="/tmp", crop_scale=1.5), r"data\.crop_scale=1\.5: must be a number above 0"),
+        (data_config(path="/tmp", cache=False), r"data\.cache=False: must be none, auto"),
+        (data_config(path="/tmp", csv=3), r"data\.csv=3: must be null or a text"),
     ],
 )
 def test_bad_config_is_a_config_error(config, message):

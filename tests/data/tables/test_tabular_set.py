@@ -188,7 +188,12 @@ BAD = {
         ConfigError,
         r"names the column to predict\. .*set.csv has: size, colour",
     ),
-    "a_number_as_target": (ROWS, {"target": 5}, ConfigError, "data.target=5 must be null or the name of a column: a number in quotes"),
+    "a_number_as_target": (
+        ROWS,
+        {"target": 5},
+        ConfigError,
+        "data.target=5: must be null or the name of a column: a number in quotes",
+    ),
     "constant": ([f"{i},a,1,7" for i in range(9)], {}, DataError, "price is 7 in all 7 training rows"),
     "one_class": (
         [f"{i},a,1,7" for i in range(9)],
@@ -218,18 +223,18 @@ BAD = {
         ConfigError,
         "data.targt is not an option.* Nearest: target",
     ),
-    "odd_task": (ROWS, {"task": "guess"}, ConfigError, "data.task='guess' must be one of auto, regression"),
+    "odd_task": (ROWS, {"task": "guess"}, ConfigError, "data.task='guess': must be one of auto, regression"),
     "odd_missing": (
         ROWS,
         {"missing": "drop"},
         ConfigError,
-        "data.missing='drop' must be one of refuse, impute",
+        "data.missing='drop': must be one of refuse, impute",
     ),
     "odd_list": (
         ROWS,
         {"categorical": "size"},
         ConfigError,
-        "data.categorical='size' must be a list of columns",
+        "data.categorical='size': must be a list of columns",
     ),
     "target_left_out": (
         ROWS,

@@ -137,10 +137,10 @@ def test_a_folder_without_texts(tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"block_size": 0}, r"data\.block_size=0 must be a whole number of at least 1"),
-        ({"vocab_size": True}, r"data\.vocab_size=True must be a whole number"),
-        ({"tokenizer": "words"}, r"data\.tokenizer='words' must be one of characters, bytes, bpe"),
-        ({"blocksize": 3}, r"data\.blocksize is not an option of a text"),
+        ({"block_size": 0}, r"data\.block_size=0: must be a whole number of at least 1"),
+        ({"vocab_size": True}, r"data\.vocab_size=True: must be a whole number"),
+        ({"tokenizer": "words"}, r"data\.tokenizer='words': must be one of characters, bytes, bpe"),
+        ({"blocksize": 3}, r"data\.blocksize is not an option of data=text"),
         (
             {"tokenizer": "bpe", "vocab_size": 200},
             r"data\.vocab_size=200: byte-pair encoding needs at least 256",

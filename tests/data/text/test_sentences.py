@@ -310,11 +310,11 @@ def test_a_missing_column_lists_those_that_are_there(tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"sentence1": None}, r"data\.sentence1=None must be the name of a column"),
-        ({"max_seq_len": 2}, r"data\.max_seq_len=2 must be a whole number of at least 4"),
-        ({"lower_case": "yes"}, r"data\.lower_case='yes' must be true or false"),
-        ({"validation": []}, r"data\.validation=\[\] must be null, the name of a file"),
-        ({"sentence3": "x"}, r"data\.sentence3 is not an option of sentences"),
+        ({"sentence1": None}, r"data\.sentence1=None: must be the name of a column"),
+        ({"max_seq_len": 2}, r"data\.max_seq_len=2: must be a whole number of at least 4"),
+        ({"lower_case": "yes"}, r"data\.lower_case='yes': must be true or false"),
+        ({"validation": []}, r"data\.validation=\[\]: must be null, the name of a file"),
+        ({"sentence3": "x"}, r"data\.sentence3 is not an option of data=nli"),
     ],
 )
 def test_options_that_sentences_cannot_have(tmp_path, option, message):
