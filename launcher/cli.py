@@ -11,21 +11,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from launcher.commands.arguments import Arguments, parse
 from launcher.commands.compare import as_sweep
 from launcher.commands.export import export_weights
-from launcher.commands.help import help_text, recipe_text, recipes_text, version_text
+from launcher.commands.help import config_directories, described_recipes, help_text, version_text
 from launcher.commands.new import write_recipe
 from launcher.commands.report import write_reports
 from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
 from launcher.commands.watch import watch
-from launcher.config.groups import conf_dir
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader, Patience, follow
-from launcher.errors import DIVERGED, INTERRUPTED, ConfigError, Interrupted, escaped, in_words
+from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
 
 
@@ -85,13 +83,12 @@ def ignore_sigterm() -> None:
 
 
 def run_command(arguments: Arguments, leader: Leader) -> int:
-    directories = config_directories(arguments)
     if "--help" in arguments.flags:
-        print(escaped(help_text(directories, arguments.command)), end="")
+        print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:
         print(version_text())
     elif arguments.command == "recipes":
-        print(escaped(described_recipes(arguments, directories)), end="")
+        print(escaped(described_recipes(arguments)), end="")
     elif arguments.command == "report":
         write_reports(arguments)
     elif arguments.command == "watch":
@@ -105,18 +102,3 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
     else:
         return train(arguments, leader)
     return 0
-
-
-def described_recipes(arguments: Arguments, directories: Sequence[Path]) -> str:
-    """All recipes, or the one that is named. Raises ConfigError."""
-    if len(arguments.words) > 1:
-        raise ConfigError(f"recipes {' '.join(arguments.words)}: give one name, or none for all recipes.")
-    own = arguments.flags.get("--config-dir")
-    return "".join(
-        recipe_text(directories, name, Path(own) if own else None) for name in arguments.words
-    ) or (recipes_text(directories))
-
-
-def config_directories(arguments: Arguments) -> list[Path]:
-    directory = arguments.flags.get("--config-dir")
-    return [conf_dir(), *([Path(directory)] if directory else [])]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.commands.arguments import COMMANDS, OF_ONE_COMMAND, Arguments, parse
+from launcher.commands.arguments import COMMANDS, FLAGS, Arguments, parse
 from launcher.commands.help import help_text, recipes_text
 from launcher.config.groups import conf_dir
 from launcher.errors import ConfigError
@@ -112,7 +112,7 @@ def test_each_command_has_a_page(command: str) -> None:
     """With its flags, and an example that is accepted."""
     page = help_text([conf_dir()], command)
     assert page.startswith(f"python -m launcher {command}")
-    assert all(flag in page for flag, owner in OF_ONE_COMMAND.items() if owner == command)
+    assert all(name in page for name, flag in FLAGS.items() if flag.command == command)
     (example,) = re.findall("Example: python -m launcher (.*)", page)
     assert parse(example.split()).command == command
     assert help_text([conf_dir()], command) != help_text([conf_dir()])

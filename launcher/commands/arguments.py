@@ -8,52 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
 COMMANDS = ("recipes", "report", "watch", "export", "new", "compare")
+ANY = ()  # any value
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHORT = {
-    "-h": "--help",
-    "-c": "--cfg",
-    "-p": "--package",
-    "-m": "--multirun",
-    "-r": "--run",
-    "-i": "--info",
-    "-cn": "--config-name",
-    "-cd": "--config-dir",
-    "-cp": "--config-path",
-    "-sc": "--shell-completion",
+
+
+@dataclass(frozen=True)
+class Flag:
+    short: str = ""
+    values: tuple[str, ...] | None = None  # that it takes; None: it is a switch
+    command: str = ""  # the only one that has it
+
+
+FLAGS: Mapping[str, Flag] = {
+    "--help": Flag("-h"),
+    "--hydra-help": Flag(),
+    "--version": Flag(),
+    "--resolve": Flag(),
+    "--run": Flag("-r"),
+    "--multirun": Flag("-m"),
+    "--shell-completion": Flag("-sc"),
+    "--cfg": Flag("-c", ("job", "hydra", "all")),
+    "--info": Flag("-i", INFO_TOPICS),
+    "--package": Flag("-p", ANY),
+    "--config-name": Flag("-cn", ANY),
+    "--config-dir": Flag("-cd", ANY),
+    "--best": Flag(command="export"),
+    "--no-ema": Flag(command="export"),
+    "--dtype": Flag(values=("fp32", "fp16"), command="export"),
+    "--out": Flag(values=ANY, command="report"),
+    "--every": Flag(values=ANY, command="watch"),
 }
-SWITCHES = (
-    "--help",
-    "--hydra-help",
-    "--version",
-    "--resolve",
-    "--run",
-    "--multirun",
-    "--shell-completion",
-    "--best",
-    "--no-ema",
-)
-WITH_VALUE: Mapping[str, tuple[str, ...]] = {  # the values that a flag takes; none listed: any
-    "--cfg": ("job", "hydra", "all"),
-    "--package": (),
-    "--config-name": (),
-    "--config-dir": (),
-    "--dtype": ("fp32", "fp16"),
-    "--out": (),
-    "--every": (),
-}
-OF_ONE_COMMAND = {
-    "--best": "export",
-    "--dtype": "export",
-    "--no-ema": "export",
-    "--out": "report",
-    "--every": "watch",
-}
+SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
 REFUSED = {
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
     "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "
@@ -66,6 +58,12 @@ class Arguments:
     command: str  # "train" if no other is given
     words: tuple[str, ...]  # overrides, or what the command works on
     flags: Mapping[str, str | None]  # by long name
+
+    @property
+    def config_dir(self) -> Path | None:
+        """The config tree of the user's own."""
+        directory = self.flags.get("--config-dir")
+        return Path(directory) if directory else None
 
     def hydra_flags(self) -> list[str]:
         """The flags to pass to Hydra, in its form."""
@@ -97,44 +95,36 @@ def parse(argv: Sequence[str]) -> Arguments:
             )  # of a key that exists it means the same; others are refused
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
-    for flag, owner in OF_ONE_COMMAND.items():
-        if flag in flags and command != owner:
-            raise ConfigError(f"{flag}: belongs to the command {owner} only.")
+    for name in flags:
+        if FLAGS[name].command not in ("", command):
+            raise ConfigError(f"{name}: belongs to the command {FLAGS[name].command} only.")
     return Arguments(command, tuple(words[has_command:]), flags)
 
 
 def read_flag(word: str, rest: list[str]) -> tuple[str, str | None]:
     """The flag's long name and value; removes the value from `rest` if it is a separate word."""
     written, has_value, value = word.partition("=")
-    flag = SHORT.get(written, written)
-    if flag in REFUSED:
-        raise ConfigError(f"{word}: {REFUSED[flag]}")
-    if flag in SWITCHES and not has_value:
-        return flag, None
-    if flag == "--info":
-        if not has_value:
-            is_topic = rest and is_command(rest[0]) and not rest[0].startswith("-")
-            value = rest.pop(0) if is_topic else "all"
-        return flag, allowed(flag, value, INFO_TOPICS)
-    if flag in WITH_VALUE:
-        if not has_value and not rest:
-            raise ConfigError(f"{word}: a value is missing after it.")
-        return flag, allowed(flag, value if has_value else rest.pop(0), WITH_VALUE[flag])
-    raise ConfigError(f"{word}: there is no such flag.{suggestion(nearest(flag, ALL_FLAGS))} See --help.")
-
-
-ALL_FLAGS = (*SWITCHES, *WITH_VALUE, "--info")
-
-
-def allowed(flag: str, value: str, choices: Sequence[str]) -> str:
-    if choices and value not in choices:
-        raise ConfigError(f"{flag} {value}: must be one of {', '.join(choices)}.")
-    return value
+    name = SHORT.get(written, written)
+    if name in REFUSED:
+        raise ConfigError(f"{word}: {REFUSED[name]}")
+    if name not in FLAGS or (has_value and FLAGS[name].values is None):
+        raise ConfigError(f"{word}: there is no such flag.{suggestion(nearest(name, FLAGS))} See --help.")
+    values = FLAGS[name].values
+    if values is None:
+        return name, None
+    if name == "--info" and not has_value and not (rest and is_command(rest[0])):
+        return name, "all"  # the only value that may be left out
+    if not has_value and not rest:
+        raise ConfigError(f"{word}: a value is missing after it.")
+    value = value if has_value else rest.pop(0)
+    if values and value not in values:
+        raise ConfigError(f"{name} {value}: must be one of {', '.join(values)}.")
+    return name, value
 
 
 def is_command(word: str) -> bool:
     """Whether a word names a command; one with a dot, such as optim.lr, is a key without its value."""
-    return "=" not in word and "." not in word and not word.startswith(("+", "~"))
+    return "=" not in word and "." not in word and not word.startswith(("+", "~", "-"))
 
 
 def known_command(word: str) -> str:

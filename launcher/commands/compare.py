@@ -18,7 +18,16 @@ OF_ONE_CONFIG = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--run
 
 
 def as_sweep(arguments: Arguments) -> Arguments:
-    """The arguments of the sweep that runs the comparison. Raises ConfigError for other variations."""
+    """Trains the same recipe in several precisions, seed by seed in turn, and writes side_by_side.md: time
+    of a step with its parts, memory, bytes sent, skipped steps, loss and metric, and in words what the
+    difference is. The others are compared with the first precision. All other words are overrides, as in
+    training; they take one value each. A run that diverges is a finding, and the exit code stays 0.
+
+      precision=A,B      two precisions or more
+      seed=0,1,2         several seeds say how much of a difference is chance
+
+    Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
+    """
     refuse_queries(arguments)
     refuse_repeated(arguments.words)
     given = {word.partition("=")[0]: word for word in arguments.words if word.partition("=")[0] in VARIED}

@@ -13,7 +13,6 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from launcher.commands.arguments import COMMANDS as SUBCOMMANDS
 from launcher.commands.arguments import parse
@@ -67,9 +66,8 @@ def choices(line: str, ask_hydra: AskHydra) -> str:
     current = "" if line.endswith(" ") or not typed else typed.pop()
     try:
         arguments = parse(typed)
-        directory = arguments.flags.get("--config-dir")
         name = arguments.flags.get("--config-name") or "config"
-        asked = Request(arguments.words, Path(directory) if directory else None, name)
+        asked = Request(arguments.words, arguments.config_dir, name)
         own = [asked.search_path, *(word for word in arguments.words if not word.startswith("hydra."))]
     except ConfigError:
         return ""

@@ -10,6 +10,19 @@ from launcher.errors import ConfigError
 
 
 def export_weights(arguments: Arguments) -> None:
+    """Writes the weights of the newest checkpoint of RUN into FILE, in the safetensors format, under the
+    names of the model's state_dict. A run that averages its weights exports the average.
+
+    Where FILE is a folder, or ends with a slash, it gets model.safetensors, prediction.json (the classes, the
+    normalisation of images) and, for a model of transformers, config.json and the tokenizer: from_pretrained
+    reads it.
+
+      --dtype fp32|fp16  the type of floating-point tensors; fp32 without it
+      --best             the checkpoint of the best evaluation instead of the newest
+      --no-ema           the weights themselves instead of their average
+
+    Example: {program} export outputs/resnet18/20260101-120000-ab12 weights.safetensors --dtype fp16 --best
+    """
     from launcher.checkpoint.export import export, with_model_folder
 
     if len(arguments.words) != 2:

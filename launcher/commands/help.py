@@ -1,4 +1,4 @@
-"""The text of `--help` and `recipes`.
+"""The text of `--help` and `recipes`. The page of a command is the docstring of its function.
 
 Reads only the names and the YAML of conf/, so that it is fast. Imports no torch, and Hydra only to compose
 the values of one recipe.
@@ -6,11 +6,18 @@ the values of one recipe.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.config.groups import choice_file, choice_values, description, group_choices
+from launcher.commands.arguments import Arguments
+from launcher.commands.compare import as_sweep
+from launcher.commands.export import export_weights
+from launcher.commands.new import write_recipe
+from launcher.commands.report import write_reports
+from launcher.commands.watch import watch
+from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import nearest, program, show, suggestion
 from launcher.errors import ConfigError
 
@@ -45,77 +52,50 @@ USAGE = {  # the words after the name of the program, and what they do
     "export": ("export RUN FILE [--dtype fp16] [--best]", "weights as a safetensors file"),
     "new": ("new NAME", "the skeleton of a recipe of your own"),
 }
-PAGES = {
-    "recipes": """\
-Without NAME: all recipes, models and data sets, each with what it is and its options.
-With NAME: that recipe and every value that it sets, written as it can be overridden.
-
-  --config-dir DIR   also the recipes of a config tree of your own
-
-Example: {program} recipes resnet18
-""",
-    "compare": """\
-Trains the same recipe in several precisions, seed by seed in turn, and writes side_by_side.md: time of a
-step with its parts, memory, bytes sent, skipped steps, loss and metric, and in words what the difference is.
-The others are compared with the first precision. All other words are overrides, as in training; they take
-one value each. A run that diverges is a finding, and the exit code stays 0.
-
-  precision=A,B      two precisions or more
-  seed=0,1,2         several seeds say how much of a difference is chance
-
-Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
-""",
-    "report": """\
-Writes report.html from the files of a run: into the run, into a sweep, or for several runs into this folder.
-RUN is a directory, such as outputs/resnet18/20260101-120000-ab12; that of a sweep stands for all its jobs.
-
-  --out FILE         write the page there
-
-Example: {program} report outputs/resnet18/* --out runs.html
-""",
-    "watch": """\
-Shows how a run or a sweep stands: on a terminal the whole screen, elsewhere a line every 10 seconds. It only
-reads files, so that a run of any machine on the same disk can be watched; Ctrl-C ends the watching, and the
-run continues. Its exit code is that of the run.
-
-  --every SECONDS    the time between two looks, from 0.05 to 86400
-
-Example: {program} watch outputs/resnet18/20260101-120000-ab12
-""",
-    "export": """\
-Writes the weights of the newest checkpoint of RUN into FILE, in the safetensors format, under the names of
-the model's state_dict. A run that averages its weights exports the average.
-
-Where FILE is a folder, or ends with a slash, it gets model.safetensors, prediction.json (the classes, the
-normalisation of images) and, for a model of transformers, config.json and the tokenizer: from_pretrained
-reads it.
-
-  --dtype fp32|fp16  the type of floating-point tensors; fp32 without it
-  --best             the checkpoint of the best evaluation instead of the newest
-  --no-ema           the weights themselves instead of their average
-
-Example: {program} export outputs/resnet18/20260101-120000-ab12 weights.safetensors --dtype fp16 --best
-""",
-    "new": """\
-Writes NAME.py, a recipe that trains as it is, and NAME/recipe/NAME.yaml, its settings, into this folder, and
-prints the command that trains it. NAME consists of letters, digits and '_'. No file is overwritten.
-
-Example: {program} new mine
-""",
-}
 
 
 def help_text(directories: Sequence[Path], command: str = "train") -> str:
-    """The page of a command; that of training lists all commands and choices."""
+    """The page of a command, which is its docstring; that of training lists all commands and choices."""
     name = program()
     if command in PAGES:
         words, summary = USAGE[command]
-        return f"{name} {words}\n{summary[0].upper()}{summary[1:]}.\n\n{PAGES[command].format(program=name)}"
+        page = inspect.getdoc(PAGES[command]) or ""
+        return f"{name} {words}\n{summary[0].upper()}{summary[1:]}.\n\n{page.format(program=name)}\n"
     choices = group_choices(*directories)
-    width = max(map(len, choices), default=0)
-    listed = [f"  {group:<{width}}  {', '.join(names)}" for group, names in choices.items()]
-    usage = columns((f"{name} {words}", summary) for words, summary in USAGE.values())
-    return HELP.format(usage="\n".join(usage), choices="\n".join(listed), program=name)
+    listed = "\n".join(columns((group, ", ".join(names)) for group, names in choices.items()))
+    usage = "\n".join(columns((f"{name} {words}", summary) for words, summary in USAGE.values()))
+    return HELP.format(usage=usage, choices=listed, program=name)
+
+
+def described_recipes(arguments: Arguments) -> str:
+    """Without NAME: all recipes, models and data sets, each with what it is and its options.
+    With NAME: that recipe and every value that it sets, written as it can be overridden.
+
+      --config-dir DIR   also the recipes of a config tree of your own
+
+    Example: {program} recipes resnet18
+    """
+    if len(arguments.words) > 1:
+        raise ConfigError(f"recipes {' '.join(arguments.words)}: give one name, or none for all recipes.")
+    directories = config_directories(arguments)
+    if not arguments.words:
+        return recipes_text(directories)
+    return recipe_text(directories, arguments.words[0], arguments.config_dir)
+
+
+def config_directories(arguments: Arguments) -> list[Path]:
+    own = arguments.config_dir
+    return [conf_dir(), *([own] if own else [])]
+
+
+PAGES = {
+    "recipes": described_recipes,
+    "compare": as_sweep,
+    "report": write_reports,
+    "watch": watch,
+    "export": export_weights,
+    "new": write_recipe,
+}
 
 
 def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None) -> str:

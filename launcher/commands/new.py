@@ -62,7 +62,12 @@ train:
 
 
 def write_recipe(words: Sequence[str]) -> None:
-    """Write NAME.py and NAME/recipe/NAME.yaml; print the command that trains it."""
+    """Writes NAME.py, a recipe that trains as it is, and NAME/recipe/NAME.yaml, its settings, into this
+    folder, and prints the command that trains it. NAME consists of letters, digits and '_'. No file is
+    overwritten.
+
+    Example: {program} new mine
+    """
     if len(words) != 1:
         raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
     (name,) = words

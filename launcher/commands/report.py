@@ -24,7 +24,14 @@ PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second pr
 
 
 def write_reports(arguments: Arguments) -> None:
-    """Write the page of the runs, and print their table. Raises ConfigError, StorageError."""
+    """Writes report.html from the files of a run: into the run, into a sweep, or for several runs into this
+    folder. RUN is a directory, such as outputs/resnet18/20260101-120000-ab12; that of a sweep stands for all
+    its jobs.
+
+      --out FILE         write the page there
+
+    Example: {program} report outputs/resnet18/* --out runs.html
+    """
     from launcher.report.comparison import is_sweep, job_directories, write_comparison
     from launcher.report.page import render
     from launcher.report.run_table import run_table

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
@@ -79,8 +78,8 @@ def request_of(arguments: Arguments) -> Request:
     clashing = [flag for flag in (*HYDRA_ANSWERS, "--run") if multirun and flag in arguments.flags]
     if clashing:
         raise ConfigError(f"--multirun and {clashing[0]} exclude each other. Leave one of them out.")
-    directory, name = arguments.flags.get("--config-dir"), arguments.flags.get("--config-name")
-    return Request(arguments.words, Path(directory) if directory else None, name or "config", multirun)
+    name = arguments.flags.get("--config-name") or "config"
+    return Request(arguments.words, arguments.config_dir, name, multirun)
 
 
 def ask_hydra(request: Request, argv: Sequence[str]) -> int:

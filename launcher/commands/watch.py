@@ -35,7 +35,14 @@ QUIET_S = 60.0  # after which a sweep without a running job has ended
 
 
 def watch(arguments: Arguments) -> int:
-    """Follow the run until it ends; returns its exit code. Raises ConfigError, StorageError."""
+    """Shows how a run or a sweep stands: on a terminal the whole screen, elsewhere a line every 10 seconds.
+    It only reads files, so that a run of any machine on the same disk can be watched; Ctrl-C ends the
+    watching, and the run continues. Its exit code is that of the run.
+
+      --every SECONDS    the time between two looks, from 0.05 to 86400
+
+    Example: {program} watch outputs/resnet18/20260101-120000-ab12
+    """
     from launcher.report.comparison import is_sweep
 
     if len(arguments.words) != 1:
