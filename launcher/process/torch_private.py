@@ -32,7 +32,6 @@ NAMES = (
     "torch._fused_adamw_",
     "torch._fused_sgd_",
     "torch._functorch.config.backward_pass_autocast",
-    "torch._functorch.config.patch",
     "torch._ops.OpOverload.__call__",
     "torch._ops.OpOverload._name",
     "torch._ops.OpOverload._schema",

@@ -135,9 +135,11 @@ class Updater:
                 self._run_compiled(self._compiled, scalars)
 
     def _run_fused(self, scalars: Scalars) -> None:
-        narrow = scalars if self._on_host else scalars.for_fused_kernel()
-        # On a CPU the kernel takes the rate in fp64.
-        whole = replace(narrow, lr=scalars.lr) if self._on_cpu or self._factors else narrow
+        whole = scalars
+        if not self._on_host:
+            narrow = scalars.for_fused_kernel()
+            # On a CPU the kernel takes the rate in fp64.
+            whole = replace(narrow, lr=scalars.lr) if self._on_cpu or self._factors else narrow
         own = [whole] if self._factors is None else self._factors.rates(whole)
         if self._factors is not None and not self._on_cpu:
             own = [replace(each, lr=tensor_of(each.lr).float()) for each in own]

@@ -198,6 +198,6 @@ def _picked(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) ->
     return pick(operator, *args, **kwargs)
 
 
-def _narrow(dtype: torch.dtype, value: Any) -> Any:
-    eligible = is_tensor(value) and value.is_floating_point() and value.dtype != torch.float64
+def _narrow(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    eligible = value.is_floating_point() and value.dtype != torch.float64
     return value.to(dtype) if eligible else value

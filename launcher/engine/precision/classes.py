@@ -121,28 +121,32 @@ def widen(value: Any) -> Any:
 
 
 def any_fp32(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(any_fp32(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype == torch.float32
     if isinstance(value, dict):
-        return any(any_fp32(item) for item in value.values())
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return False
+    return any(map(any_fp32, value))
 
 
-def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `change` to the leaves of an argument tree of tuples, lists and dicts."""
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply `change` to the tensors in an argument tree of tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple([map_tensors(change, item) for item in value])
     if isinstance(value, list):
         return [map_tensors(change, item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(map_tensors(change, item) for item in value)
     if isinstance(value, dict):
         return {key: map_tensors(change, item) for key, item in value.items()}
-    return change(value)
+    return value
 
 
-def round_to(dtype: torch.dtype, value: Any) -> Any:
+def round_to(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     """A float tensor as half hardware would read it: rounded to `dtype`, held in fp32."""
-    return value.to(dtype).float() if is_tensor(value) and value.dtype in FLOATS else value
+    return value.to(dtype).float() if value.dtype in FLOATS else value
 
 
-def narrow_fp32(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if is_tensor(value) and value.dtype == torch.float32 else value
+def narrow_fp32(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(dtype) if value.dtype == torch.float32 else value

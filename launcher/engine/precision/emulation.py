@@ -12,7 +12,6 @@ at the speed of fp32. Autograd sees the casts, so gradients are rounded at the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any, Self
@@ -42,28 +41,56 @@ from launcher.engine.precision.classes import (
 )
 
 
-class RoundedArithmetic(TorchFunctionMode):
+class RoundedArithmetic:
     """Context in which torch functions round to half as hardware with such arithmetic does.
 
     Autocast of the device is on, to `dtype`, for the Python code that runs in it, and off within the
-    functions that this mode computes. So `torch.autocast` and `custom_fwd` in a model act as under native
+    functions that `Rounding` computes. So `torch.autocast` and `custom_fwd` in a model act as under native
     arithmetic: nothing is rounded where they turn autocast off, and the dtype that they ask for is rounded
-    to. With dtype=fp32 everything is computed in fp32 instead, whatever they ask for. `enabled=False` leaves
-    autocast as it is: for backward passes, whose repeated forward passes turn it on themselves.
+    to. With dtype=fp32 everything is computed in fp32 instead, whatever they ask for.
     """
 
-    def __init__(self, dtype: torch.dtype, device_type: str = "cpu", enabled: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, device_type: str = "cpu") -> None:
+        self._dtype = dtype
+        self._mode = Rounding(dtype, device_type)
+        self._outer: list[tuple[bool, torch.dtype, Any]] = []
+
+    def __enter__(self) -> Self:
+        # What torch.autocast and config.patch() do, without their objects and checks of arguments, which cost
+        # a tenth of the step of a tiny network.
+        device_type, config = self._mode.device_type, torch._functorch.config
+        on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        self._outer.append((on, dtype, config.backward_pass_autocast))
+        torch.set_autocast_enabled(device_type, self._dtype != torch.float32)
+        torch.set_autocast_dtype(device_type, self._dtype)
+        torch.autocast_increment_nesting()
+        # torch.compile would trace the backward pass with autocast on, and so multiply in half. Set even if
+        # no compiler is loaded yet: a model may be compiled for the first time within this context.
+        config.backward_pass_autocast = "off"
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._mode.__exit__(*exception)
+        device_type = self._mode.device_type
+        on, dtype, torch._functorch.config.backward_pass_autocast = self._outer.pop()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()  # of weights, which a step changes
+        torch.set_autocast_enabled(device_type, on)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+class Rounding(TorchFunctionMode):
+    """The mode of `RoundedArithmetic`, which leaves autocast as it is.
+
+    By itself it is the context of a backward pass, whose repeated forward passes turn autocast on themselves.
+    """
+
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         super().__init__()
         register(device_type)
         self._wide = dtype == torch.float32
-        self._device_type = device_type if torch.amp.is_autocast_available(device_type) else MARK
-        self._contexts: list[AbstractContextManager[object]] = []
-        self._within = self
-        if enabled:
-            self._within = type(self)(dtype, device_type, enabled=False)
-            # torch.compile would trace the backward pass with autocast on, and so multiply in half.
-            compiler = torch._functorch.config.patch(backward_pass_autocast="off")
-            self._contexts = [torch.autocast(self._device_type, dtype, enabled=not self._wide), compiler]
+        self.device_type = device_type if torch.amp.is_autocast_available(device_type) else MARK
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
@@ -71,15 +98,11 @@ class RoundedArithmetic(TorchFunctionMode):
         # on. That of an unused device type has no other effect.
         self._outer.append(torch.is_autocast_enabled(MARK))
         torch.set_autocast_enabled(MARK, True)
-        for context in self._contexts:
-            context.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for context in self._contexts:
-            context.__exit__(*exception)
         torch.set_autocast_enabled(MARK, self._outer.pop())
 
     def __torch_function__(
@@ -92,7 +115,7 @@ class RoundedArithmetic(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in CHANGED or kwargs.get("out") is not None:  # the latter as in autocast
             return func(*args, **kwargs)
-        on = torch.is_autocast_enabled(self._device_type)
+        on = torch.is_autocast_enabled(self.device_type)
         if not on and not self._wide:
             # An fp32 island of the model, a backward pass, or compiled code, which already contains the
             # rounding: it calls torch.convolution on fp32 buffers and reads as many bytes of the result.
@@ -100,9 +123,9 @@ class RoundedArithmetic(TorchFunctionMode):
         if func in COMPOSITES:
             return self._open(func, args, kwargs)
         # On, torch's own kernels would compute in half; those of PICKS are this engine's, and copy.
-        dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self._device_type)
+        dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self.device_type)
         narrow = partial(narrow_fp32, dtype)
-        torch.set_autocast_enabled(self._device_type, func in PICKS)
+        torch.set_autocast_enabled(self.device_type, func in PICKS)
         try:  # not a method of its own, which torch.compile would take for a function to compile
             if func in PRODUCTS:
                 args, kwargs = map_tensors(partial(round_to, dtype), (args, kwargs))
@@ -119,7 +142,7 @@ class RoundedArithmetic(TorchFunctionMode):
                 )
                 return func(*args, **kwargs)
             if func in INNER:
-                given = kwargs["input"] if "input" in kwargs else next(a for a in args if is_tensor(a))
+                given = kwargs["input"] if "input" in kwargs else next(filter(is_tensor, args))
                 half = given.dtype in HALF
             else:
                 half = func in PROMOTING and not any_fp32((args, kwargs))
@@ -127,11 +150,11 @@ class RoundedArithmetic(TorchFunctionMode):
             out = func(*args, **kwargs)
             return map_tensors(narrow, out) if half and kwargs.get("dtype") is None else out
         finally:
-            torch.set_autocast_enabled(self._device_type, on)
+            torch.set_autocast_enabled(self.device_type, on)
 
     def _open(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that is written in Python, with this mode on within it."""
-        with self._within:
+        with self:
             return _OPENED[func](*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from launcher.engine.precision.autocast import HalfArithmetic, repeating_forward
-from launcher.engine.precision.emulation import RoundedArithmetic
+from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
 
 ScaleMode = Literal["dynamic", "static", "none"]
 FIRST_FP16, FIRST_BF16 = (7, 0), (8, 0)  # compute capabilities: Volta, Ampere
@@ -89,7 +89,7 @@ class Policy:
         if self.arithmetic == torch.float32:
             return nullcontext()
         if emulate:
-            return RoundedArithmetic(self.arithmetic, device.type, enabled=False)
+            return Rounding(self.arithmetic, device.type)
         return repeating_forward()
 
 
