@@ -39,6 +39,7 @@ ENGINE_LAYERS = (
     {"notices", "arguments", "agreement", "attachment", "in_place", "sync_batchnorm", "fp32_modules"},
     {"step_result", "replica"},
     {"assembly"},
+    {"step"},
     {"stepper"},
     {"step_graph", "weight_average"},
     {"__init__"},

@@ -169,7 +169,8 @@ def rates_of(learning_rates: object, lr: float) -> list[float]:
             f"learning_rates={learning_rates!r}: it must be a sequence of numbers, one rate per applied "
             "step. For one rate throughout give it to the optimizer."
         )
-    return list(learning_rates)
+    # A tensor's elements are tensors, which no rule takes for numbers.
+    return learning_rates.tolist() if isinstance(learning_rates, torch.Tensor) else list(learning_rates)
 
 
 def refuse_attribute(owner: object, base: type, parts: frozenset[str], name: str) -> None:

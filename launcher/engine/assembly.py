@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
+import launcher.engine.limits as limits
 from launcher.engine.attachment import Attachment
 from launcher.engine.diagnostics.step_timer import StepClock
 from launcher.engine.flat.broadcast import take_values_of_rank_0
@@ -33,21 +34,32 @@ from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import tally_on
 
+MAY_DIFFER = ("micro_batches", "emulate", "compiled")  # between ranks: `agreement` says why
+
 
 @dataclass(frozen=True)
 class Choices:
-    """The arguments of a Stepper that its parts depend on, with defaults filled in."""
+    """The arguments of a Stepper, with defaults filled in. Raises UnusableError for a number out of range."""
 
     policy: Policy
-    scaling: Scaling
     wire: Wire
+    scaling: Scaling
+    clip_norm: float | None
+    optimizer: Optimizer | TorchOptimizer
+    learning_rates: Sequence[float]
+    groups: Sequence[ParameterGroup]
+    reference_count: int | None
+    capturable: bool
     micro_batches: int
     emulate: bool | None
     compiled: bool
-    capturable: bool
-    clip_norm: float | None = None
-    num_rates: int = 1
-    groups: Sequence[ParameterGroup] = ()
+
+    def __post_init__(self) -> None:
+        limits.refuse_settings(self.clip_norm, self.learning_rates, self.micro_batches, self.reference_count)
+
+    def shared(self) -> dict[str, object]:
+        """Those that must be equal on all ranks, by name."""
+        return {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
 
 
 class Parts:
@@ -56,14 +68,8 @@ class Parts:
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | TorchOptimizer,
-        choices: Choices,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        policy, wire = choices.policy, choices.wire
+    def __init__(self, model: nn.Module, choices: Choices, group: dist.ProcessGroup | None) -> None:
+        policy, wire, optimizer = choices.policy, choices.wire, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
         refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
@@ -78,7 +84,7 @@ class Parts:
         self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         terms = None if on_host else Terms(1.0, choices.clip_norm, choices.scaling)
-        constants = Constants(terms, choices.num_rates)
+        constants = Constants(terms, len(choices.learning_rates))
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, constants, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
@@ -87,9 +93,8 @@ class Parts:
             layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
         )
         self.attachment = Attachment(model, layout, self.reducer)
-        self.shards = Shards(
-            layout, transports, group
-        )  # after the reducer, which moves a segment's gradients
+        # After the reducer, which moves a segment's gradients.
+        self.shards = Shards(layout, transports, group)
         self.updater = updater_of(optimizer, layout, self.shards, compiled, on_host)
         self.in_place = InPlaceChanges(model, layout, self.shards, group)
         self.scale = LossScale(choices.scaling, layout.device, on_host)

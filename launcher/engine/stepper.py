@@ -21,33 +21,28 @@ from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refu
 from launcher.engine.assembly import Choices, Parts
 from launcher.engine.attachment import refuse_lent
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
-from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import (
-    BROKEN_OFF,
     NO_BACKWARD,
     NO_COUNT,
-    NO_GRADIENT,
     NO_REFERENCE,
     UnusableError,
-    refuse_backward,
     refuse_loss,
     refuse_no_values,
-    refuse_within_step,
 )
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.notices import warn_if_alone, warn_of_idle
-from launcher.engine.optim.fused import Optimizer, Scalars
+from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.calibration import dry_pass, safe_exponent
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
+from launcher.engine.step import Step
 from launcher.engine.step_result import StepResult
-from launcher.engine.verdict import Numbers, Terms, next_rate
+from launcher.engine.verdict import Numbers
 from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.shards import Allocate, on_host
-from launcher.engine.wire.step_counts import Reference
 
 
 class Stepper:
@@ -93,9 +88,6 @@ class Stepper:
     and a group, named_masters(), state() and replicas() are collectives too.
     """
 
-    _failed: bool  # whether a backward() or step() of this step raised: it can then only be abandoned
-    _exchanged: bool  # whether all gradients of this step have been sent: it can then not be abandoned
-
     def __init__(
         self,
         model: nn.Module,
@@ -117,43 +109,32 @@ class Stepper:
         before = set(vars(self))  # what a subclass has set already
         refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, capturable, groups)
         refuse_lent(model)
-        rates = rates_of(learning_rates, optimizer.lr)
-        limits.refuse_settings(clip_norm, rates, micro_batches, reference_count)
-        self.model, self.group = model, group_of(group)
+        policy = policy or Policy.fp16()
+        choices = Choices(
+            policy=policy,
+            wire=wire or Wire(),
+            scaling=scaling or Scaling.of(policy),
+            clip_norm=clip_norm,
+            optimizer=optimizer,
+            learning_rates=rates_of(learning_rates, optimizer.lr),
+            groups=groups,
+            reference_count=reference_count,
+            capturable=capturable,
+            micro_batches=micro_batches,
+            emulate=emulate,
+            compiled=compiled,
+        )
+        self.model, self.policy, self.group = model, policy, group_of(group)
         if self.group is None:
             warn_if_alone(stacklevel=2)
-        self.policy = policy = policy or Policy.fp16()
-        scaling, wire = scaling or Scaling.of(policy), wire or Wire()
         # First: what comes next then raises on all ranks or on none.
-        settings = {"policy": policy, "wire": wire, "scaling": scaling, "clip_norm": clip_norm}
-        settings |= {"optimizer": optimizer, "learning_rates": rates, "groups": groups}
-        settings |= {"reference_count": reference_count, "capturable": capturable}
-        refuse_differences(model, settings, self.group)
-        choices = Choices(
-            policy,
-            scaling,
-            wire,
-            micro_batches,
-            emulate,
-            compiled,
-            capturable,
-            clip_norm,
-            len(rates),
-            groups,
-        )
-        self._parts = parts = Parts(model, optimizer, choices, self.group)
+        refuse_differences(model, choices.shared(), self.group)
+        self._parts = parts = Parts(model, choices, self.group)
         warn_of_idle(idle_groups(model, groups), stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
-        self._reference = Reference(reference_count, micro_batches, self.device, self.group)
-        self._clip_norm = clip_norm
-        rates = [float(rate) for rate in rates]  # or a report would have a number of NumPy's
-        self._rates: Tensor | list[float] = rates
-        if not parts.on_host:
-            self._rates = torch.tensor(rates, dtype=torch.float64, device=self.device)
-        self._read: torch.cuda.Event | None = None  # when a copy of weights and states is made
-        self._start_of_step()
+        self._step = Step(choices, parts, self.group)
         self._names_set = frozenset(vars(self).keys() - before)
         self._built = True
 
@@ -176,17 +157,11 @@ class Stepper:
         captured in a CUDA graph uses the new rate. The rate is not part of state_dict(): set it again after
         load_state_dict().
         """
-        if isinstance(self._rates, list):
-            return self._rates[min(int(self.scale.applied), len(self._rates) - 1)]
-        return float(next_rate(self._rates, self.scale.applied))
+        return self._step.lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        limits.rate.require("lr", rate)
-        if isinstance(self._rates, list):
-            self._rates = [float(rate)]
-        else:
-            self._rates.fill_(float(rate))
+        self._step.lr = rate
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -201,7 +176,7 @@ class Stepper:
         all ranks alike, between steps. Not for models under torch.compile. Raises UnusableError for a
         pattern that matches no module.
         """
-        self._refuse_within_step("compute_in_fp32()")
+        self._step.refuse_within("compute_in_fp32()")
         return self._parts.fp32.add(modules)
 
     @property
@@ -215,10 +190,10 @@ class Stepper:
         Several are summed in fp32, which takes 4 bytes per parameter; changes nothing else. Call it on all
         ranks alike, between steps. Record a StepGraph after it, not before.
         """
-        self._refuse_within_step("set_micro_batches()")
+        self._step.refuse_within("set_micro_batches()")
         limits.at_least_one.require("micro_batches", micro_batches)
         self.reducer.accumulate(micro_batches > 1)
-        self._reference.micro_batches = micro_batches
+        self._step.reference.micro_batches = micro_batches
 
     @property
     def bucket_bytes(self) -> int:
@@ -243,7 +218,7 @@ class Stepper:
 
         Between steps, on all ranks alike. A StepGraph keeps the buckets with which it was recorded.
         """
-        self._refuse_within_step("set_bucket_bytes()")
+        self._step.refuse_within("set_bucket_bytes()")
         if bucket_bytes not in (sizes := self.bucket_sizes()):
             raise UnusableError(
                 f"bucket_bytes={bucket_bytes!r}: it must be one of bucket_sizes(), which are {sizes}."
@@ -267,11 +242,11 @@ class Stepper:
         that all may call it again; not for a model whose passes wait for other ranks, such as one with a
         synchronised batch norm.
         """
-        self._refuse_within_step("calibrate()")
+        self._step.refuse_within("calibrate()")
         self._parts.attachment.refuse_other_weights()
         if self.scale.scaling.mode == "none":
             return None
-        growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._reference.micro_batches
+        growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._step.reference.micro_batches
         try:
             with self.reducer.grad_put_aside():
                 dry = dry_pass(
@@ -281,15 +256,15 @@ class Stepper:
             self.buffers.restore()
         if dry.failed:
             return None
-        if self._reference.count is None:
+        if self._step.reference.count is None:
             if dry.count is None:
                 raise UnusableError(NO_COUNT)
-            self._reference.expect(dry.count)
-            self._reference.agree()
-            self._reference.restart()
-        if dry.octave is None or self._reference.count is None:
+            self._step.reference.expect(dry.count)
+            self._step.reference.agree()
+            self._step.reference.restart()
+        if dry.octave is None or self._step.reference.count is None:
             return None
-        return self.scale.start_at(safe_exponent(dry.octave, self._reference.count))
+        return self.scale.start_at(safe_exponent(dry.octave, self._step.reference.count))
 
     def vote(self, question: int, votes: int = 1) -> None:
         """Vote on one of the caller's questions in the coming step, before its first backward().
@@ -298,7 +273,7 @@ class Stepper:
         their sum over the ranks, the same on all ranks. `question` is 0 to 9.
         """
         limits.question.require("vote question", question)
-        self._refuse_within_step("vote()")
+        self._step.refuse_within("vote()")
         self._parts.tally.vote(question, votes)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
@@ -314,25 +289,12 @@ class Stepper:
         another backward() may follow. After any other error, from the model or out of memory, this rank's
         gradients are incomplete: only abandon() or step() may follow, and both abandon the step.
         """
-        self._refuse_detached()
+        self._step.refuse_detached()
         refuse_loss(loss_sum, count)
         refuse_no_values(loss_sum, self.device)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
-        refuse_backward(self._done, self._failed, self._reference.micro_batches)
-        self._failed = True  # until the pass has finished
-        if not self._done:
-            self._begin(count)
-        self._parts.tally.add(loss_sum, count)
-        last = self._done + 1 == self._reference.micro_batches
-        with self._during_backward(), self.reducer.receiving(last, self._sends_early):
-            loss_sum.backward(self._slope())  # type: ignore[no-untyped-call]
-            if not self.reducer.has_received:
-                self._failed = False
-                self._parts.tally.take_back()
-                raise UnusableError(NO_GRADIENT)
-        self._failed = False
-        self._done += 1
+        self._step.backward(loss_sum, count)
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
         """The gradients of one micro-batch at the present loss scale, by name, as autograd computes them.
@@ -340,10 +302,10 @@ class Stepper:
         Not part of a step, and changes no state. Raises UnusableError before the first step, unless there is
         a `reference_count` or calibrate() was called.
         """
-        if self._reference.count is None:
+        if self._step.reference.count is None:
             raise UnusableError(NO_REFERENCE)
-        with self._during_backward():
-            return self.reducer.gradients_aside(loss_sum, self._slope())
+        with self._step.during_backward():
+            return self.reducer.gradients_aside(loss_sum, self._step.slope())
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
@@ -352,7 +314,7 @@ class Stepper:
         after `loss.backward()`. On several ranks, some of which may have no samples, it warns once instead.
         After a backward() that raised, it does what `abandon` does.
         """
-        if not self._failed:
+        if not self._step.failed:
             self._refuse_missed_backward()
         return self.report(*self.step_on_device())
 
@@ -371,55 +333,20 @@ class Stepper:
         True. After that the other ranks may have applied it, and this Stepper raises RuntimeError.
         """
         self.refuse_averages()
-        self._failed = True
+        self._step.failed = True
         return self.step()
 
     @property
     def can_abandon(self) -> bool:
         """Whether the step can still be dropped on all ranks: until this rank has sent all its gradients."""
-        return not self._exchanged
+        return not self._step.exchanged
 
     def step_on_device(self) -> tuple[Tensor | Numbers, int]:
         """`step()` without the report to the host: what a CUDA graph can capture.
 
         Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
         """
-        self._refuse_detached()
-        if not self._failed:
-            self.buffers.collect()  # may raise, so it comes before anything is sent or written
-        failed, self._failed = self._failed, True  # until the step has finished
-        correction = self._reference.agree()
-        terms = Terms(
-            float(self._parts.divisor * self._reference.divisor), self._clip_norm, self.scale.scaling
-        )
-        self.clock.mark(COMPUTE)
-        self.reducer.flush(failed, correction)
-        self._exchanged = True
-        reduced = self.reducer.finish()
-        tally = self._parts.tally.totals()
-        self._parts.in_place.take()
-        self.clock.mark(WIRE)
-
-        verdict = self._parts.judge(
-            terms, reduced.sums, reduced.marks, tally, self.scale.present, self._rates
-        )
-        self._wait_for_readers()
-        self.updater.step(
-            Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
-        )
-        self.shards.gather_weights()
-        if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
-            self._parts.in_place.count_update()
-        if failed:
-            self.buffers.restore()
-        else:
-            self.buffers.restore_if(verdict.skip)
-        self.scale.become(verdict.state)
-        if self._done:
-            self._parts.replica.count_update(verdict.skip)
-        self.clock.mark(UPDATE)
-        self._start_of_step(verdict.abandoned)
-        return verdict.packed, reduced.bytes
+        return self._step.finish()
 
     def report(self, packed: Tensor | Numbers, wire_bytes: int) -> StepResult:
         """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
@@ -434,17 +361,11 @@ class Stepper:
 
     def prepare_replay(self) -> None:
         """What a step does on the host, before the replay of a recorded one. A collective as `step()` is."""
-        self._refuse_within_step("replay()")
-        self._parts.attachment.check()
-        self._parts.in_place.take()
-        self._parts.in_place.count_update()  # a replay counts nothing
-        self._wait_for_readers()
+        self._step.prepare_replay()
 
     def forget_step(self) -> None:
         """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
-        self.reducer.forget_step()
-        self.buffers.restore()
-        self._start_of_step()
+        self._step.forget()
 
     def tensors(self) -> list[Tensor]:
         """All memory that a step changes, for a copy that is put back later."""
@@ -459,7 +380,7 @@ class Stepper:
 
         The replay of a recorded step waits as a whole: nothing can be put into the middle of it.
         """
-        self._read = read
+        self._step.read = read
 
     def named_masters(self, rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded.
@@ -478,11 +399,11 @@ class Stepper:
         by one. The others' state then lacks the sharded parameters. `allocate(numel, pinned)` gives the
         memory, fp32, for a caller that reuses it. Waits for the device.
         """
-        self._refuse_within_step("state()")
+        self._step.refuse_within("state()")
         self._parts.attachment.check()
         self._parts.in_place.take()
         self._parts.in_place.refuse_unseen()
-        return self._parts.replica.state(self._reference.count, rank, allocate)
+        return self._parts.replica.state(self._step.reference.count, rank, allocate)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Resume from `state`, which may come from another number of ranks or another wire.
@@ -492,12 +413,12 @@ class Stepper:
         anything is changed, for the state of another model or optimizer. Between steps only. A collective
         where the optimizer is sharded.
         """
-        self._refuse_within_step("load()")
+        self._step.refuse_within("load()")
         self._parts.attachment.check()
         start = self._parts.replica.load(state)
         self._parts.in_place.count_update()
         self._parts.in_place.forget()
-        self._reference.count = self._reference.count or state.reference_count
+        self._step.reference.count = self._step.reference.count or state.reference_count
         return start
 
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
@@ -524,7 +445,7 @@ class Stepper:
         self._parts.attachment.refuse_other_weights()
         self._parts.in_place.take()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
-        return {"learning rate": rate} | self._parts.replica.comparable(self._reference.count)
+        return {"learning rate": rate} | self._parts.replica.comparable(self._step.reference.count)
 
     @property
     def device(self) -> torch.device:
@@ -555,7 +476,7 @@ class Stepper:
 
         A collective, called before an evaluation, between steps. A checkpoint keeps each rank's own buffers.
         """
-        self._refuse_within_step("average_buffers()")
+        self._step.refuse_within("average_buffers()")
         self.buffers.average()
 
     @contextmanager
@@ -564,13 +485,9 @@ class Stepper:
 
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
-        self._refuse_within_step("WeightAverage.in_model()")
-        with self._parts.attachment.holding_others():
-            self._parts.in_place.count_update()
-            try:
-                yield
-            finally:
-                self._parts.in_place.count_update()
+        self._step.refuse_within("WeightAverage.in_model()")
+        with self._step.holding_averages():
+            yield
 
     def refuse_averages(self) -> None:
         """Raise UnusableError within `holding_averages`."""
@@ -603,57 +520,9 @@ class Stepper:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
         return size_bytes([*self._parts.replica.tensors(), *self.reducer.tensors()])
 
-    def _start_of_step(self, abandoned: Tensor | bool = False) -> None:
-        """`abandoned` says whether the step before was."""
-        self.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
-        self._done = 0  # backward() calls of this step
-        self._sends_early = False  # whether within them
-        self._failed = self._exchanged = False
-        self._reference.restart(abandoned)
-        self._parts.tally.restart()
-
-    def _begin(self, count: float | Tensor) -> None:
-        """Before the first pass of a step: n0, and whether buckets are sent within the passes.
-
-        Where there are Steppers of other networks, ranks may make their passes in another order, or not at
-        all. What is sent within a pass would meet another network's message on other ranks, or wait for
-        ranks that wait for this one. All ranks call the step()s in one order: there both are right.
-        """
-        others = self.reducer.other_groups()
-        self._reference.expect(count)
-        if not others:
-            self._reference.agree()
-        self._sends_early = self._reference.count is not None and self.group not in others
-
-    def _refuse_detached(self) -> None:
-        """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
-        self._parts.attachment.refuse_other_weights()
-        if self._exchanged:
-            raise RuntimeError(BROKEN_OFF)
-        if not (self._done or self._failed):
-            self._parts.attachment.check()
-
-    def _refuse_within_step(self, call: str) -> None:
-        refuse_within_step(call, self._done + self._failed)
-
-    def _slope(self) -> Tensor:
-        """S / n0, fp32, 0-dim: where J = (S / n0) * sum of losses is differentiated, backward starts with it.
-
-        Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
-        """
-        return self.scale.over(self._reference.divisor)
-
-    def _wait_for_readers(self) -> None:
-        read, self._read = self._read, None
-        if read is not None:
-            torch.cuda.current_stream(self.device).wait_event(read)
-
-    def _during_backward(self) -> AbstractContextManager[object]:
-        return self.policy.backward(self.device, self.emulation.used)
-
     def _refuse_missed_backward(self) -> None:
         """Refuse gradients in p.grad without any of this step: loss.backward() was called instead."""
-        if self._done or all(p.grad is None for p in self.layout.parameters.values()):
+        if self._step.done or all(p.grad is None for p in self.layout.parameters.values()):
             return
         if self.layout.world_size == 1:
             raise UnusableError(NO_BACKWARD)

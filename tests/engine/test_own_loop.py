@@ -143,7 +143,7 @@ def test_a_scheduler_of_torch_sets_the_rates_of_an_own_loop(name, kind) -> None:
     dummy = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
     ours_scheduler, their_scheduler = SCHEDULERS[name](dummy), SCHEDULERS[name](theirs)
-    rates = stepper._rates
+    rates = stepper._step.rates
     for step in range(20):
         x, classes = features(8, step)
         stepper.lr = dummy.param_groups[0]["lr"]
@@ -157,7 +157,7 @@ def test_a_scheduler_of_torch_sets_the_rates_of_an_own_loop(name, kind) -> None:
     for ours, reference in zip(stepper.model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-5)
     if kind == "capturable":
-        assert stepper._rates is rates  # what a captured CUDA graph reads
+        assert stepper._step.rates is rates  # what a captured CUDA graph reads
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -189,6 +189,13 @@ def test_rates_of_any_kind_of_number_are_reported_as_floats(rates, capturable) -
     stepper.lr = rates[1]
     assert type(stepper.lr) is float
     assert json.dumps(train(stepper, *features(8, 0)).lr) == json.dumps(stepper.lr)
+
+
+def test_rates_may_be_a_tensor() -> None:
+    rates = torch.tensor([0.5, 0.25])
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp32(), learning_rates=rates)  # type: ignore[arg-type]
+    assert train(stepper, *features(8, 0)).lr == 0.5
+    assert stepper.lr == 0.25
 
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1, 0.9), AdamW(0.1)], ids=["sgd", "adamw"])

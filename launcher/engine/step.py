@@ -1,0 +1,199 @@
+"""One training step: what has been done of it, and the order of what is left.
+
+Owns the progress between the first backward pass and the update, and with it the order of a step's
+collectives, which is the same on all ranks. The Stepper, its only user, checks what a user gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import launcher.engine.limits as limits
+from launcher.engine.assembly import Choices, Parts
+from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
+from launcher.engine.errors import (
+    BROKEN_OFF,
+    NO_GRADIENT,
+    UnusableError,
+    refuse_backward,
+    refuse_within_step,
+)
+from launcher.engine.optim.fused import Scalars
+from launcher.engine.verdict import Numbers, Terms, next_rate
+from launcher.engine.wire.step_counts import Reference
+
+
+class Step:
+    """The present step of a Stepper with these parts; `restart` begins the next."""
+
+    def __init__(self, choices: Choices, parts: Parts, group: dist.ProcessGroup | None) -> None:
+        self._parts, self._policy, self._group = parts, choices.policy, group
+        self.reference = Reference(choices.reference_count, choices.micro_batches, parts.layout.device, group)
+        self._terms = Terms(1.0, choices.clip_norm, choices.scaling)
+        rates = [float(rate) for rate in choices.learning_rates]  # or a report would have NumPy's numbers
+        self.rates: Tensor | list[float] = rates
+        if not parts.on_host:
+            self.rates = torch.tensor(rates, dtype=torch.float64, device=parts.layout.device)
+        self.read: torch.cuda.Event | None = None  # when a copy of weights and states is made
+        self.restart()
+
+    def restart(self, abandoned: Tensor | bool = False) -> None:
+        """Begin the next step; `abandoned` says whether the one before was."""
+        self._parts.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
+        self.done = 0  # backward() calls of this step
+        self._sends_early = False  # whether buckets are sent within them
+        self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
+        self.exchanged = False  # whether all gradients have been sent: it can then not be abandoned
+        self.reference.restart(abandoned)
+        self._parts.tally.restart()
+
+    def refuse_within(self, call: str) -> None:
+        """Raise UnusableError for a call that belongs between two steps."""
+        refuse_within_step(call, self.done + self.failed)
+
+    def refuse_detached(self) -> None:
+        """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
+        self._parts.attachment.refuse_other_weights()
+        if self.exchanged:
+            raise RuntimeError(BROKEN_OFF)
+        if not (self.done or self.failed):
+            self._parts.attachment.check()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next applied step. Waits for the device."""
+        applied = self._parts.scale.applied
+        if isinstance(self.rates, list):
+            return self.rates[min(int(applied), len(self.rates) - 1)]
+        return float(next_rate(self.rates, applied))
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        limits.rate.require("lr", rate)
+        if isinstance(self.rates, list):
+            self.rates = [float(rate)]
+        else:
+            self.rates.fill_(float(rate))  # in place: a recorded step reads it
+
+    def during_backward(self) -> AbstractContextManager[object]:
+        """The precision context of a backward pass."""
+        return self._policy.backward(self._parts.layout.device, self._parts.emulation.used)
+
+    def slope(self) -> Tensor:
+        """S / n0, fp32, 0-dim: where J = (S / n0) * sum of losses is differentiated, backward starts with it.
+
+        Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
+        """
+        return self._parts.scale.over(self.reference.divisor)
+
+    def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
+        """Back-propagate one micro-batch whose loss and count can be trained on."""
+        parts = self._parts
+        refuse_backward(self.done, self.failed, self.reference.micro_batches)
+        self.failed = True  # until the pass has finished
+        if not self.done:
+            self._begin(count)
+        parts.tally.add(loss_sum, count)
+        last = self.done + 1 == self.reference.micro_batches
+        with self.during_backward(), parts.reducer.receiving(last, self._sends_early):
+            loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
+            if not parts.reducer.has_received:
+                self.failed = False
+                parts.tally.take_back()
+                raise UnusableError(NO_GRADIENT)
+        self.failed = False
+        self.done += 1
+
+    def _begin(self, count: float | Tensor) -> None:
+        """Before the first pass of a step: n0, and whether buckets are sent within the passes.
+
+        Where there are Steppers of other networks, ranks may make their passes in another order, or not at
+        all. What is sent within a pass would meet another network's message on other ranks, or wait for
+        ranks that wait for this one. All ranks call the step()s in one order: there both are right.
+        """
+        others = self._parts.reducer.other_groups()
+        self.reference.expect(count)
+        if not others:
+            self.reference.agree()
+        self._sends_early = self.reference.count is not None and self._group not in others
+
+    def finish(self) -> tuple[Tensor | Numbers, int]:
+        """Reduce, agree, unscale, clip, update or skip: what a CUDA graph can capture of a step.
+
+        Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
+        """
+        parts = self._parts
+        self.refuse_detached()
+        if not self.failed:
+            parts.buffers.collect()  # may raise, so it comes before anything is sent or written
+        failed, self.failed = self.failed, True  # until the step has finished
+        correction = self.reference.agree()
+        parts.clock.mark(COMPUTE)
+        parts.reducer.flush(failed, correction)
+        self.exchanged = True
+        reduced = parts.reducer.finish()
+        tally = parts.tally.totals()
+        parts.in_place.take()
+        parts.clock.mark(WIRE)
+
+        terms = self._present_terms()
+        verdict = parts.judge(terms, reduced.sums, reduced.marks, tally, parts.scale.present, self.rates)
+        self._wait_for_readers()
+        parts.updater.step(
+            Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
+        )
+        parts.shards.gather_weights()
+        if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
+            parts.in_place.count_update()
+        if failed:
+            parts.buffers.restore()
+        else:
+            parts.buffers.restore_if(verdict.skip)
+        parts.scale.become(verdict.state)
+        if self.done:
+            parts.replica.count_update(verdict.skip)
+        parts.clock.mark(UPDATE)
+        self.restart(verdict.abandoned)
+        return verdict.packed, reduced.bytes
+
+    def prepare_replay(self) -> None:
+        """What a step does on the host, before the replay of a recorded one. A collective as `finish` is."""
+        self.refuse_within("replay()")
+        self._parts.attachment.check()
+        self._parts.in_place.take()
+        self._parts.in_place.count_update()  # a replay counts nothing
+        self._wait_for_readers()
+
+    def forget(self) -> None:
+        """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
+        self._parts.reducer.forget_step()
+        self._parts.buffers.restore()
+        self.restart()
+
+    @contextmanager
+    def holding_averages(self) -> Iterator[None]:
+        """The context in which the model has averages: no graph may go over its start or its end."""
+        parts = self._parts
+        with parts.attachment.holding_others():
+            parts.in_place.count_update()
+            try:
+                yield
+            finally:
+                parts.in_place.count_update()
+
+    def _present_terms(self) -> Terms:
+        """The same object while n0 is the same, which is from the first step on."""
+        unit = float(self._parts.divisor * self.reference.divisor)
+        if unit != self._terms.unit:
+            self._terms = Terms(unit, self._terms.clip_norm, self._terms.scaling)
+        return self._terms
+
+    def _wait_for_readers(self) -> None:
+        read, self.read = self.read, None
+        if read is not None:
+            torch.cuda.current_stream(self._parts.layout.device).wait_event(read)
