@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -58,6 +59,9 @@ def test_metrics_of_predicted_classes_equal_those_of_scikit_learn(pair):
         digits=4,
         zero_division=0,
     )
+    report = re.sub(
+        r"(\d+)\.0$", r"  \1", report, flags=re.MULTILINE
+    )  # where no sample is right it counts in floats
     assert Confusion(CLASSES, found.confusion_matrix()).report() == report
 
 

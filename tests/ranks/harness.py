@@ -29,7 +29,7 @@ PRELOADED = [
     "launcher.config.resolve",
     "launcher.sweep.hydra_sweep",
     "launcher.cli",
-    "sklearn.metrics",
+    "sklearn.datasets",
     "PIL.ImageDraw",
     "PIL.ImageFont",
 ]
