@@ -1,7 +1,7 @@
 """How many training samples a classifier gets right, counted on the device while it trains.
 
 Owns the count of this rank and its sum over the ranks. A step adds to it without a read by the host; only
-`settle`, at evaluations and checkpoints, waits for the device. Predicted classes are copied, and compared
+`add_to`, at evaluations and checkpoints, waits for the device. Predicted classes are copied, and compared
 many at a time, since a call takes longer than a small batch.
 """
 
@@ -18,10 +18,24 @@ from launcher.distributed.collectives import reduce
 from launcher.distributed.env import WorkerEnv
 from launcher.recipe.contract import Loss, Recipe
 from launcher.recipe.training_aids import MIXED_LABEL
-from launcher.training.progress import SinceEvaluation
 
 MOST_KEPT = 64  # micro-batches
 AT_ONCE = 2**15  # labels: 0.5 MB with their predictions, if one micro-batch has no more
+
+
+@dataclass
+class SinceEvaluation:
+    """The training samples (or tokens) since the last evaluation, over all ranks, as they were trained on."""
+
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    right: int = 0  # of a classifier
+    answered: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """`train_loss` and `train_accuracy`, as far as there is something to divide by."""
+        loss = {"train_loss": self.loss_sum / self.loss_count} if self.loss_count else {}
+        return loss | ({"train_accuracy": self.right / self.answered} if self.answered else {})
 
 
 class Kept(NamedTuple):
@@ -84,7 +98,7 @@ class Answers:
         self._num_kept = 0
 
     def kept(self) -> Kept:
-        """What has been counted since the last `settle`, for `restore`. Copies nothing."""
+        """What has been counted since the last `add_to`, for `restore`. Copies nothing."""
         return Kept(self._counts, self._kept, len(self._kept), self._num_kept)
 
     def restore(self, kept: Kept) -> None:
@@ -92,7 +106,7 @@ class Answers:
         self._counts, self._num_kept = kept.counts, kept.num_labels
         self._kept = kept.pairs[: kept.num_pairs]
 
-    def settle(self, since: SinceEvaluation) -> None:
+    def add_to(self, since: SinceEvaluation) -> None:
         """Add what all ranks have counted, and begin anew. A collective."""
         if self.label is None:
             return

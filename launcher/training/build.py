@@ -48,8 +48,6 @@ from launcher.errors import ConfigError, DataError
 from launcher.recipe.contract import Recipe, set_title
 from launcher.recipe.registry import look_up, registry_of
 from launcher.recipe.training_aids import refuse_split_pairs
-from launcher.telemetry import Telemetry
-from launcher.training.parts.gradient_stats import GradientStats
 from launcher.training.setup.compilation import repeated_blocks
 from launcher.training.setup.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
 from launcher.training.setup.parameter_groups import parameter_groups
@@ -380,13 +378,3 @@ def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool,
         return False, f"plain: compiling would save {saved:.0f} s of this run and may take as long"
     compiler = "Triton" if on_gpu else "C++"
     return True, f"compiled with {compiler}: saves about {saved:.0f} s of this run"
-
-
-def gradient_stats(config: Config, env: WorkerEnv, stepper: Stepper, telemetry: Telemetry) -> GradientStats:
-    """The gradient statistics of this rank: only the leader counts if gradients are equal on all ranks."""
-    every_steps = config.telemetry.gradients_every_steps or None
-    if config.wire.shard:
-        return GradientStats(stepper.own_gradients, telemetry, every_steps, env.device, env.group)
-    return GradientStats(
-        stepper.reduced_gradients, telemetry, every_steps if env.is_leader else None, env.device
-    )

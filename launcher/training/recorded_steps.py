@@ -28,10 +28,10 @@ from launcher.errors import ConfigError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Loss
-from launcher.training.loop import Learner, Task
-from launcher.training.parts.relief import free_memory
+from launcher.training.memory import free_memory
 from launcher.training.progress import Position
 from launcher.training.run import Run
+from launcher.training.task import Learner, Task
 
 TOPIC = "cuda graph"
 HOST_GENERATORS = {"python": "random", "numpy": "numpy.random", "cpu": "torch's generator of the CPU"}
@@ -43,6 +43,8 @@ class RecordedSteps:
 
     Once the micro-batch has been halved no step is: the recordings and their memory are dropped.
     """
+
+    is_recorded = True
 
     task: Task
     batches: DeviceBatches
@@ -92,7 +94,7 @@ class RecordedSteps:
         if relief.dropping or size not in self._sizes:
             return self.task.train_on(position)
         number = self._sizes.index(size)
-        relief.begin(position)
+        relief.keep(position)
         clock = self.task.stepper.clock
         clock.restart()
         fresh = self.batches.inputs(position.epoch, position.step_of_epoch)

@@ -7,25 +7,16 @@ the run; a result does.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from launcher.config.schema import Config
-from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.engine import Stepper, WeightAverage
-from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.engine.replica import size_bytes
+from launcher.data.tensors import TensorData
 from launcher.errors import StorageError, in_words
-from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe.contract import ONLY_SET, Recipe, Used
+from launcher.recipe.contract import Recipe
 from launcher.report.page import write_report
 from launcher.report.pictures import (
     CONFUSION_MATRIX,
@@ -37,11 +28,18 @@ from launcher.report.pictures import (
 )
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import REPORT, write_result
+from launcher.run_dir.records import REPORT, write_environment, write_result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import ReportEvent
-from launcher.training.progress import Totals
+from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
+from launcher.training.digests import weights_sha256
+from launcher.training.job import Job
+from launcher.training.model_folder import facts_for_prediction, write_model_folder
+from launcher.training.parts.evaluation import Evaluator
+from launcher.training.progress import Start
+from launcher.training.recorded_config import asked
+from launcher.training.setup.data_check import nan_warnings
+from launcher.training.setup.decisions import decisions
 
 SPLIT = "split.csv"
 PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
@@ -53,92 +51,64 @@ PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
 
 
-def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
-    """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes.
+def result_of(job: Job, since_step: int, steps: int, seconds: float) -> dict[str, Any]:
+    """The content of result.json: what each run has, and what its parts add. A collective.
 
-    A collective: all ranks get that of the leader, where alone sharded masters are gathered.
+    `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
     """
-    weights = _frozen(stepper) | stepper.named_masters(LEADER)
-    return _digest(weights | named_buffers(stepper.model), env)
-
-
-def ema_sha256(stepper: Stepper, average: WeightAverage, env: WorkerEnv) -> str:
-    """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
-    return _digest(_frozen(stepper) | average.state(LEADER).weights, env)
-
-
-def _frozen(stepper: Stepper) -> dict[str, Tensor]:
-    return {name: p.float() for name, p in named_parameters(stepper.model).items() if not p.requires_grad}
-
-
-def _digest(tensors: Mapping[str, Tensor], env: WorkerEnv) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
-    return exchange_texts(env, digest.hexdigest())[LEADER]
-
-
-def result(
-    config: Config,
-    env: WorkerEnv,
-    stepper: Stepper,
-    used: Used,
-    compare_by: str | None,
-    evaluations: Mapping[str, Evaluation],
-    totals: Totals,
-    average: WeightAverage | None = None,
-) -> dict[str, Any]:
-    """The content of result.json, except what only the caller knows (steps and seconds).
-
-    `compare_by` is that of the recipe.
-    """
+    run, stepper = job.run, job.run.stepper
     counters = stepper.counters()
     content: dict[str, Any] = {
         "state": "done",
         "exit": 0,
-        "recipe": config.recipe.name,
-        "model": used.model,
-        "data": used.data,
-        "precision": config.precision.name,
-        "world_size": env.world_size,
-        **_measured(evaluations, compare_by),
+        "recipe": run.config.recipe.name,
+        "model": job.used.model,
+        "data": job.used.data,
+        "precision": run.config.precision.name,
+        "world_size": run.env.world_size,
         "applied_steps": counters["applied"],
         "skipped_steps": counters["skipped"],
         "scale": stepper.loss_scale,
-        "samples_per_s": totals.samples / totals.seconds if totals.seconds else None,
-        "training_seconds": totals.seconds,  # of the whole run; `seconds` are those of its last process
-        "wire_bytes_per_step": totals.wire_bytes_per_step,
         "parameters": sum(p.numel() for p in stepper.model.parameters()),
         "state_bytes": stepper.state_bytes(),
-        "weights_sha256": weights_sha256(stepper, env),
+        "weights_sha256": weights_sha256(stepper, run.env),
+        "steps": steps,
+        "steps_per_epoch": job.course.steps_per_epoch,
+        "seconds": seconds,
     }
-    if average is not None:
-        content["evaluated_weights"] = "ema"
-        content["ema_sha256"] = ema_sha256(stepper, average, env)
-        content["state_bytes"] += size_bytes(average.tensors())
-    confusion = confusion_of(evaluations)
-    if confusion is not None:
-        content["classes"] = list(confusion.classes)
-        content["confusion_matrix"] = confusion.counts.tolist()
-    if env.device.type == "cuda":
-        content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(env.device)
-    return content
+    if run.env.device.type == "cuda":
+        content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(run.env.device)
+    return content | job.parts.result() | facts_for_prediction(job.recipe)
 
 
-def _measured(evaluations: Mapping[str, Evaluation], compare_by: str | None) -> dict[str, Any]:
-    """What the last evaluation found, if there was one: `metrics` of the first set, `sets` of all by name."""
-    if not evaluations:
-        return {"metric_name": compare_by or "loss", "metric": None, "metrics": {}}
-    compared = comparison(compare_by, evaluations)
-    sets = {name: {"loss": found.loss, **found.metrics} for name, found in evaluations.items()}
-    measured = {"metric_name": compared.name, "metric": compared.value, "metrics": next(iter(sets.values()))}
-    measured["higher_is_better"] = not compared.lower_is_better
-    return measured if ONLY_SET in sets else measured | {"sets": sets}
-
-
-def confusion_of(evaluations: Mapping[str, Evaluation]) -> Confusion | None:
-    """Of the first set; None where no classes were measured, and on all ranks but 0."""
-    return next((found.confusion for found in evaluations.values()), None)
+def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
+    """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
+    run, run_dir = job.run, Path(job.run.config.run.dir)
+    result = result_of(job, since_step, steps, seconds)
+    if result["applied_steps"] < steps / 2:
+        run.telemetry.warn(
+            f"only {result['applied_steps']} of {steps} steps were applied, the others skipped: lower "
+            "precision.scale.init, or start with precision.scale.mode=auto."
+        )
+    if run.env.is_leader:
+        write_files(run_dir, result, job.parts.of(Evaluator).confusion, run.telemetry)
+    run.telemetry.emit(
+        EndEvent(
+            steps,
+            state="done",
+            exit=0,
+            seconds=seconds,
+            since_step=since_step,
+            samples_per_s=result["samples_per_s"],
+            metrics=result["metrics"],
+            reason=job.parts.ends or None,
+            weights_sha256=result["weights_sha256"],
+            step_time=result.get("step_time"),
+        )
+    )
+    if run.env.is_leader:
+        mark_end(run_dir, "done", 0)
+        write_page(run_dir, run.telemetry)
 
 
 def write_files(
@@ -164,6 +134,34 @@ def _tables(confusion: Confusion) -> dict[str, Any]:
         return {}
     matrix = confusion.counts.tolist()
     return {"table": confusion.table(), "classes": list(confusion.classes), "confusion_matrix": matrix}
+
+
+def announce(job: Job, devices: Sequence[str], start: Start) -> None:
+    """Report the decisions and the start of the run; record its environment."""
+    run, run_dir = job.run, Path(job.run.config.run.dir)
+    if run.env.is_leader:
+        write_environment(run_dir, devices)
+        write_split(run_dir, job.recipe)
+        write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
+        if isinstance(job.data.train, TensorData):
+            for text in nan_warnings(job.data.train):
+                run.telemetry.warn(text)
+    for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
+        run.telemetry.decision(topic, text)
+    run.telemetry.emit(
+        StartEvent(
+            start.step,
+            epochs=run.config.train.epochs,
+            steps_per_epoch=job.course.steps_per_epoch,
+            total_steps=job.course.total_steps,
+            world_size=run.env.world_size,
+            parameters=sum(p.numel() for p in job.model.parameters()),
+            model=job.used.model,
+            data=job.used.data,
+            compare_by=job.recipe.compare_by,
+            asked=asked(run.config),
+        )
+    )
 
 
 def write_split(run_dir: Path, recipe: Recipe) -> None:

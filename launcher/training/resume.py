@@ -5,45 +5,36 @@ Owns the choice of the start, its report, and the copy of everything in a run's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import checkpoint
 from launcher.checkpoint import HostMemory, Identity, Metric, Origin, Progress, Snapshot, Staged
 from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
+from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.telemetry.events import RestartEvent
-from launcher.training.answers import Answers
-from launcher.training.progress import Course, Position, Standing, Start, Totals
-from launcher.training.run import Run
+from launcher.training.job import Job
+from launcher.training.progress import Position, Start
 from launcher.training.setup.data_check import changes
 
 SHOWN = 8  # settings that have changed
 
 
-@dataclass
-class Continuity:
-    """Resumes and saves one run. `num_samples` is the size of the training set, `data` its fingerprint."""
+class SavedRun:
+    """Resumes and saves the run of a job."""
 
-    run: Run
-    course: Course
-    num_samples: int
-    data: Mapping[str, str]
-    answers: Answers
-    standing: Standing = field(default_factory=Standing)
-    totals: Totals = field(default_factory=Totals)
-    scale: ScaleStart | None = None  # None if the run did not resume
-    stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
-    stream_position: Callable[[], str] = str  # where this rank stands now; empty without a stream
-
-    def __post_init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self.job, self.run = job, job.run
+        self.scale: ScaleStart | None = None  # None if the run did not resume
+        self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
         self._memory = HostMemory()
-        self._identity = Identity.of(self.run.config, self.run.stepper.model, self.num_samples)
+        num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
+        self._identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
         wire = self.run.config.wire
         form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
         self._origin = Origin(self.run.env.world_size, form)
@@ -69,33 +60,28 @@ class Continuity:
             self.run.telemetry.rewind(0, evaluates_again=False)
             return Start()
         step = found.snapshot.progress.step
-        if step > self.course.total_steps:
+        course = self.job.course
+        if step > course.total_steps:
             raise ConfigError(
-                f"{found.path} is after step {step}, but the run ends after {self.course.total_steps}. "
+                f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
                 "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
-        self.standing = Standing.of(found.snapshot.extra)
-        self.stream = found.snapshot.extra.get("stream", ())
-        self.totals = Totals(
-            found.snapshot.progress.samples,
-            self.standing.seconds,
-            since_evaluation=self.standing.since_evaluation,
-        )
-        patience, watched = self.run.config.early_stopping.patience, self.standing.watched
-        stopped = patience is not None and watched is not None and watched.waited >= patience
-        at_end = step == self.course.total_steps or stopped  # killed before its result was written
-        evaluated = bool(found.snapshot.extra.get("evaluated", False))
-        start = Start(step, at_end or (self.course.evaluates_after(step) and not evaluated))
+        extra = found.snapshot.extra
+        self.job.parts.load_state(extra["parts"])
+        self.stream = extra.get("stream", ())
+        # Killed before its result was written, or to be saved again with the evaluation that is due.
+        at_end = step == course.total_steps or bool(self.job.parts.ends)
+        start = Start(step, at_end or (course.evaluates_after(step) and not extra["evaluated"]))
         self._report(found.snapshot, found.path, start, restart_count)
         return start
 
     def _report(self, saved: Snapshot, path: Path | None, start: Start, restart_count: int) -> None:
         """Report where the run resumes, and what has changed."""
         telemetry = self.run.telemetry
-        if text := changes(saved.extra.get("data", {}), self.data):
+        if text := changes(saved.extra["data"], self.job.fingerprint):
             telemetry.warn(text)
-        if others := changed_settings(saved.extra.get("settings", {}), settings_of(self.run.config)):
+        if others := changed_settings(saved.extra["settings"], settings_of(self.run.config)):
             telemetry.warn(
                 f"resumed with other settings than the checkpoint's: {listed(others, SHOWN, '; ')}"
             )
@@ -126,16 +112,15 @@ class Continuity:
 
     def take(self, position: Position, metric: Metric | None) -> Staged | None:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
-        self.answers.settle(self.totals.since_evaluation)
-        self.standing.seconds = self.totals.seconds
-        self.standing.since_evaluation = self.totals.since_evaluation
-        progress = Progress(position.epoch, position.step, round(self.totals.samples))
-        extra = self.standing.as_values() | {
+        parts = self.job.parts.state()
+        progress = Progress(position.epoch, position.step, round(parts["totals"]["samples"]))
+        extra = {
+            "parts": parts,
             "evaluated": metric is not None,
-            "data": dict(self.data),
+            "data": dict(self.job.fingerprint),
             "settings": settings_of(self.run.config),
         }
-        if position_text := self.stream_position():
+        if position_text := self.job.batches.position():
             extra["stream"] = exchange_texts(self.run.env, position_text)
         return checkpoint.stage(
             self.run.stepper,

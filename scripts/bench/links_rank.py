@@ -241,8 +241,12 @@ def measured_size(stepper: Stepper, usual: int, batch: Batch) -> str:
     if len(stepper.bucket_sizes()) < 2:
         return "nothing: all sizes make the same buckets"  # of the small network of --quick
     stepper.set_bucket_bytes(usual)  # as at the start of a run
-    trial = BucketTrial(stepper, dist.get_world_size(), False, lambda _, text, **__: said.append(text))
-    trial.begin(0, ENOUGH, is_recorded=False)
+
+    def decide(topic: str, text: str, **fields: object) -> None:
+        said.append(text)
+
+    trial = BucketTrial(stepper, dist.get_world_size(), ENOUGH, False, decide)
+    trial.begin(0, None)
     inputs, labels = batch
     waiting: tuple[Position, StepResult] | None = None
     for number in range(1, ENOUGH):
@@ -253,7 +257,7 @@ def measured_size(stepper: Stepper, usual: int, batch: Batch) -> str:
         stepper.backward(loss, len(labels))
         result = stepper.step()
         if waiting is not None:
-            trial.after(waiting[0], waiting[1].read())
+            trial.after_step(waiting[0], waiting[1].read())
         waiting = position, result
         if said:
             break

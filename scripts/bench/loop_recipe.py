@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 from launcher.data.batch_plan import epoch_order
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, StepResult
 from launcher.recipe import Batch, Config, Recipe, TensorData, cross_entropy, recipe
-from launcher.training.loop import Task
 from launcher.training.progress import Position
+from launcher.training.task import Task
 from scripts.bench.baselines import Disagreement
 from scripts.bench.interleaved import Times
 

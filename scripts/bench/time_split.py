@@ -27,10 +27,10 @@ from launcher.engine.diagnostics.step_timer import DATA, Spans
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
 from launcher.training.parts.relief import Relief
-from launcher.training.parts.step_times import StepTimes, parts_of
-from launcher.training.progress import Position, Standing
+from launcher.training.progress import Position
 from launcher.training.requests import Requests
 from launcher.training.run import Run
+from launcher.training.step_times import StepTimes, parts_of
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 
 STEP_MS = 5.0
@@ -67,7 +67,7 @@ class Steps:
     def step(self) -> None:
         self._number += 1
         if self._relief is not None:
-            self._relief.begin(Position(0, self._number - 1, self._number))
+            self._relief.keep(Position(0, self._number - 1, self._number))
         clock = self._stepper.clock
         clock.restart()
         batch = self._batch
@@ -94,7 +94,7 @@ def relief_of(stepper: Stepper) -> Relief:
     run = Run(config, env, stepper, Telemetry(), Heartbeat(), Requests())
     plan = BatchPlan(64, 4, None, 1, 0, 0, drop_last=False)
     batches = DeviceBatches(TensorData({"x": torch.ones(64, 8)}), plan, None)
-    return Relief(run, Standing(), batches, Answers(env, None))
+    return Relief(run, lambda: batches, Answers(env, None))
 
 
 def added(times: Times, ours: str, baseline: str) -> float:

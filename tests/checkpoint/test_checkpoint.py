@@ -45,7 +45,7 @@ from launcher.checkpoint.tensors import Run, write_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
-from launcher.training.results import weights_sha256
+from launcher.training.digests import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import Odd, conv_net, features

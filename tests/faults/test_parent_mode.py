@@ -114,7 +114,7 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
 
 
 def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "from launcher.training import loop\nif RANK == 0:\n    loop.Task.train_on = None")
+    write_recipe(tmp_path, "from launcher.training import task\nif RANK == 0:\n    task.Task.train_on = None")
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
         trace = parent.stderr.partition("error: ")[0].splitlines()

@@ -48,7 +48,7 @@ def assert_each_step_once(ended: Ended) -> None:
 def kill_before_the_result() -> None:
     from launcher.training import results
 
-    results.result = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    results.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
 def kill_in_a_rewrite_of_status() -> None:
@@ -272,10 +272,14 @@ def test_leaving_anything_out_is_noticed(tmp_path: Path, undisturbed, part) -> N
     assert (what_counts(ended, saved) == what_counts(whole, saved)) == (part == "nothing")
 
 
+def seconds_of(saved: Snapshot) -> float:
+    return float(saved.extra["parts"]["totals"]["seconds"])
+
+
 def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:
     last = load(ended.checkpoints[3 * EPOCH])
-    has_the_time_before = last.extra["seconds"] > earlier.extra["seconds"]
-    return ended.digest, last.progress, last.extra["best"], has_the_time_before
+    has_the_time_before = seconds_of(last) > seconds_of(earlier)
+    return ended.digest, last.progress, last.extra["parts"]["evaluation"]["best"], has_the_time_before
 
 
 def test_going_back_to_an_earlier_checkpoint(tmp_path: Path, undisturbed) -> None:

@@ -27,8 +27,9 @@ def chosen(env: WorkerEnv, times: dict[int, list[list[float]]], steps_left: int)
     """What a rank has after a trial in which steps take `times` by number of buckets, rank and turn."""
     recorder = Recorder()
     stepper = stepper_of(env, Policy.fp16(), Wire())
-    trial = BucketTrial(stepper, env.world_size, False, Telemetry([recorder]).decision)
-    trial.begin(START, steps_left, is_recorded=False)
+    decide = Telemetry([recorder]).decision
+    trial = BucketTrial(stepper, env.world_size, START + steps_left, False, decide)
+    trial.begin(START, None)
     waiting, sent = None, []
     for step in range(START + 1, START + 1 + LENGTH + LAG + 2):
         position = Position(0, step - 1, step)
@@ -37,7 +38,7 @@ def chosen(env: WorkerEnv, times: dict[int, list[list[float]]], steps_left: int)
         sent.append(num_buckets)
         report = train(stepper, torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
         if waiting is not None:
-            trial.after(*waiting)
+            trial.after_step(*waiting)
         of_rank = times[num_buckets][env.rank % len(times[num_buckets])] if times else [0.0]
         own_ms = of_rank[sent.count(num_buckets) % len(of_rank)]
         waiting = position, replace(report, spans_ms={"data": 1e6, "compute": own_ms, "wire": 0.25})

@@ -49,7 +49,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
         reference_count=8,
     )
     before = state_digest(stepper)
-    text = DivergenceInspector(stepper, loss, batches, env.group).explain(
+    text = DivergenceInspector(stepper, loss, lambda: batches, env.group).explain(
         EPOCH, EPOCH * plan.steps_per_epoch + STEP, range(env.world_size), backward
     )
     return text, state_digest(stepper) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.run_dir.atomic import read_json
 from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
-from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers
-from launcher.training.progress import SinceEvaluation, Standing
+from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers, SinceEvaluation
+from launcher.training.parts.training_metrics import TrainingMetrics
 from tests.forked import launch_forked
 from tests.models import mlp
 
@@ -38,8 +39,8 @@ LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
 def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outputs, labels, expected) -> None:
     answers, since = Answers(ALONE, "label"), SinceEvaluation()
     answers.count(Loss(torch.zeros(()), 3, outputs), {"label": labels})
-    answers.settle(since)
-    answers.settle(since)
+    answers.add_to(since)
+    answers.add_to(since)
     assert (since.right, since.answered) == expected
 
 
@@ -51,7 +52,7 @@ def test_micro_batches_add_up_however_many_are_compared_at_once(size) -> None:
     labels = torch.randint(-1, 3, (rounds, *size), generator=drawn)
     for number in range(rounds):
         answers.count(Loss(torch.zeros(()), 3, predicted[number]), {"label": labels[number]})
-    answers.settle(since)
+    answers.add_to(since)
     assert since.right == int((predicted == labels).sum())
     assert since.answered == int((labels >= 0).sum())
 
@@ -63,7 +64,7 @@ def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_
         predicted.fill_(number)
         labels.fill_(number if number else 7)
         answers.count(Loss(torch.zeros(()), 4, predicted), {"label": labels})
-    answers.settle(since)
+    answers.add_to(since)
     assert (since.right, since.answered) == (8, 12)
 
 
@@ -77,7 +78,7 @@ def test_what_is_counted_after_a_step_that_is_dropped_is_forgotten(more) -> None
         for _ in range(more):
             answers.count(Loss(torch.zeros(()), 1, torch.tensor([0])), {"label": torch.tensor([1])})
         answers.restore(kept)
-    answers.settle(since)
+    answers.add_to(since)
     assert (since.right, since.answered) == (8, 8)
 
 
@@ -85,14 +86,16 @@ def test_without_classes_nothing_is_counted() -> None:
     data = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
     answers, since = Answers.of(Recipe(mlp, data, data, cross_entropy), ALONE), SinceEvaluation()
     answers.count(Loss(torch.zeros(()), 3, LOGITS), {"label": torch.tensor([0, 1, 1])})
-    answers.settle(since)
+    answers.add_to(since)
     assert since.metrics() == {}
 
 
 def test_what_was_counted_survives_a_checkpoint() -> None:
     since = SinceEvaluation(3.5, 7.0, 2, 7)
-    saved = json.loads(json.dumps(Standing(since_evaluation=since).as_values()))
-    assert Standing.of(saved).since_evaluation == since
+    before, after = TrainingMetrics(Answers(ALONE, None)), TrainingMetrics(Answers(ALONE, None))
+    before.load_state(asdict(since))
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert after.metrics() == since.metrics()
     assert since.metrics() == {"train_loss": 0.5, "train_accuracy": 2 / 7}
 
 

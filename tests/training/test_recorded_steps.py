@@ -22,14 +22,15 @@ from launcher.engine import SGD, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.errors import ConfigError
 from launcher.recipe import Loss, cross_entropy
 from launcher.telemetry import Telemetry
-from launcher.training.answers import Answers
-from launcher.training.loop import Learner, Task
+from launcher.training.answers import Answers, SinceEvaluation
 from launcher.training.parts.relief import Relief
-from launcher.training.progress import Course, Position, SinceEvaluation, Standing
+from launcher.training.progress import Course, Position
 from launcher.training.recorded_steps import recorded
 from launcher.training.requests import Requests
-from launcher.training.run import Question, Run
+from launcher.training.run import Run
 from launcher.training.setup.compilation import compiled
+from launcher.training.task import Learner, Task
+from launcher.training.votes import Question
 from tests.configs import composed
 from tests.models import features
 from tests.recording import Again, Tape
@@ -103,7 +104,7 @@ class Parts:
         self.course = Course(self.plan.steps_per_epoch, 12, 1)
         batches = training_batches(set_, self.plan, transform, 12)
         model.eval()  # as a trial of the evaluation may leave it
-        relief = Relief(self.run, Standing(), batches, self.answers)
+        relief = Relief(self.run, lambda: batches, self.answers)
         network = compiled(compiles, model, self.stepper)
         self.task = Task(self.stepper, network, loss, batches, self.answers, relief)
 
@@ -121,7 +122,7 @@ class Parts:
                     found.append(learner.network(torch.ones(2, 8)).tolist())
                 learner.network.train()
         since = SinceEvaluation()
-        self.answers.settle(since)
+        self.answers.add_to(since)
         return [*found, since, torch.rand(1).item()]
 
     @property

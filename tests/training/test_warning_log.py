@@ -11,7 +11,7 @@ import pytest
 from launcher.engine import EngineWarning
 from launcher.run_dir.records import rank_log
 from launcher.telemetry import Telemetry
-from launcher.training.parts.log import log
+from launcher.training.reports import log
 from launcher.training.warning_log import warnings_logged
 
 

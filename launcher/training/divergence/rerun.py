@@ -47,13 +47,17 @@ class DivergenceInspector:
         self,
         stepper: Stepper,
         loss: Callable[[nn.Module, Batch], Loss],
-        batches: Batches,
+        batches: Callable[[], Batches],
         group: dist.ProcessGroup | None,
     ) -> None:
         self._stepper = stepper
         self._loss = loss
-        self._batches = batches
+        self._batches_of_run = batches  # which are made after this
         self._group = group
+
+    @property
+    def _batches(self) -> Batches:
+        return self._batches_of_run()
 
     def broken_weights(self) -> str:
         """The weights that are not finite, each with its master's value; empty if all are finite.
@@ -90,7 +94,7 @@ class DivergenceInspector:
         """
         plan = self._batches.plan
         try:
-            own = self._look(epoch, (step - 1) % plan.steps_per_epoch, backward)
+            own = self._inspect(epoch, (step - 1) % plan.steps_per_epoch, backward)
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
         found = exchange(own, self._group, self._stepper.device)
@@ -126,7 +130,7 @@ class DivergenceInspector:
                 )
         return found
 
-    def _look(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
+    def _inspect(self, epoch: int, step_of_epoch: int, backward: bool) -> Evidence:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
         micro_batches = self._batches.step(epoch, step_of_epoch)
         found: list[Evidence] = []

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from launcher.engine import Stepper, StepReport
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.training.progress import Position
-from launcher.training.run import BUCKET_SLOT, milliseconds_of, time_as_votes
+from launcher.training.votes import BUCKET_SLOT, milliseconds_of, time_as_votes
 
 TOPIC = "buckets"
 WARM_UP = 3  # steps, which compile and touch memory for the first time
@@ -33,11 +33,17 @@ class BucketTrial:
     """Measures, then sets the size. All ranks call the same methods at the same steps; idle until `begin`."""
 
     def __init__(
-        self, stepper: Stepper, world_size: int, is_sharded: bool, decide: Callable[..., None]
+        self,
+        stepper: Stepper,
+        world_size: int,
+        total_steps: int,
+        is_sharded: bool,
+        decide: Callable[..., None],
     ) -> None:
         """`decide` is that of a Telemetry: it reports what was chosen, and why."""
         self._stepper = stepper
         self._world_size = world_size
+        self._total_steps = total_steps
         self._is_sharded = is_sharded
         self._decide = decide
         self._sizes: list[int] = []  # empty: there is nothing to choose, or it has been chosen
@@ -47,10 +53,9 @@ class BucketTrial:
         self._sent: dict[int, int] = {}  # by step in which a time travels, the step that it is of
         self._times: dict[int, Times] = {}  # by size
 
-    def begin(self, step: int, steps_left: int, is_recorded: bool) -> None:
-        """Plan the trial of a run after `step` steps; `is_recorded` if they replay a recording."""
-        if self._world_size == 1:
-            return
+    def begin(self, step: int, learner: object) -> None:
+        """Plan the trial of a run after `step` steps."""
+        is_recorded, steps_left = getattr(learner, "is_recorded", False), self._total_steps - step
         sizes, self._usual = self._stepper.bucket_sizes(), self._stepper.bucket_bytes
         length = len(sizes) * ROUNDS
         if reason := self._obstacle(sizes, length, steps_left, is_recorded):
@@ -91,7 +96,7 @@ class BucketTrial:
             self._sent[position.step], own_ms = self._own.popleft()
             self._stepper.vote(BUCKET_SLOT, time_as_votes(own_ms))
 
-    def after(self, position: Position, report: StepReport) -> None:
+    def after_step(self, position: Position, report: StepReport) -> None:
         """After a step was read, in order. A step that was dropped is not, nor is what it carried."""
         if not self._sizes:
             return

@@ -7,20 +7,20 @@ what is reported of one. Every method is called by all ranks at the same point o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from launcher.checkpoint import Due, Metric, Report, Staged, Writer
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, StorageError
 from launcher.telemetry.events import CheckpointEvent
-from launcher.training.parts.log import Monitor
 from launcher.training.parts.replica_check import check_replicas
-from launcher.training.progress import Course, Measured, Position
-from launcher.training.run import Question, Run, Votes
+from launcher.training.progress import Measured, Position
+from launcher.training.run import Run
+from launcher.training.votes import Question
 
 
-@dataclass
 class Checkpoints:
     """Decides after each step whether the run is saved and whether it ends there.
 
@@ -28,29 +28,36 @@ class Checkpoints:
     None except on rank 0.
     """
 
-    run: Run
-    course: Course
-    monitor: Monitor
-    votes: Votes
-    writer: Writer
-    due: Due
-    take: Callable[[Position, Metric | None], Staged | None]
-    _failure: str = ""  # of the latest checkpoint, on the leader
-    _voted: int = 0  # the latest step in which this rank has voted for saving
-    _again: bool = False  # that vote was lost
-    _best_step: int = -1  # of the latest checkpoint that is the best so far
+    def __init__(
+        self, run: Run, directory: Path, take: Callable[[Position, Metric | None], Staged | None]
+    ) -> None:
+        wish = run.config.checkpoint
+        self.run = run
+        self.take = take
+        self.writer = Writer(directory, wish.keep)
+        self.due = Due(wish.every_steps, wish.every_s)
+        self._failure = ""  # of the latest checkpoint, on the leader
+        self._voted = 0  # the latest step in which this rank has voted for saving
+        self._again = False  # that vote was lost
+        self._best_step = -1  # of the latest checkpoint that is the best so far
 
     def __enter__(self) -> Checkpoints:
+        self.writer.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Report the checkpoint that is still being written, also where an error ends the run."""
-        self._report(self.writer.wait())
+        try:
+            self._report(self.writer.wait())
+        finally:
+            self.writer.__exit__(*error)
+
+    def begin(self, step: int, learner: object) -> None:
+        self.due.done()  # the time until the next one counts from here
 
     def vote(self, position: Position) -> None:
         """Before a step: cast this rank's votes, which are sent with the counts of the step."""
         run = self.run
-        run.heartbeat.beat("data", position.step)
         self._report(self.writer.poll())
         if run.requests.stop is not None:
             run.stepper.vote(Question.STOP)
@@ -62,26 +69,23 @@ class Checkpoints:
         if self._failure and run.config.checkpoint.on_error == "stop":
             run.stepper.vote(Question.GIVE_UP)
 
-    def vote_again(self, position: Position) -> None:
+    def retake(self, position: Position) -> None:
         """The step at `position` and those after it were dropped, and with them this rank's votes."""
         self._again = self._voted >= position.step
 
-    def after(self, position: Position, measured: Measured | None) -> None:
+    def end_step(self, position: Position, measured: Measured | None) -> None:
         """Save and stop as voted and as due, the same on all ranks.
 
         `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
-        PreemptedError for a run that was asked to stop, StorageError for one that cannot be saved, and
-        DivergedError for one that ends with nothing to save.
+        PreemptedError for a run that was asked to stop, and StorageError for one that cannot be saved.
         """
-        if measured is None and not (self.votes.some or self.due.after_step(position.step)):
+        if measured is None and not (self.run.votes.some or self.due.after_step(position.step)):
             return
-        done = measured is not None and (self.course.ends_with(position.step) or bool(measured.stops))
-        agreed = self.votes.take()
+        done = measured is not None and measured.is_last
+        agreed = self.run.votes.take()
         stops = Question.STOP in agreed and not done
         if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
             raise StorageError(failure)  # unless a later one was written
-        if done and measured is not None:
-            self.monitor.refuse_fruitless_end(position, self.run.stepper.counters(), measured.loss)
         is_best = measured is not None and measured.is_best
         if stops or done or is_best or Question.SAVE in agreed or self.due.after_step(position.step):
             if is_best:
@@ -96,20 +100,20 @@ class Checkpoints:
                     f"{run_dir} resumes from the newest checkpoint."
                 )
         if stops:
-            self.monitor.log_remaining()
+            self.run.reports.drain()
             raise PreemptedError(
                 f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
             )
 
     def _save(self, position: Position, metric: Metric | None) -> None:
-        self.monitor.flush()  # raises if the run has diverged, which is then not saved
+        self.run.reports.flush()  # raises if the run has diverged, which is then not saved
         self.run.telemetry.flush()
         self.run.heartbeat.beat("consistency check")
         check_replicas(self.run.stepper, self.run.average)
         self.run.heartbeat.beat("checkpoint")
         self._report(self.writer.publish(lambda: self.take(position, metric)))
         self.due.done()
-        self.monitor.restart_timer()
+        self.run.reports.restart_timer()
 
     def _of_leader(self, text: str) -> str:
         """The leader's text on all ranks: only the leader writes files. A collective."""

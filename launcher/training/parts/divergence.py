@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
 from launcher.training.divergence.evidence import MAX_NAMES
-from launcher.training.progress import Position
+from launcher.training.progress import Measured, Position
 
 LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
@@ -34,13 +34,17 @@ class Inspector(Protocol):
 class DivergenceCheck:
     """Checks each step's report in order, and the end of the run."""
 
-    def __init__(self, limits: ScaleConfig, inspector: Inspector) -> None:
+    def __init__(
+        self, limits: ScaleConfig, inspector: Inspector, counters: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """`counters` are those of the loss scale."""
         self._limits = limits
+        self._counters = counters
         self._inspector = inspector
         self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_SHOWN)  # (first step, scale)
         self._last: tuple[Position, StepReport] | None = None
 
-    def after(self, position: Position, report: StepReport) -> None:
+    def after_step(self, position: Position, report: StepReport) -> None:
         """Raise DivergedError or DataError if no later step can recover.
 
         The same on all ranks, so the inspector may communicate.
@@ -53,12 +57,13 @@ class DivergenceCheck:
             self._refuse_bad_losses(position, report)
             self._refuse_overflows(position, report)
 
-    def at_end(self, position: Position, counters: Mapping[str, int], held_out_loss: float) -> None:
+    def at_end(self, position: Position, measured: Measured) -> None:
         """Raise DivergedError if a run that has reached its last step has no usable result.
 
-        That is: no step was applied, the last one's loss was not finite, or `held_out_loss`, the mean after
-        it, is not. `counters` are those of the loss scale. The same on all ranks, which may communicate.
+        That is: no step was applied, the last one's loss was not finite, or that on the held-out set is not.
+        The same on all ranks, which may communicate.
         """
+        counters, held_out_loss = self._counters(), measured.loss
         bad, outcome = counters["bad_losses"], "so the run is not done"
         if bad:
             raise DivergedError(

@@ -1,69 +1,93 @@
 """Ends a run whose metric no longer improves: early_stopping.patience.
 
-Owns the decision, which all ranks take from the same evaluation. What it remembers is part of a run's
-history, so a resumed run decides as the undisturbed one.
+Owns the decision, which all ranks take from the same evaluation. What it remembers is saved, so a resumed run
+decides as the undisturbed one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from launcher.checkpoint import Metric
 from launcher.config.schema import EarlyStoppingConfig
-from launcher.errors import ConfigError, counted
+from launcher.errors import counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe.checks import names_to_compare_by
-from launcher.training.progress import Standing, Watched
+from launcher.telemetry import Telemetry
+from launcher.training.chosen_metric import refuse_none, refuse_unknown
+from launcher.training.progress import Course, Measured, Position
 
 
 @dataclass(frozen=True)
+class Watched:
+    """The best value, and how many evaluations were no better since then."""
+
+    best: Metric
+    best_step: int
+    waited: int
+    step: int  # of the latest evaluation
+
+
 class EarlyStopping:
     """Counts the evaluations without an improvement. `compare_by` is that of the recipe."""
 
-    config: EarlyStoppingConfig
-    compare_by: str | None
-    standing: Standing
+    def __init__(
+        self, config: EarlyStoppingConfig, compare_by: str | None, course: Course, telemetry: Telemetry
+    ) -> None:
+        assert config.patience is not None
+        self.ends = ""  # why the run ends before its last step
+        self._config = config
+        self._patience = config.patience
+        self._compare_by = compare_by
+        self._course = course
+        self._telemetry = telemetry
+        self._watched: Watched | None = None  # None before the first evaluation
 
-    def refuse_unknown(self, evaluations: Mapping[str, Evaluation]) -> None:
-        """Raise ConfigError, on all ranks alike, for a metric that evaluations do not have."""
-        metric = self.config.metric
-        if self.config.patience is None or metric is None:
+    def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
+        refuse_none("early_stopping.patience", self._patience, evaluations)
+        refuse_unknown("early_stopping", self._config.metric, evaluations)
+
+    def after_evaluation(self, position: Position, measured: Measured) -> None:
+        """Count an evaluation, unless it was counted before the run was restarted."""
+        if not measured.evaluations:
             return
-        known = names_to_compare_by(next(iter(evaluations.values())).metrics, evaluations)
-        if metric not in known:
-            raise ConfigError(
-                f"early_stopping.metric={metric}: the evaluations of this recipe have no such metric. "
-                f"They have {', '.join(known)}."
+        refuse_unknown("early_stopping", self._config.metric, measured.evaluations)
+        found = comparison(self._config.metric or self._compare_by, measured.evaluations)
+        watched, step = self._watched, position.step
+        if watched is None or watched.step != step:
+            self._watched = watched = self._counted(watched, found, step)
+        self.ends = ""
+        if watched.waited >= self._patience and not self._course.ends_with(step):
+            best = watched.best
+            self.ends = (
+                f"{best.name} has not improved {self._by()}in {counted(watched.waited, 'evaluation')}: "
+                f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
             )
-
-    def after(self, evaluations: Mapping[str, Evaluation], step: int) -> str:
-        """Count an evaluation. Why the run stops after it; empty if it does not."""
-        patience = self.config.patience
-        if patience is None:
-            return ""
-        self.refuse_unknown(evaluations)
-        found = comparison(self.config.metric or self.compare_by, evaluations)
-        watched = self.standing.watched
-        if not (watched is not None and watched.step == step):  # else counted before the run was restarted
-            self.standing.watched = watched = self._counted(watched, found, step)
-        if watched.waited < patience:
-            return ""
-        best = watched.best
-        return (
-            f"{best.name} has not improved {self._by()}in {counted(watched.waited, 'evaluation')}: "
-            f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
-        )
+            self._telemetry.decision("early stopping", f"after step {step}: {self.ends}")
 
     def _counted(self, watched: Watched | None, found: Metric, step: int) -> Watched:
         """A value that is not a number improves nothing."""
         if watched is None or not watched.best.is_like(found) or math.isnan(watched.best.value):
             return Watched(found, step, 0, step)
-        if found.cost < watched.best.cost - self.config.min_delta:
+        if found.cost < watched.best.cost - self._config.min_delta:
             return Watched(found, step, 0, step)
         return Watched(watched.best, watched.best_step, watched.waited + 1, step)
 
     def _by(self) -> str:
-        return f"by more than {self.config.min_delta:g} " if self.config.min_delta else ""
+        return f"by more than {self._config.min_delta:g} " if self._config.min_delta else ""
+
+    def state(self) -> dict[str, Any]:
+        return {"watched": None if self._watched is None else asdict(self._watched)}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        if (saved := values["watched"]) is not None:
+            self._watched = Watched(**{**saved, "best": Metric(**saved["best"])})
+            if self._watched.waited >= self._patience:
+                self.ends = "it had ended when it was saved"
+
+    def result(self) -> dict[str, Any]:
+        reason = {"reason": self.ends, **asdict(self._config)}
+        return {"stopped_early": reason} if self.ends else {}

@@ -10,31 +10,30 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
-from torch import nn
-
+from launcher.checkpoint import Metric
 from launcher.config.rules import BLOCKS
-from launcher.data.sources import Batches, Readable
 from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
-from launcher.errors import ConfigError, DataError, counted
+from launcher.errors import DataError, counted
 from launcher.evaluation.comparison import comparison
+from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, evaluate
 from launcher.evaluation.rehearsal import rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
-from launcher.recipe.contract import ONLY_SET, Recipe, set_title
+from launcher.recipe.contract import ONLY_SET, set_title
 from launcher.telemetry.events import EvalEvent
 from launcher.training.after_evaluation import AfterEvaluation
-from launcher.training.answers import Answers
 from launcher.training.failures.recipe_errors import guarding
-from launcher.training.parts.early_stopping import EarlyStopping
-from launcher.training.parts.log import Monitor
-from launcher.training.parts.relief import free_memory
-from launcher.training.progress import HIGHER_IS_BETTER, Course, Measured, Position, SinceEvaluation, Standing
-from launcher.training.run import Question, Run, Votes
+from launcher.training.job import Job
+from launcher.training.memory import free_memory
+from launcher.training.parts.training_metrics import HIGHER_IS_BETTER, TrainingMetrics
+from launcher.training.progress import Measured, Position
+from launcher.training.votes import Question
 
 log = logging.getLogger("launcher")
 
@@ -43,25 +42,22 @@ log = logging.getLogger("launcher")
 class Evaluator:
     """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
 
-    run: Run
-    course: Course
-    recipe: Recipe
-    data: Mapping[str, Readable]
-    model: nn.Module
-    monitor: Monitor
-    votes: Votes
-    standing: Standing
-    answers: Answers
-    batches: Batches  # of training: an evaluation's are as large
+    job: Job
+    training: TrainingMetrics
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
-    stopped: str = ""  # why the run ends early, where it does
+    best: Metric | None = None  # of all evaluations so far
     _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
+
+    def __post_init__(self) -> None:
+        self.run, self.recipe, self.model = self.job.run, self.job.recipe, self.job.model
+        self.data = self.job.data.validation
 
     def after(self, position: Position) -> Measured | None:
         """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
-        due = self.course.evaluates_after(position.step) and Question.STOP not in self.votes
+        course = self.job.course
+        due = course.evaluates_after(position.step) and Question.STOP not in self.run.votes
         if not self.data:
-            due = due and self.course.ends_with(position.step)
+            due = due and course.ends_with(position.step)
         return self.evaluate(position) if due else None
 
     def evaluate(self, position: Position) -> Measured | None:
@@ -70,61 +66,86 @@ class Evaluator:
         A run without sets has only its end to report.
         """
         if not self.data:
-            return Measured(None, is_best=False, loss=0.0) if self.course.ends_with(position.step) else None
-        self.monitor.log_remaining()
+            return Measured() if self.job.course.ends_with(position.step) else None
+        self.run.reports.drain()
         self.run.stepper.average_buffers()
-        since = self.monitor.totals.since_evaluation
-        self.answers.settle(since)
+        trained = self.training.metrics()
         if (average := self.run.average) is not None:
             average.settle()
         try:
             with self._plain(), nullcontext() if average is None else average.in_model():
-                self.latest = {name: self._evaluate(name, position, since) for name in self.data}
+                self.latest = {name: self._evaluate(name, position, trained) for name in self.data}
                 AfterEvaluation(self.run, self.recipe, self.model).show(position)
         except EvaluationStopped:
-            self.votes.agree(Question.STOP)
+            self.run.votes.agree(Question.STOP)
             return None
         finally:
-            self.monitor.restart_timer()
-        self.monitor.totals.since_evaluation = SinceEvaluation()
+            self.run.reports.restart_timer()
         compared = comparison(self.recipe.compare_by, self.latest)
         if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
             self.run.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with compare_by."
             )
-        best = self.standing.best
-        if best is not None and not best.is_like(compared):
+        if (best := self.best) is not None and not best.is_like(compared):
             way = "lower" if compared.lower_is_better else "higher"
             self.run.telemetry.decision(
                 "comparison",
                 f"by {compared.name} ({way} is better) from here on. The best checkpoint so far is that by "
                 f"{best.name}, whose values cannot be compared with these: the best is found anew",
             )
-        measured = self.standing.measure(compared, next(iter(self.latest.values())).loss)
-        self.stopped = self._early_stopping.after(self.latest, position.step)
-        if self.stopped and not self.course.ends_with(position.step):
-            self.run.telemetry.decision("early stopping", f"after step {position.step}: {self.stopped}")
-            return replace(measured, stops=self.stopped)
-        self.stopped = ""
-        return measured
+        loss = next(iter(self.latest.values())).loss
+        return Measured(compared, self.is_best(compared), loss, self.latest)
+
+    def is_best(self, metric: Metric) -> bool:
+        """Record an evaluation's metric. A value that is not a number is never the best."""
+        best = self.best
+        before = best.cost if best is not None and best.is_like(metric) else math.inf
+        if metric.cost < before:
+            self.best = metric
+        return metric.cost < before
+
+    def state(self) -> dict[str, Any]:
+        return {"best": None if self.best is None else asdict(self.best)}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self.best = None if values["best"] is None else Metric(**values["best"])
+
+    def result(self) -> dict[str, Any]:
+        """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
+        found, compare_by = self.latest, self.recipe.compare_by
+        if not found:
+            return {"metric_name": compare_by or "loss", "metric": None, "metrics": {}}
+        compared = comparison(compare_by, found)
+        sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
+        result = {
+            "metric_name": compared.name,
+            "metric": compared.value,
+            "metrics": next(iter(sets.values())),
+        }
+        result["higher_is_better"] = not compared.lower_is_better
+        if ONLY_SET not in sets:
+            result["sets"] = sets
+        if (confusion := self.confusion) is not None:
+            result["classes"] = list(confusion.classes)
+            result["confusion_matrix"] = confusion.counts.tolist()
+        return result
+
+    @property
+    def confusion(self) -> Confusion | None:
+        """Of the first set; None where no classes were measured, and on all ranks but 0."""
+        return next((found.confusion for found in self.latest.values()), None)
 
     def _plain(self) -> AbstractContextManager[object]:
         """Evaluations run uncompiled: graphs of their own would take time, and depend on their batches."""
         return uncompiled() if self.run.config.train.compile == BLOCKS else nullcontext()
 
-    @property
-    def _early_stopping(self) -> EarlyStopping:
-        return EarlyStopping(self.run.config.early_stopping, self.recipe.compare_by, self.standing)
-
-    def rehearse(self) -> None:
+    def rehearse(self) -> Mapping[str, Evaluation] | None:
         """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
 
         Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe.
+        Returns evaluations with the names of all values by set, or None where these are not known.
         """
-        if not self.data:
-            self._refuse_needed_evaluations()
-            return
         found: dict[str, Evaluation] = {}
         for name in self.data:
             tried = rehearse(
@@ -144,21 +165,15 @@ class Evaluator:
                     "needs others, or a trained model, ignore it; otherwise the first evaluation will fail."
                 )
             if tried.failed:
-                return  # the names of its values are not known
+                return None
             found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
-        comparison(self.recipe.compare_by, found)
-        self._early_stopping.refuse_unknown(found)
-
-    def _refuse_needed_evaluations(self) -> None:
-        if self.run.config.early_stopping.patience is not None:
-            raise ConfigError(
-                f"early_stopping.patience={self.run.config.early_stopping.patience} needs evaluations, and "
-                "data.val_fraction=0 holds nothing out to evaluate on. Set one of them to another value."
-            )
+        if found:
+            comparison(self.recipe.compare_by, found)
+        return found
 
     @property
     def _batch_size(self) -> int:
-        plan = self.batches.plan
+        plan = self.job.batches.plan  # of training: an evaluation's batches are as large
         as_trained = plan.micro_batch or max(1, plan.batch_size // plan.world_size)
         return min(as_trained, self._fitting or as_trained)
 
@@ -173,7 +188,7 @@ class Evaluator:
         free_memory(self.run.env.device)
         return self._fitting
 
-    def _evaluate(self, name: str, position: Position, since: SinceEvaluation) -> Evaluation:
+    def _evaluate(self, name: str, position: Position, trained: dict[str, float]) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
         telemetry = self.run.telemetry
@@ -208,7 +223,7 @@ class Evaluator:
                 epoch=position.epoch,
                 set=None if name == ONLY_SET else name,
                 loss=found.loss,
-                metrics=found.metrics | since.metrics(),
+                metrics=found.metrics | trained,
                 samples=found.samples,
                 seconds=time.perf_counter() - began,
                 higher_is_better={

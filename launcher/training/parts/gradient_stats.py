@@ -6,51 +6,42 @@ read one step late. If a step was skipped, the next one is counted instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from launcher.engine import StepReport, StepResult
 from launcher.engine.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
-from launcher.telemetry import Telemetry
 from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.training.progress import Position
+from launcher.training.run import Run
 
 
 class GradientStats:
-    """Counts the exponents of the gradients every `every_steps` steps; never if that is None.
+    """Counts the exponents of the reduced gradients every `every_steps` steps.
 
-    `gradients` returns the reduced wire gradients by parameter name, valid until the next backward pass. If
-    they are equal on all ranks, only the reporting rank needs to count. With a `group`, each of its ranks
-    counts its own elements, and all count the same steps: a collective.
+    Where they are equal on all ranks only the leader counts. With wire.shard each rank counts its own
+    elements, and all count the same steps: a collective.
     """
 
-    def __init__(
-        self,
-        gradients: Callable[[], Mapping[str, Tensor]],
-        telemetry: Telemetry,
-        every_steps: int | None,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._gradients = gradients
-        self._telemetry = telemetry
-        self._every = every_steps
-        self._next = every_steps or 0
-        self._counter = ExponentCounter(device, group) if every_steps else None
+    def __init__(self, run: Run, every_steps: int) -> None:
+        shards = run.config.wire.shard
+        self.silent = not (shards or run.env.is_leader)
+        self._gradients = run.stepper.own_gradients if shards else run.stepper.reduced_gradients
+        self._telemetry = run.telemetry
+        self._every = self._next = every_steps
+        self._counter = ExponentCounter(run.env.device, run.env.group if shards else None)
+        self._counts: ExponentCounts | None = None  # of the step that has not been read
 
-    def count(self, step: int) -> ExponentCounts | None:
-        """The counts of the step just done, if due."""
-        if self._counter is None or step < self._next:
-            return None
-        return self._counter.count(self._gradients())
+    def after_launch(self, position: Position, result: StepResult) -> None:
+        """Count the step just made, whose gradients are valid until the next backward pass."""
+        self._counts = self._counter.count(self._gradients()) if position.step >= self._next else None
 
-    def record(self, epoch: int, step: int, scale: float, counts: ExponentCounts) -> None:
-        """Emit the statistics of a step that was not skipped; `scale` is its loss scale."""
-        assert self._every is not None
+    def after_step(self, position: Position, report: StepReport) -> None:
+        """Emit the statistics of a step that was not skipped."""
+        if self._counts is None or report.skipped:
+            return
+        step, epoch, scale = position.step, position.epoch, report.scale
         self._next = step - step % self._every + self._every
-        found = counts.read(scale)
+        found = self._counts.read(scale)
         self._telemetry.emit(
             GradientsEvent(
                 step,

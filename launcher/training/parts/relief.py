@@ -7,10 +7,10 @@ that one step late, so the rank abandons the next step as well: all ranks then r
 
 from __future__ import annotations
 
-import gc
 import logging
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +23,22 @@ from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.telemetry.events import OutOfMemoryEvent
 from launcher.training.answers import Answers, Kept
-from launcher.training.progress import MicroBatch, Position, Standing
-from launcher.training.recorded_config import record_config
+from launcher.training.job import Job
+from launcher.training.memory import free_memory
+from launcher.training.progress import Position
 from launcher.training.run import Run
+from launcher.training.setup.micro_batch import Trials
 from launcher.training.setup.micro_batch_sizes import half_of
 
 log = logging.getLogger("launcher")
 
 
-class DroppedStepError(Exception):
-    """Raised on all ranks where they read that a rank has abandoned a step, which is to be taken again."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """The micro-batch per rank that a run uses in place of `wish`, the value of data.micro_batch."""
 
-    def __init__(self, position: Position) -> None:
-        super().__init__(f"step {position.step} was dropped")
-        self.position = position
+    wish: str | int | None
+    size: int
 
 
 class _Before(NamedTuple):
@@ -53,16 +55,53 @@ class Relief:
     Only with train.on_oom=halve. Not with model.sync_bn on several ranks, whose passes wait for each other.
     """
 
-    def __init__(self, run: Run, standing: Standing, batches: Batches, answers: Answers) -> None:
+    def __init__(self, run: Run, batches: Callable[[], Batches], answers: Answers) -> None:
+        self.micro_batch: MicroBatch | None = None  # None: that of the config
         self._run = run
-        self._standing = standing
-        self._batches = batches
+        self._batches_of_run = batches  # which are made after the parts
         self._answers = answers
         self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
         self._active = run.config.train.on_oom == "halve"
         self._before: dict[int, _Before] = {}  # by step, of the latest two
         self._halved = ""  # how, once it has been
         self._shortage = ""  # of this rank, until the micro-batch is halved
+
+    @property
+    def _batches(self) -> Batches:
+        return self._batches_of_run()
+
+    def state(self) -> dict[str, Any]:
+        return {"micro_batch": None if self.micro_batch is None else asdict(self.micro_batch)}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        saved = values["micro_batch"]
+        self.micro_batch = None if saved is None else MicroBatch(**saved)
+
+    def result(self) -> dict[str, Any]:
+        return {"micro_batch": self._batches.plan.largest_micro_batch}
+
+    def choose(self, job: Job, steps_left: bool) -> None:
+        """Divide the batches as data.micro_batch says, as in the run so far, or as found by trying.
+
+        A collective. Raises OutOfMemoryError, on all ranks, where not even one sample fits.
+        """
+        run, before, wish = self._run, self.micro_batch, self._run.config.data.micro_batch
+        if before is not None and before.wish == wish:
+            run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
+            size = before.size
+        elif wish == "auto" and steps_left:
+            size = Trials(run, job.recipe, job.model, job.data.train, job.plan).search()
+        else:
+            self.micro_batch = None
+            return
+        job.plan = replace(job.plan, micro_batch=size)
+        run.stepper.set_micro_batches(job.plan.micro_batches)
+        self._use(MicroBatch(wish, size))
+
+    def _use(self, micro_batch: MicroBatch) -> None:
+        """Record another micro-batch than that of the config, in config.yaml too."""
+        self.micro_batch = micro_batch
+        self._run.recorded.change(data=replace(self._run.config.data, micro_batch=micro_batch.size))
 
     @property
     def dropping(self) -> bool:
@@ -75,7 +114,7 @@ class Relief:
         config, plan = self._run.config, self._batches.plan
         return half_of(plan, config.data.augment.mixup, config.train.total_steps(plan.steps_per_epoch))
 
-    def begin(self, position: Position) -> None:
+    def keep(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
         if self._active and not self._waits_for_others and not self._halved:
             self._before[position.step] = _Before(states(), self._state_of_gpu(), self._answers.kept())
@@ -127,7 +166,7 @@ class Relief:
             f"{position.step}. {reason} What helps: {'; '.join(changes)}."
         )
 
-    def halve(self, position: Position) -> None:
+    def retake(self, position: Position) -> None:
         """Divide the batches from `position` on into smaller pieces, and return there. A collective."""
         texts = exchange_texts(self._run.env, self._shortage)
         plan = self._batches.plan
@@ -147,8 +186,7 @@ class Relief:
     def _report(self, position: Position, before: int, size: int, texts: list[str]) -> None:
         run, step = self._run, position.step
         self._halved = f"the micro-batch was halved from {before} to {size} in step {step}"
-        self._standing.micro_batch = MicroBatch(run.config.data.micro_batch, size)
-        record_config(run, self._standing)
+        self._use(MicroBatch(run.config.data.micro_batch, size))
         short = {rank: text for rank, text in enumerate(texts) if text}
         run.telemetry.emit(OutOfMemoryEvent(step - 1, ranks=list(short), micro_batch=size, dropped=step))
         said = "; ".join(f"rank {rank} ran out of {text}" for rank, text in short.items())
@@ -158,10 +196,3 @@ class Relief:
             f"data.batch_size={run.config.data.batch_size}. To start with it: data.micro_batch={size}. To "
             "end the run instead: train.on_oom=stop."
         )
-
-
-def free_memory(device: torch.device) -> None:
-    """Return what a failed pass held, so that smaller pieces find room."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

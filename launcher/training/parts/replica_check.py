@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.distributed.collectives import gather, reduce
-from launcher.engine import Stepper, WeightAverage
+from launcher.engine import Stepper, StepResult, WeightAverage
 from launcher.errors import ReplicaError, listed
 from launcher.training.progress import Course, Position
 from launcher.training.run import Run
@@ -26,13 +26,13 @@ SHOWN = 5  # names in an error; more would bury the rest
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """Compares the ranks' replicas when due."""
+class ReplicaCheck:
+    """Compares the ranks' replicas every `consistency.every_steps` steps."""
 
     run: Run
     course: Course
 
-    def check(self, position: Position) -> None:
+    def after_launch(self, position: Position, result: StepResult) -> None:
         if self.course.checks_after(position.step):
             check_replicas(self.run.stepper, self.run.average)
 

@@ -8,13 +8,13 @@ before the next step; the skipped step has changed no weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
-from launcher.engine import StepReport
+from launcher.engine import StepReport, StepResult
 from launcher.engine.fp32_modules import kind_of
 from launcher.training.divergence.evidence import Overflow
-from launcher.training.progress import Position, Standing
-from launcher.training.recorded_config import fp32_modules, record_config
+from launcher.training.progress import Position
 from launcher.training.run import Run
 
 
@@ -29,33 +29,43 @@ class Searcher(Protocol):
 class Rescue:
     """Computes in fp32 in the modules of the run's earlier rescues, and in those of new ones.
 
-    Only where `precision.rescue` is set, and the arithmetic is half. Building it adds the modules of the
-    rescues in `standing`; a new one adds its own there, so that checkpoints have them.
+    New ones only where `precision.rescue` is set, and the arithmetic is half; those of the run so far always.
     """
 
-    def __init__(self, run: Run, standing: Standing, searcher: Searcher) -> None:
+    def __init__(self, run: Run, searcher: Searcher) -> None:
+        self.latest = 0  # the step that has led to the latest rescue of this process
+        self.silent = not (run.config.precision.rescue and run.stepper.policy.arithmetic.itemsize < 4)
         self._run = run
-        self._standing = standing
         self._searcher = searcher
         self._limit = run.config.precision.max_rescues
-        self.active = run.config.precision.rescue and run.stepper.policy.arithmetic.itemsize < 4
-        for patterns in standing.rescued:
-            run.stepper.compute_in_fp32(patterns)
-        if standing.rescued:
-            record_config(run, standing)
+        self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
 
-    def after(self, position: Position, report: StepReport) -> bool:
-        """Whether further modules compute in fp32 from the next step on, because of this one.
+    def state(self) -> dict[str, Any]:
+        return {"rescued": [list(patterns) for patterns in self._rescued]}
 
-        To be called before the next step begins. A collective where the losses were not finite.
-        """
-        if not (self.active and report.bad_losses):
-            return False
+    def load_state(self, values: dict[str, Any]) -> None:
+        self._rescued = values["rescued"]
+        for patterns in self._rescued:
+            self._run.stepper.compute_in_fp32(patterns)
+        if self._rescued:
+            self._record()
+
+    def after_launch(self, position: Position, result: StepResult) -> None:
+        """Have the step read before the next one, which may be the first of the rescued modules."""
+        self._run.reports.flush()
+
+    def after_step(self, position: Position, report: StepReport) -> None:
+        """A collective where the losses were not finite."""
+        if report.bad_losses and self._rescues(position):
+            self.latest = position.step
+
+    def _rescues(self, position: Position) -> bool:
+        """Whether further modules compute in fp32 from the next step on."""
         found = None if self._searcher.broken_weights() else self._searcher.overflow(position)
         stepper = self._run.stepper
         if found is None or not found.module or found.module in stepper.fp32_modules:
             return False
-        if len(self._standing.rescued) >= self._limit:
+        if len(self._rescued) >= self._limit:
             self._run.telemetry.warn(
                 f"{found.text} in step {position.step}: it is not rescued, after "
                 f"precision.max_rescues={self._limit} rescues."
@@ -63,17 +73,25 @@ class Rescue:
             return False
         patterns = kind_of(stepper.model, found.module)
         stepper.compute_in_fp32(patterns)
-        self._standing.rescued.append(patterns)
+        self._rescued.append(patterns)
         self._report(position, found, patterns)
-        record_config(self._run, self._standing)
+        self._record()
         return True
 
+    @property
+    def _modules(self) -> tuple[str, ...]:
+        """precision.fp32_modules of a run that starts as this one continues."""
+        rescued = [pattern for patterns in self._rescued for pattern in patterns]
+        return tuple(dict.fromkeys((*self._run.config.precision.fp32_modules, *rescued)))
+
+    def _record(self) -> None:
+        self._run.recorded.change(precision=replace(self._run.config.precision, fp32_modules=self._modules))
+
     def _report(self, position: Position, found: Overflow, patterns: Sequence[str]) -> None:
-        modules = list(fp32_modules(self._run.config, self._standing))
         self._run.telemetry.decision(
             "rescue",
             f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {found.text} in "
-            f"step {position.step}. To start with it: precision.fp32_modules={modules}",
+            f"step {position.step}. To start with it: precision.fp32_modules={list(self._modules)}",
             module=found.module,
             patterns=list(patterns),
         )

@@ -17,7 +17,8 @@ from launcher.engine.diagnostics.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
 from launcher.training.occurrences import Occurrences
 from launcher.training.progress import Position
-from launcher.training.run import DATA_SLOT, WAIT_SLOT, Run, milliseconds_of, time_as_votes
+from launcher.training.run import Run
+from launcher.training.votes import DATA_SLOT, WAIT_SLOT, milliseconds_of, time_as_votes
 
 WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one
@@ -46,7 +47,7 @@ class _Window:
 
 
 class Stragglers:
-    """Follows the steps of a run. All ranks call the same methods at the same steps."""
+    """Compares the ranks' times. All ranks call the same methods at the same steps."""
 
     def __init__(self, run: Run, hosts: Sequence[str]) -> None:
         self._run = run
@@ -60,14 +61,11 @@ class Stragglers:
 
     def vote(self, position: Position) -> None:
         """Before a step: send this rank's times, if it is its turn."""
-        if self._done is not None and self._turn(position.step) == self._run.env.rank and self._ranks > 1:
+        if self._done is not None and self._turn(position.step) == self._run.env.rank:
             self._run.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
             self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
 
-    def after(self, position: Position, report: StepReport) -> None:
-        """After a step was read, in order."""
-        if self._ranks == 1:
-            return
+    def after_step(self, position: Position, report: StepReport) -> None:
         self._receive(position.step, report.votes)
         self._window.add(report.spans_ms)
         if position.step % self._length == self._length - 1:

@@ -18,16 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from launcher.checkpoint.weights_file import FLOATS, parts_of, read, sha256_of
-from launcher.config.messages import program
 from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.flat.buffers import HALF
-from launcher.engine.flat.names import named_parameters, plain_names
+from launcher.engine.flat.names import plain_names
 from launcher.errors import ConfigError, listed
-from launcher.training.progress import Standing
-from launcher.training.recorded_config import record_config
-from launcher.training.run import Run
 
 SHOWN = 3  # names in an error
 SHOWN_IN_DECISION = 6
@@ -219,39 +215,3 @@ def _prefix_hint(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file:
     key = f"k.removeprefix({prefix!r})" if is_extra else f"{prefix!r} + k"
     line = RENAMING.format(key=key, old=str(file), new=str(file.with_stem(f"{file.stem}-renamed")))
     return f'{found} To rename them: python -c "{line}"'
-
-
-def settle(loaded: Loaded | None, run: Run, standing: Standing, resumed: bool) -> None:
-    """Report the weights that the run starts from, and record them. All ranks call it.
-
-    `resumed`: from a checkpoint, whose weights have replaced those of the file. Otherwise raises ConfigError,
-    on all ranks, for a file that cannot be used.
-    """
-    if loaded is not None and resumed:
-        run.telemetry.decision("weights", f"of the checkpoint, not of model.weights={loaded.file}")
-    elif loaded is not None:
-        if loaded.error:
-            raise ConfigError(loaded.error)
-        standing.started_from = (loaded.file, loaded.sha256)
-        _report(loaded, run)
-    if standing.started_from is not None:
-        record_config(run, standing)
-
-
-def _report(loaded: Loaded, run: Run) -> None:
-    fields = asdict(loaded)
-    del fields["error"]
-    run.telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
-    if loaded.rounded:
-        run.telemetry.warn(
-            f"model.weights={loaded.file} holds {loaded.rounded} values: the fp32 masters start from rounded "
-            f"weights. Export in fp32 where the run still exists: {program()} export RUN FILE"
-        )
-    frozen = [name for name, p in named_parameters(run.stepper.model).items() if not p.requires_grad]
-    random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}
-    if idle := [name for name in frozen if name in random]:
-        run.telemetry.warn(
-            f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
-            f"model.weights={loaded.file}: they keep the random values that the recipe built. Do not freeze "
-            "them, or give a file that has them."
-        )

@@ -22,43 +22,12 @@ from launcher.errors import OutOfMemoryError, counted, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
-from launcher.training.parts.relief import free_memory
-from launcher.training.progress import MicroBatch, Standing
-from launcher.training.recorded_config import record_config
+from launcher.training.memory import free_memory
 from launcher.training.run import Run
 from launcher.training.setup.micro_batch_sizes import sizes_to_try
 
 MOST_TRIALS = 8
 PASSES = 2  # per trial: the second adds to the sums of the first
-
-
-def settled(
-    run: Run,
-    standing: Standing,
-    recipe: Recipe,
-    model: nn.Module,
-    data: Readable,
-    plan: BatchPlan,
-    trying: bool,
-) -> BatchPlan:
-    """The plan with the micro-batch of this run: as given, as in the run so far, or as found by `trying`.
-
-    A collective. Raises OutOfMemoryError, on all ranks, where not even one sample fits.
-    """
-    wish, before = run.config.data.micro_batch, standing.micro_batch
-    standing.micro_batch = None
-    if before is not None and before.wish == wish:
-        run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
-        size = before.size
-    elif wish == "auto" and trying:
-        size = Trials(run, recipe, model, data, plan).search()
-    else:
-        return plan
-    standing.micro_batch = MicroBatch(wish, size)
-    chosen = replace(plan, micro_batch=size)
-    run.stepper.set_micro_batches(chosen.micro_batches)
-    record_config(run, standing)
-    return chosen
 
 
 def largest_that_fits(

@@ -10,7 +10,7 @@ from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
 from launcher.training.parts.divergence import DivergenceCheck
-from launcher.training.progress import Position
+from launcher.training.progress import Measured, Position
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 
 
@@ -33,12 +33,15 @@ class Inspector:
 
 
 def checked(
-    reports: list[StepReport], inspector: Inspector | None = None, limits: ScaleConfig = LIMITS
+    reports: list[StepReport],
+    inspector: Inspector | None = None,
+    limits: ScaleConfig = LIMITS,
+    counters: dict[str, int] | None = None,
 ) -> DivergenceCheck:
     """The check after these steps of a run."""
-    check = DivergenceCheck(limits, inspector or Inspector())
+    check = DivergenceCheck(limits, inspector or Inspector(), lambda: counters or {})
     for step, report in enumerate(reports, 1):
-        check.after(Position(0, step - 1, step), report)
+        check.after_step(Position(0, step - 1, step), report)
     return check
 
 
@@ -114,18 +117,18 @@ def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, w
     ],
 )
 def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_out_loss, words) -> None:
-    check = checked([replace(CLEAN, scale=512.0)])
+    check = checked([replace(CLEAN, scale=512.0)], counters=counters)
     with pytest.raises(DivergedError, match=words):
-        check.at_end(Position(0, 2, 3), counters, held_out_loss)
+        check.at_end(Position(0, 2, 3), Measured(loss=held_out_loss))
 
 
 def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> None:
     with pytest.raises(DivergedError, match=r"none of 3 steps was applied.*more steps\.$"):
-        checked([]).at_end(Position(0, 2, 3), {"bad_losses": 0, "applied": 0}, 1.0)
+        checked([], counters={"bad_losses": 0, "applied": 0}).at_end(Position(0, 2, 3), Measured(loss=1.0))
 
 
 def test_a_run_that_has_trained_may_end() -> None:
-    checked([CLEAN]).at_end(Position(0, 0, 1), {"bad_losses": 0, "applied": 1}, 1.0)
+    checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).at_end(Position(0, 0, 1), Measured(loss=1.0))
 
 
 @pytest.mark.parametrize(("name", "said"), [("rescued.weight", True), ("other.weight", False)])

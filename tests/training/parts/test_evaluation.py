@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from launcher.checkpoint import Metric
-from launcher.training.progress import Standing
+from launcher.training.parts.evaluation import Evaluator
+
+
+def evaluator_of() -> Evaluator:
+    return Evaluator(cast(Any, MagicMock()), cast(Any, None))
 
 
 @pytest.mark.parametrize(
@@ -24,25 +31,23 @@ from launcher.training.progress import Standing
     ],
 )
 def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_better, best) -> None:
-    standing = Standing()
-    found = [standing.measure(Metric("metric", value, lower_is_better), loss=1.0) for value in values]
-    assert [each.is_best for each in found] == best
-    assert [each.metric.value for each in found] == pytest.approx(values, nan_ok=True)
+    evaluator = evaluator_of()
+    assert [evaluator.is_best(Metric("metric", value, lower_is_better)) for value in values] == best
 
 
 def test_what_another_metric_has_reached_is_not_compared() -> None:
     """The recipe may compare by another one when the run is resumed."""
-    standing = Standing()
-    assert standing.measure(Metric("perplexity", 12.0, lower_is_better=True), loss=1.0).is_best
-    assert standing.measure(Metric("accuracy", 0.5, lower_is_better=False), loss=1.0).is_best
-    assert not standing.measure(Metric("accuracy", 0.5, lower_is_better=False), loss=1.0).is_best
-    assert standing.measure(Metric("accuracy", 0.6, lower_is_better=True), loss=1.0).is_best
+    evaluator = evaluator_of()
+    assert evaluator.is_best(Metric("perplexity", 12.0, lower_is_better=True))
+    assert evaluator.is_best(Metric("accuracy", 0.5, lower_is_better=False))
+    assert not evaluator.is_best(Metric("accuracy", 0.5, lower_is_better=False))
+    assert evaluator.is_best(Metric("accuracy", 0.6, lower_is_better=True))
 
 
 def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
-    before = Standing()
-    before.measure(Metric("accuracy", 0.9, lower_is_better=False), loss=0.1)
-    resumed = Standing.of(before.as_values())
-    assert not resumed.measure(Metric("accuracy", 0.9, lower_is_better=False), loss=0.1).is_best
+    before, resumed = evaluator_of(), evaluator_of()
+    before.is_best(Metric("accuracy", 0.9, lower_is_better=False))
+    resumed.load_state(json.loads(json.dumps(before.state())))
+    assert not resumed.is_best(Metric("accuracy", 0.9, lower_is_better=False))
     assert resumed.best == before.best

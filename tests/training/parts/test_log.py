@@ -1,7 +1,9 @@
-"""What the monitor records of each step."""
+"""What is recorded of each step."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,12 +12,17 @@ from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
 from launcher.telemetry.tracker.rows import media_of, row_of
+from launcher.training.moments import Parts
 from launcher.training.parts.divergence import DivergenceCheck
+from launcher.training.parts.first_step import FirstStep
 from launcher.training.parts.gradient_stats import GradientStats
-from launcher.training.parts.log import Monitor
-from launcher.training.parts.stragglers import Stragglers
-from launcher.training.progress import Position, Totals
-from launcher.training.run import Question, Votes
+from launcher.training.parts.log import Log
+from launcher.training.parts.rescue import Rescue
+from launcher.training.parts.skipped_steps import SkippedSteps
+from launcher.training.parts.totals import Totals
+from launcher.training.progress import Course, Position
+from launcher.training.run import Run
+from launcher.training.votes import Question
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 from tests.training.runs import run_alone
 
@@ -66,79 +73,89 @@ class Inspector:
         return "seen again"
 
 
-class NeverRescued:
+class Searcher:
     """Of a run without precision.rescue."""
 
-    active = False
 
-    def after(self, position: Position, report: StepReport) -> bool:
-        return False
-
-
-def monitor_of(
+def parts_of(
     recorder: Recorder,
     reports: list[StepReport],
     every: int = 2,
     gradients_every: int | None = None,
-    votes: Votes | None = None,
     first_step_done: Callable[[], None] | None = None,
-) -> Monitor:
+) -> Run:
+    """A run whose parts have seen these steps."""
     run = run_alone(Telemetry([recorder]), LIMITS, every)
-    gradients = GradientStats(lambda: GRADIENTS, run.telemetry, gradients_every, torch.device("cpu"))
-    check = DivergenceCheck(LIMITS, Inspector())
-    voters = [Stragglers(run, ["here"])]
-    monitor = Monitor(
-        run, votes or Votes(), check, NeverRescued(), gradients, Totals(), voters, first_step_done
-    )
+    rescue = Rescue(run, cast(Any, Searcher()))
+    parts: list[object] = [run.reports, rescue, SkippedSteps(run, rescue)]
+    if gradients_every:
+        stats = GradientStats(run, gradients_every)
+        stats._gradients = lambda: GRADIENTS
+        parts.append(stats)
+    parts.append(DivergenceCheck(LIMITS, Inspector(), run.stepper.counters))
+    parts.append(Log(run))
+    if first_step_done is not None:
+        parts.append(FirstStep(run, first_step_done))
+    course = Course(100, 100, 1)
+    moments = Parts(course, run.reports, parts)
     for step, report in enumerate(reports, 1):
-        monitor.record(Position(0, step - 1, step), Ready(report))
-    return monitor
+        moments.after_launch(Position(0, step - 1, step), cast(Any, Ready(report)))
+    return run
 
 
 def test_a_step_is_reported_one_step_late(recorder) -> None:
-    monitor = monitor_of(recorder, [CLEAN] * 4)
+    run = parts_of(recorder, [CLEAN] * 4)
     assert [event["step"] for event in recorder.of("step")] == [2]
-    monitor.log_remaining()
+    run.reports.drain()
     assert [event["step"] for event in recorder.of("step")] == [2, 4]
 
 
 def test_the_first_step_is_reported_at_once_where_somebody_waits_for_it(recorder) -> None:
     done: list[int] = []
-    monitor_of(recorder, [CLEAN] * 4, first_step_done=lambda: done.append(len(recorder.of("step"))))
+    parts_of(recorder, [CLEAN] * 4, first_step_done=lambda: done.append(len(recorder.of("step"))))
     assert done == [1]
     assert [event["step"] for event in recorder.of("step")] == [1, 2]
 
 
 def test_votes_are_counted_from_the_reports(recorder) -> None:
-    votes = Votes()
-    monitor = monitor_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, *CLEAN.votes[2:]))], votes=votes)
+    run = parts_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, *CLEAN.votes[2:]))])
+    votes = run.votes
     assert votes.take() == set()
-    monitor.flush()
+    run.reports.flush()
     assert votes.take() == {Question.SAVE}
     assert votes.take() == set()
 
 
 def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
-    monitor = monitor_of(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
-    monitor.log_remaining()
+    run = parts_of(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
+    run.reports.drain()
     (event,) = recorder.of("step")
     assert event["loss"] == pytest.approx((2 * 8 + 5 * 16) / 24)
     assert event["compute_ms"] == 3.0
     assert (event["update_ms"], event["wire_ms"]) == (1.0, 0.0), "one rank has no wire"
-    assert monitor.totals.samples == 24
-    assert monitor.totals.wire_bytes_per_step == 100
+
+
+def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
+    run = run_alone(Telemetry([recorder]), LIMITS, 2)
+    before, after = (Totals(cast(Any, SimpleNamespace(run=run))) for _ in range(2))
+    run.reports.seconds = 0.5
+    for count in (8, 16):
+        before.after_step(Position(0, 0, 1), replace(CLEAN, count=count))
+    after.load_state(before.state())
+    after.after_step(Position(0, 0, 1), CLEAN)
+    assert after.state() == {"samples": 32, "seconds": 1.5}
 
 
 def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
     bad = replace(OVERFLOW, loss=float("nan"), bad_losses=1, bad_loss_steps=1)
-    monitor_of(recorder, [CLEAN, bad]).log_remaining()
+    parts_of(recorder, [CLEAN, bad]).reports.drain()
     assert recorder.of("step")[0]["loss"] == 2.0
 
 
 def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> None:
     """It is skipped as an overflow is, which is harmless: only the warning shows that the data is wrong."""
     bad = replace(OVERFLOW, loss=float("nan"), bad_losses=2, bad_loss_steps=1)
-    monitor_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).log_remaining()
+    parts_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).reports.drain()
     first, tenth = [event["text"] for event in recorder.of("warning")]
     assert first == (
         "the loss of step 3 was not finite in 2 micro-batches, so the step was skipped. That is no "
@@ -151,14 +168,14 @@ def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> No
 
 
 def test_a_step_that_ends_the_run_is_recorded_before_it_raises(recorder) -> None:
-    monitor = monitor_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
+    run = parts_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
     with pytest.raises(DivergedError, match=r"overflowed in 4 steps in a row"):
-        monitor.log_remaining()
+        run.reports.drain()
     assert [event["step"] for event in recorder.of("overflow")] == [2]
 
 
 def test_a_skip_names_ranks_and_parameters(recorder) -> None:
-    monitor_of(recorder, [OVERFLOW, CLEAN])
+    parts_of(recorder, [OVERFLOW, CLEAN])
     (event,) = recorder.of("overflow")
     assert (event["step"], event["ranks"], event["parameters"]) == (1, [1], ["fc.weight"])
 
@@ -177,12 +194,12 @@ def test_a_skip_names_ranks_and_parameters(recorder) -> None:
 )
 def test_gradients_are_told_every_so_many_clean_steps(recorder, every, skipped, told) -> None:
     reports = [OVERFLOW if step in skipped else CLEAN for step in range(1, 7)]
-    monitor_of(recorder, reports, gradients_every=every).log_remaining()
+    parts_of(recorder, reports, gradients_every=every).reports.drain()
     assert [event["step"] for event in recorder.of("gradients")] == told
 
 
 def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
-    monitor_of(recorder, [CLEAN], gradients_every=1).log_remaining()
+    parts_of(recorder, [CLEAN], gradients_every=1).reports.drain()
     (event,) = recorder.of("gradients")
     assert (event["scale"], event["epoch"], event["zeros"]) == (1024.0, 0, 1)
     assert event["layers"] == {

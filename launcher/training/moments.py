@@ -1,0 +1,148 @@
+"""The moments of a run, and the parts that take part in them.
+
+Owns the order: that of the list of parts is the order of their collectives, equal on all ranks. The bound
+methods are collected once, so a moment that a part does not have costs nothing in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from launcher.engine import StepResult
+from launcher.training.progress import Course, Measured, Position
+from launcher.training.reports import Reports
+
+Kind = TypeVar("Kind")
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """A part that keeps something from step to step: JSON values, saved with every checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run continues with. May be a collective."""
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        """The inverse, before the first step. Not called where the checkpoint has nothing of this part."""
+
+
+class Parts:
+    """The parts of a run, each an object with some of these methods:
+
+    - `begin(step, learner)`: before the first step of this process, which comes after `step`;
+    - `vote(position)`: before a step; what is voted is sent with the step's counts;
+    - `after_launch(position, result)`: the device has the step in its queue;
+    - `after_step(position, report)`: the step has been read, one step late; the same report on all ranks;
+    - `pause()`: all steps have been read, and an evaluation or the end comes next;
+    - `check_evaluations(evaluations)`: before the first step, with the names that evaluations will have;
+    - `after_evaluation(position, measured)`: the same result on all ranks;
+    - `at_end(position, measured)`: the run is about to be saved for the last time;
+    - `end_step(position, measured)`: after everything else of a step; None where nothing was evaluated;
+    - `retake(position)`: all ranks have dropped this step, which is taken again;
+    - `result()`: what the part adds to result.json.
+
+    A part that keeps something has `state()` and `load_state(values)`. One that may end the run has `ends`,
+    why it ends it, empty until then. One that is `silent` only keeps its state and adds to the result.
+    """
+
+    def __init__(self, course: Course, reports: Reports, parts: Sequence[object]) -> None:
+        self._parts = parts
+        self._course = course
+        self._reports = reports
+        self._stack = ExitStack()
+        self._vote = self._moments("vote")
+        self._after_launch = self._moments("after_launch")
+        self._end_step = self._moments("end_step")
+        self._ending = [part for part in parts if hasattr(part, "ends")]
+        self._of_others: dict[str, dict[str, Any]] = {}
+        reports.readers, reports.pauses = self._moments("after_step"), self._moments("pause")
+
+    def _moments(self, name: str) -> tuple[Callable[..., None], ...]:
+        heard = (part for part in self._parts if not getattr(part, "silent", False))
+        return tuple(getattr(part, name) for part in heard if hasattr(part, name))
+
+    @property
+    def names(self) -> list[str]:
+        """The files of the parts, in order."""
+        return [_name_of(part) for part in self._parts]
+
+    def of(self, kind: type[Kind]) -> Kind:
+        """The part of this class."""
+        return next(part for part in self._parts if isinstance(part, kind))
+
+    @property
+    def ends(self) -> str:
+        """Why the run ends before its last step; empty if it does not."""
+        for part in self._ending:
+            if why := str(part.ends):
+                return why
+        return ""
+
+    def __enter__(self) -> Parts:
+        for part in self._parts:
+            if isinstance(part, AbstractContextManager):
+                self._stack.enter_context(part)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def begin(self, step: int, learner: object) -> None:
+        for begin in self._moments("begin"):
+            begin(step, learner)
+
+    def vote(self, position: Position) -> None:
+        for vote in self._vote:
+            vote(position)
+
+    def after_launch(self, position: Position, result: StepResult) -> None:
+        for after in self._after_launch:
+            after(position, result)
+
+    def check_evaluations(self, evaluations: object) -> None:
+        for check in self._moments("check_evaluations"):
+            check(evaluations)
+
+    def end_step(self, position: Position, measured: Measured | None) -> None:
+        """The moments after an evaluation, if there was one, at the end of a run, and of each step."""
+        if measured is not None:
+            for after in self._moments("after_evaluation"):
+                after(position, measured)
+            if self._course.ends_with(position.step) or self.ends:
+                measured = replace(measured, is_last=True)
+                self._reports.drain()
+                for at_end in self._moments("at_end"):
+                    at_end(position, measured)
+        for end in self._end_step:
+            end(position, measured)
+
+    def retake(self, position: Position) -> None:
+        for retake in self._moments("retake"):
+            retake(position)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What the parts keep, by name. A collective."""
+        own = {_name_of(part): part.state() for part in self._parts if isinstance(part, Keeping)}
+        return self._of_others | own
+
+    def load_state(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Load what was saved. That of parts which this run lacks is kept for one that has them again."""
+        self._of_others = {name: values for name, values in saved.items() if name not in self.names}
+        for part in self._parts:
+            if isinstance(part, Keeping) and (values := saved.get(_name_of(part))) is not None:
+                part.load_state(values)
+
+    def result(self) -> dict[str, Any]:
+        """What the parts add to result.json. A collective."""
+        found: dict[str, Any] = {}
+        for result in (getattr(part, "result", None) for part in self._parts):
+            found |= result() if result is not None else {}
+        return found
+
+
+def _name_of(part: object) -> str:
+    """The name of the part's file: a feature is one file."""
+    return type(part).__module__.rpartition(".")[2]

@@ -1,0 +1,76 @@
+"""The parts of a run, from its config: the one place where a feature is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from launcher.distributed.preflight import Peer
+from launcher.telemetry.gpu import GpuSampler
+from launcher.training.divergence.rerun import DivergenceInspector
+from launcher.training.job import Job
+from launcher.training.moments import Parts
+from launcher.training.parts.averages import Averages
+from launcher.training.parts.bad_samples import BadSamples
+from launcher.training.parts.bucket_trial import BucketTrial
+from launcher.training.parts.checkpoints import Checkpoints
+from launcher.training.parts.divergence import DivergenceCheck
+from launcher.training.parts.early_stopping import EarlyStopping
+from launcher.training.parts.energy import Energy
+from launcher.training.parts.evaluation import Evaluator
+from launcher.training.parts.first_step import FirstStep
+from launcher.training.parts.gradient_stats import GradientStats
+from launcher.training.parts.initial_weights import InitialWeights
+from launcher.training.parts.log import Log
+from launcher.training.parts.relief import Relief
+from launcher.training.parts.replica_check import ReplicaCheck
+from launcher.training.parts.rescue import Rescue
+from launcher.training.parts.skipped_steps import SkippedSteps
+from launcher.training.parts.stragglers import Stragglers
+from launcher.training.parts.totals import Totals
+from launcher.training.parts.training_metrics import TrainingMetrics
+from launcher.training.resume import SavedRun
+from launcher.training.setup.initial_weights import Loaded
+
+
+def parts_of(
+    job: Job,
+    saved: SavedRun,
+    loaded: Loaded | None,
+    peers: Sequence[Peer],
+    gpus: GpuSampler | None,
+    first_step_done: Callable[[], None],
+) -> Parts:
+    """The parts, in the order of their collectives; from the config alone, so that all ranks have the same.
+
+    What a part measures on this rank, or is given by it, may differ; which parts there are may not.
+    """
+    run, config, course, several = job.run, job.run.config, job.course, job.run.env.world_size > 1
+    inspector = DivergenceInspector(run.stepper, job.recipe.loss, lambda: job.batches, run.env.group)
+    rescue, trained = Rescue(run, inspector), TrainingMetrics(job.answers)
+    trial = BucketTrial(
+        run.stepper, run.env.world_size, course.total_steps, config.wire.shard, run.telemetry.decision
+    )
+    stop, compare_by = config.early_stopping, job.recipe.compare_by
+    parts: list[object | None] = [
+        Averages(run, run.average) if run.average is not None else None,
+        run.reports,  # reads the step before: what follows may use it
+        Stragglers(run, [peer.host for peer in peers]) if several else None,
+        trial if several and config.wire.bucket_mb == "auto" else None,
+        BadSamples(run),
+        trained,
+        Totals(job),
+        GradientStats(run, every) if (every := config.telemetry.gradients_every_steps) else None,
+        FirstStep(run, first_step_done),
+        rescue,
+        SkippedSteps(run, rescue),
+        DivergenceCheck(config.precision.scale, inspector, run.stepper.counters),
+        Log(run),  # after those that may end the run by the same step
+        ReplicaCheck(run, course) if config.consistency.every_steps else None,
+        InitialWeights(run, loaded),
+        Relief(run, lambda: job.batches, job.answers),  # before the votes are cast again
+        Evaluator(job, trained),
+        EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,
+        Energy(gpus),
+        Checkpoints(run, saved.directory, saved.take),  # last: saves what the others have made of a step
+    ]
+    return Parts(course, run.reports, [part for part in parts if part is not None])

@@ -1,0 +1,31 @@
+"""The moving average of the weights follows the steps: ema.decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.engine import StepResult, WeightAverage
+from launcher.engine.replica import size_bytes
+from launcher.training.digests import ema_sha256
+from launcher.training.progress import Position
+from launcher.training.run import Run
+
+
+class Averages:
+    """Takes each step into the average, which checkpoints have as tensors."""
+
+    def __init__(self, run: Run, average: WeightAverage) -> None:
+        self._run = run
+        self._average = average
+
+    def after_launch(self, position: Position, result: StepResult) -> None:
+        self._average.update(position.step)
+
+    def result(self) -> dict[str, Any]:
+        """A collective."""
+        stepper = self._run.stepper
+        return {
+            "evaluated_weights": "ema",
+            "ema_sha256": ema_sha256(stepper, self._average, self._run.env),
+            "state_bytes": stepper.state_bytes() + size_bytes(self._average.tensors()),
+        }

@@ -1,0 +1,50 @@
+"""Reports the steps that were skipped, and warns of losses that are not finite."""
+
+from __future__ import annotations
+
+from launcher.engine import StepReport
+from launcher.errors import counted
+from launcher.telemetry.events import OverflowEvent
+from launcher.training.occurrences import Occurrences
+from launcher.training.parts.rescue import Rescue
+from launcher.training.progress import Position
+from launcher.training.run import Run
+
+
+class SkippedSteps:
+    """Emits an event per skipped step. A bad loss that led to a rescue, just before, needs no warning."""
+
+    def __init__(self, run: Run, rescue: Rescue) -> None:
+        self._telemetry = run.telemetry
+        self._rescue = rescue
+        self._bad_loss_steps = Occurrences()
+
+    def after_step(self, position: Position, report: StepReport) -> None:
+        if not report.skipped:
+            return
+        self._telemetry.emit(
+            OverflowEvent(
+                position.step,
+                epoch=position.epoch,
+                scale=report.scale,
+                ranks=list(report.culprit_ranks),
+                parameters=list(report.culprit_parameters),
+                bad_losses=report.bad_losses,
+            )
+        )
+        if report.bad_losses and self._rescue.latest != position.step:
+            self._warn(position.step, report.bad_losses)
+
+    def _warn(self, step: int, micro_batches: int) -> None:
+        times = self._bad_loss_steps.add()
+        if times == 1:
+            self._telemetry.warn(
+                f"the loss of step {step} was not finite in {counted(micro_batches, 'micro-batch', 'es')}, "
+                "so the step was skipped. That is no overflow of the loss scale: check the samples for NaN "
+                "and infinity, or lower optim.lr. Further steps are counted."
+            )
+        elif times:
+            self._telemetry.warn(
+                f"the loss was not finite in {times} steps since this run started, the last "
+                f"being step {step}: these were skipped. Check the samples for NaN and infinity."
+            )

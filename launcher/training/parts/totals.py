@@ -1,0 +1,49 @@
+"""How long the steps of a run have taken, by part, and how many samples they had; evaluation excluded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.engine import StepReport
+from launcher.engine.diagnostics.host_cost import num_layers
+from launcher.training.job import Job
+from launcher.training.progress import Position
+from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms
+
+
+class Totals:
+    """Sums over the steps of the run, and of its last process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._reports = job.run.reports
+        self._samples = self._seconds = 0.0  # of the whole run
+        self._wire_bytes_per_step = 0
+        self._times = StepTimes(job.run.env.world_size)
+
+    def after_step(self, position: Position, report: StepReport) -> None:
+        seconds = self._reports.seconds
+        self._samples += report.count
+        self._seconds += seconds
+        self._wire_bytes_per_step = report.wire_bytes
+        self._times.add(seconds, report.spans_ms)
+
+    def state(self) -> dict[str, Any]:
+        return {"samples": self._samples, "seconds": self._seconds}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self._samples, self._seconds = values["samples"], values["seconds"]
+
+    def result(self) -> dict[str, Any]:
+        """A collective."""
+        found: dict[str, Any] = {
+            "samples_per_s": self._samples / self._seconds if self._seconds else None,
+            "training_seconds": self._seconds,  # `seconds` are those of the last process
+            "wire_bytes_per_step": self._wire_bytes_per_step,
+        }
+        job, stepper = self._job, self._job.run.stepper
+        if (times := of_the_slowest(job.run.env, self._times)) is not None:
+            passes = job.batches.plan.micro_batches
+            added = overhead_ms(times, job.host_ms, num_layers(job.model), passes, stepper.num_trainable)
+            found["step_time"] = times | {"overhead_ms": added}
+        return found

@@ -1,0 +1,44 @@
+"""The mean loss of the training samples since the last evaluation, and the share that was classified right.
+
+Owns what an evaluation's record says of training, over all ranks, as they were trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from launcher.engine import StepReport
+from launcher.training.answers import Answers, SinceEvaluation
+from launcher.training.progress import Measured, Position
+
+HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
+
+
+class TrainingMetrics:
+    """Sums over the steps since the last evaluation."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._since = SinceEvaluation()
+
+    def after_step(self, position: Position, report: StepReport) -> None:
+        if report.count and not report.bad_losses:
+            self._since.loss_sum += report.loss * report.count
+            self._since.loss_count += report.count
+
+    def metrics(self) -> dict[str, float]:
+        """`train_loss` and `train_accuracy`. A collective."""
+        self._answers.add_to(self._since)
+        return self._since.metrics()
+
+    def after_evaluation(self, position: Position, measured: Measured) -> None:
+        if measured.evaluations:
+            self._since = SinceEvaluation()
+
+    def state(self) -> dict[str, Any]:
+        self._answers.add_to(self._since)
+        return asdict(self._since)
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self._since = SinceEvaluation(**values)

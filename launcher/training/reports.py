@@ -1,0 +1,74 @@
+"""Reads the steps of a run, each one step late, and passes their reports on.
+
+Owns the clock of the steps on the host. All ranks read the same numbers at the same step. A step that is
+read one step late has been finished by the device, so that reading it does not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from launcher.engine import StepReport, StepResult
+from launcher.engine.diagnostics.step_timer import PARTS
+from launcher.telemetry import Telemetry
+from launcher.training.progress import Position
+from launcher.training.votes import Votes
+
+log = logging.getLogger("launcher")
+
+
+class DroppedStepError(Exception):
+    """Raised on all ranks where they read that a rank has abandoned a step, which is to be taken again."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__(f"step {position.step} was dropped")
+        self.position = position
+
+
+class Reports:
+    """Passes each step's report to `readers`, in order, while `seconds` is how long it took on the host."""
+
+    def __init__(self, telemetry: Telemetry, votes: Votes) -> None:
+        self.seconds = 0.0
+        self.readers: Sequence[Callable[[Position, StepReport], None]] = ()
+        self.pauses: Sequence[Callable[[], None]] = ()
+        self._telemetry = telemetry
+        self._votes = votes
+        self._waiting: tuple[Position, StepResult, float] | None = None
+        self._previous = time.perf_counter()  # when the step before ended
+
+    def after_launch(self, position: Position, result: StepResult) -> None:
+        """Pass on the step before, and keep this one."""
+        self.flush()
+        now = time.perf_counter()
+        self._waiting = (position, result, now - self._previous)
+        self._previous = now
+
+    def flush(self) -> None:
+        """Pass on the last step; waits for the device. Raises DroppedStepError for one to be taken again."""
+        if self._waiting is None:
+            return
+        (position, result, self.seconds), self._waiting = self._waiting, None
+        report = result.read()
+        if report.abandoned_ranks:
+            raise DroppedStepError(position)
+        if any(report.votes):
+            self._votes.count(report)
+        self._telemetry.advance(position.epoch, position.step)
+        if log.isEnabledFor(logging.DEBUG):
+            spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
+            log.debug("step %d: %.2f ms: %s", position.step, 1e3 * self.seconds, spans)
+        for read in self.readers:
+            read(position, report)
+
+    def drain(self) -> None:
+        """Pass on the last step too, and log what is left. Before an evaluation and at the end."""
+        self.flush()
+        for pause in self.pauses:
+            pause()
+
+    def restart_timer(self) -> None:
+        """Restart the step timer, so that evaluation and saving are not counted."""
+        self._previous = time.perf_counter()

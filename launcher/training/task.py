@@ -1,0 +1,88 @@
+"""What a step trains: a network, its loss and this rank's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from launcher.data.sources import Batches
+from launcher.data.tensors import Batch
+from launcher.engine import Stepper, StepResult
+from launcher.engine.diagnostics.step_timer import DATA
+from launcher.errors import DataError
+from launcher.recipe.contract import Loss, loss_of
+from launcher.training.answers import Answers
+from launcher.training.failures.model_mistakes import in_place_mistake
+from launcher.training.parts.relief import Relief
+from launcher.training.progress import Position
+from launcher.training.votes import Question
+
+
+class Learner(Protocol):
+    """What trains a network, one step at a time."""
+
+    @property
+    def network(self) -> nn.Module: ...
+
+    def train_on(self, position: Position) -> StepResult: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a network, its loss and this rank's batches."""
+
+    stepper: Stepper
+    network: nn.Module
+    loss: Callable[[nn.Module, Batch], Loss]
+    batches: Batches
+    answers: Answers
+    relief: Relief
+
+    def train_on(self, position: Position) -> StepResult:
+        """One update from this rank's micro-batches, which may be none."""
+        if self.relief.dropping:
+            return self.stepper.abandon()
+        self.relief.keep(position)
+        try:
+            ends = self._learn(position)
+            result = self.stepper.step()
+        except Exception as error:
+            if not (self.stepper.can_abandon and self.relief.accepts(error, position)):
+                raise
+            return self.stepper.abandon()
+        if not ends:
+            return result
+        report = result.read()  # without waiting for the next step: all ranks with nothing left do so
+        if report.votes[Question.STREAM_END] == self.batches.plan.world_size:
+            if not report.count:
+                raise DataError("the training stream is empty: a whole pass over it gave no samples.")
+            self.batches.begin_again()
+        return result
+
+    def _learn(self, position: Position) -> bool:
+        """All passes of a step. Whether this rank has nothing left of the stream."""
+        self.stepper.clock.restart()
+        micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
+        self.stepper.clock.mark(DATA)
+        if bad := self.batches.take_bad():
+            self.stepper.vote(Question.BAD_SAMPLES, bad)
+        if ends := self.batches.at_end():
+            self.stepper.vote(Question.STREAM_END)
+        for batch in micro_batches:
+            self.answers.count(self.learn_from(batch), batch)
+        return ends
+
+    def learn_from(self, batch: Batch) -> Loss:
+        """Forward and backward pass of a micro-batch."""
+        with self.stepper.forward():
+            of_batch = loss_of(self.loss, self.network, batch)
+        try:
+            self.stepper.backward(of_batch.sum, of_batch.count)
+        except RuntimeError as error:
+            if (mistake := in_place_mistake(error, self.network, self.loss)) is None:
+                raise
+            raise mistake from error
+        return of_batch

@@ -1,0 +1,63 @@
+"""The questions that ranks vote on in each step, and what else travels with its counts.
+
+Owns the meaning of each vote, and how a time travels as one; how votes travel is the engine's.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from launcher.engine import StepReport
+
+
+class Question(IntEnum):
+    """What the ranks vote on in every step. One vote is enough but for the last two."""
+
+    STOP = 0
+    SAVE = 1
+    GIVE_UP = 2  # a checkpoint could not be written, so the run must end
+    BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
+    STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
+
+
+# No questions: the times of one rank, which `stragglers` sends as votes, and the times of all
+# ranks, which `bucket_trial` sends.
+WAIT_SLOT, DATA_SLOT, BUCKET_SLOT = 5, 6, 7
+
+
+def time_as_votes(milliseconds: float) -> int:
+    """A time as votes: whole microseconds, and one more, because no vote is 0."""
+    return round(1e3 * milliseconds) + 1
+
+
+def milliseconds_of(votes: int, num_ranks: int = 1) -> float:
+    """The sum of the times of so many ranks."""
+    return (votes - num_ranks) / 1e3
+
+
+class Votes:
+    """The questions that some rank has voted for, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._agreed: set[Question] = set()
+
+    def count(self, report: StepReport) -> None:
+        """Add the votes of a step, which its report carries."""
+        self._agreed |= {question for question in Question if report.votes[question]}
+
+    def agree(self, question: Question) -> None:
+        """Add a question that all ranks have agreed on outside a step."""
+        self._agreed.add(question)
+
+    @property
+    def some(self) -> bool:
+        """Whether there is any."""
+        return bool(self._agreed)
+
+    def __contains__(self, question: Question) -> bool:
+        return question in self._agreed
+
+    def take(self) -> set[Question]:
+        """The questions agreed on since the last call."""
+        agreed, self._agreed = self._agreed, set()
+        return agreed

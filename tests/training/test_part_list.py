@@ -1,0 +1,176 @@
+"""The parts of a run: the same on all ranks, and what one keeps from step to step is saved or named here."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import worker
+from launcher.distributed.env import LaunchEnv
+from launcher.training import results
+from launcher.training.job import Job
+from launcher.training.moments import Keeping, Parts
+from tests.configs import composed
+from tests.forked import launch_forked
+
+WORDS = [
+    *("recipe=cnn", "data=digits", "data.batch_size=256", "tracker=none", "checkpoint.every_steps=2"),
+    *("ema.decay=0.9", "early_stopping.patience=9", "telemetry.gradients_every_steps=1"),
+    *("consistency.every_steps=1", "precision=fp16", "precision.scale.init=16777216"),
+    *("train.max_steps=7", "train.eval_every_steps=3", "train.log_every_steps=2"),
+]
+# What a part keeps from step to step without saving it: a resumed run begins anew with it.
+OF_THIS_PROCESS = {
+    "reports": {"seconds", "_waiting", "_previous"},  # the step that is not read yet: there is none then
+    "log": {"_window", "_last"},  # the steps of a line
+    "totals": {"_times", "_wire_bytes_per_step"},  # of the last process, as result.json says
+    "gradient_stats": {"_next", "_counts"},  # when to count follows from the number of the step
+    "first_step": {"_done"},
+    "skipped_steps": {"_bad_loss_steps"},  # how often a warning was given
+    "divergence": {"_scales", "_last"},  # evidence
+    "evaluation": {"latest"},  # a run resumed after its end evaluates again
+    "relief": {"_before"},  # what a step that is taken again needs
+    "checkpoints": {"_voted", "_best_step", "due", "writer"},
+}
+REPORTED = """
+import json
+import os
+
+from launcher import worker
+from launcher.recipe import recipe
+from recipes.cnn import cnn
+
+train = worker.train
+def reported(job, *more):
+    with open(f"parts{os.environ['RANK']}.json", "w") as file:
+        json.dump(job.parts.names, file)
+    return train(job, *more)
+worker.train = reported
+
+
+@recipe("own")
+def own(config):
+    return cnn(config)
+"""
+
+
+def test_the_list_is_equal_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(REPORTED)
+    done = launch_forked(
+        tmp_path, [*WORDS, "recipe.uses=own", "recipes.path=own.py", "launch.nproc=2", "run.dir=run"]
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"parts{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first.index("averages") < first.index("reports") < first.index("log"), "in this order"
+    assert {"stragglers", "bucket_trial", "early_stopping", "replica_check"} <= set(first)
+    assert first[-1] == "checkpoints"
+
+
+def plain(value: Any) -> Any:
+    """Attributes as values that can be compared; what belongs to the whole run is left out."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(each) for each in value]
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if type(value).__module__.startswith(("launcher.training", "launcher.checkpoint", "collections")):
+        return repr(value) if not hasattr(value, "__dict__") else plain(vars(value))
+    return type(value).__name__
+
+
+SHARED = {"Run", "Job", "Parts", "Answers", "SavedRun", "Course", "Rescue", "TrainingMetrics", "Reports"}
+
+
+def kept(part: object) -> dict[str, Any]:
+    values = {name: value for name, value in vars(part).items() if type(value).__name__ not in SHARED}
+    return {name: plain(value) for name, value in values.items()}
+
+
+def is_saved(part: Keeping, name: str, before: Any) -> bool:
+    """Whether the part saves something else where this attribute is as it was before."""
+    now, state = getattr(part, name), json.dumps(part.state())
+    setattr(part, name, before)
+    try:
+        return json.dumps(part.state()) != state
+    finally:
+        setattr(part, name, now)
+
+
+def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains in this process, and compares each part after the steps with what it was before them."""
+    lost: dict[str, set[str]] = {}
+    train = worker.train
+
+    def compared(job: Job, *more: Any) -> int:
+        parts = dict(zip(job.parts.names, job.parts._parts, strict=True))
+        before = {name: kept(part) for name, part in parts.items()}
+        values = {
+            name: {key: copy.copy(value) for key, value in vars(part).items()} for name, part in parts.items()
+        }
+        values |= {"training_metrics": copy.deepcopy(values["training_metrics"])}
+        end = train(job, *more)
+        for name, part in parts.items():
+            changed = {key for key, value in kept(part).items() if before[name].get(key) != value}
+            if isinstance(part, Keeping):
+                changed = {key for key in changed if not is_saved(part, key, values[name][key])}
+            if changed:
+                lost[name] = changed
+        return end
+
+    monkeypatch.setattr(worker, "train", compared)
+    monkeypatch.setattr(results, "write_page", lambda run_dir, telemetry: None)
+    config = composed(*WORDS)
+    (tmp_path / "run").mkdir()
+    worker.run(replace(config, run=replace(config.run, dir=str(tmp_path / "run"))), LaunchEnv(), None, "job")
+    unnamed = {name: found - OF_THIS_PROCESS.get(name, set()) for name, found in lost.items()}
+    assert {name: found for name, found in unnamed.items() if found} == {}
+    assert {"reports", "log", "divergence"} <= lost.keys(), "the test sees what changes"
+
+
+class Counting:
+    """A part that counts, and saves its count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self.count = values["count"]
+
+
+def test_the_state_of_a_part_that_a_run_lacks_is_kept_for_the_next_one_that_has_it() -> None:
+    def parts_of(*parts: object) -> Parts:
+        return Parts(course=None, reports=REPORTS, parts=parts)  # type: ignore[arg-type]
+
+    first = Counting()
+    first.count = 3
+    saved = parts_of(first).state()
+    without = parts_of()
+    without.load_state(saved)
+    again = Counting()
+    parts_of(again).load_state(without.state())
+    assert again.count == 3
+
+
+def test_a_part_whose_state_a_checkpoint_lacks_keeps_its_default() -> None:
+    part = Counting()
+    Parts(course=None, reports=REPORTS, parts=[part]).load_state({})  # type: ignore[arg-type]
+    assert part.count == 0
+
+
+class Nobody:
+    readers: tuple = ()
+    log_rests: tuple = ()
+
+
+REPORTS = Nobody()
