@@ -23,13 +23,14 @@ from launcher.config.messages import install_line
 from launcher.config.rules import whole
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
-from launcher.data.images.folder import COLUMNS, list_csv, list_folder, stratified
+from launcher.data.images.folder import COLUMNS, list_csv, list_folder
 from launcher.data.images.hugging_face import Columns, list_rows
 from launcher.data.images.image_set import ImageSet, photographs
 from launcher.data.images.parquet import load_parquet_splits
 from launcher.data.images.photograph_set import photograph_options
 from launcher.data.options import cache as cache_option
 from launcher.data.options import options_of
+from launcher.data.split import parts
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, PreflightError
 
@@ -127,17 +128,9 @@ IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
 
 
 def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData]:
-    """Hold out `val_fraction` of each class, as `stratified` says; of 0 the second part is empty."""
-    held_out = stratified(data.columns["label"], val_fraction)
-    if held_out.all() or (val_fraction and not held_out.any()):
-        raise ConfigError(
-            f"data.val_fraction={val_fraction} leaves {int((~held_out).sum())} samples for training and "
-            f"{int(held_out.sum())} for validation. Both need at least one: choose a value between 0 and 1."
-        )
-    return (
-        TensorData(data.select((~held_out).nonzero().flatten())),
-        TensorData(data.select(held_out.nonzero().flatten())),
-    )
+    """Hold out `val_fraction` of each class; of 0 the second part is empty."""
+    train, validation = (torch.tensor(part) for part in parts(data.columns["label"], val_fraction, "images"))
+    return TensorData(data.select(train)), TensorData(data.select(validation.long()))
 
 
 def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:

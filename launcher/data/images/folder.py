@@ -16,15 +16,14 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from launcher.data.batch_plan import generator_for
 from launcher.data.images.photograph import Source
+from launcher.data.split import numbered, stratified
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
@@ -256,20 +255,6 @@ def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: st
     return FolderListing(root, (*train, *validation), classes, len(train))
 
 
-def stratified(labels: Tensor, val_fraction: float) -> Tensor:
-    """Which samples are held out: bool [n], the share `val_fraction` of each class (labels int64 [n]).
-
-    Depends on the labels, their order and the fraction alone, so that runs with different seeds are evaluated
-    on the same samples.
-    """
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in torch.unique(labels).tolist():
-        members = (labels == label).nonzero().flatten()
-        shuffled = members[torch.randperm(len(members), generator=generator_for("split", label))]
-        held_out[shuffled[: round(len(members) * val_fraction)]] = True
-    return held_out
-
-
 def _refuse_alike(where: str, what: str, names: Iterable[str]) -> None:
     """Raise DataError for different names that are the same once they are `encodable`.
 
@@ -288,12 +273,11 @@ def _refuse_alike(where: str, what: str, names: Iterable[str]) -> None:
 
 def _split(files: Sequence[File], val_fraction: float) -> list[File]:
     names = sorted({file.label for file in files})
-    numbers = {name: number for number, name in enumerate(names)}
-    labels = torch.tensor([numbers[file.label] for file in files])
+    labels = numbered([file.label for file in files])
     held_out = stratified(labels, val_fraction)
     counts = torch.bincount(labels)
     held_out &= counts[labels] > 1  # the only image of a class is for training
-    bare = [name for name in names if not held_out[labels == numbers[name]].any()]
+    bare = [name for number, name in enumerate(names) if not held_out[labels == number].any()]
     if bare and held_out.any():
         warnings.warn(
             f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}. The "
@@ -301,10 +285,7 @@ def _split(files: Sequence[File], val_fraction: float) -> list[File]:
             DataWarning,
             stacklevel=2,
         )
-    return [
-        File(file.path, file.label, bool(out), file.size, file.mtime_ns)
-        for file, out in zip(files, held_out.tolist(), strict=True)
-    ]
+    return [replace(file, held_out=out) for file, out in zip(files, held_out.tolist(), strict=True)]
 
 
 def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[str]) -> Iterator[File]:

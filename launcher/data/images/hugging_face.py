@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from launcher.config.messages import nearest, suggestion
-from launcher.data.images.folder import TRAIN, VALIDATION, stratified
+from launcher.data.images.folder import TRAIN, VALIDATION
 from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
 from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
+from launcher.data.split import parts
 from launcher.errors import ConfigError, DataError, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
@@ -102,7 +103,11 @@ def list_rows(path: str, columns: Columns, val_fraction: float) -> HubListing:
     labels = [_numbers(each, classes, train.features[label], where) for each in values]
     places = [[(which, row) for row in range(len(each))] for which, each in enumerate(labels)]
     if held_out is None:
-        labels, places = _split(labels[0], places[0], val_fraction, where)
+        split = parts(torch.tensor(labels[0]), val_fraction, f"rows of {where}", DataError)
+        labels, places = (
+            [[labels[0][row] for row in part] for part in split],
+            [[places[0][row] for row in part] for part in split],
+        )
     if len(classes) < 2:
         raise DataError(
             f"{where} has one class, {listed(classes, 1)}. At least two are needed to tell apart."
@@ -261,18 +266,3 @@ def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: st
             f"knows {listed(list(classes), SHOWN)}."
         )
     return [numbers[value] for value in values]
-
-
-def _split(
-    labels: list[int], places: list[tuple[int, int]], val_fraction: float, where: str
-) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
-    held_out = stratified(torch.tensor(labels), val_fraction).tolist()
-    if all(held_out) or (val_fraction and not any(held_out)):
-        raise DataError(
-            f"{where} has one split with {len(labels)} rows, of which data.val_fraction={val_fraction} holds "
-            f"{sum(held_out)} out. Both parts need at least one."
-        )
-    parts = [[row for row, out in enumerate(held_out) if out is part] for part in (False, True)]
-    return [[labels[row] for row in part] for part in parts], [
-        [places[row] for row in part] for part in parts
-    ]

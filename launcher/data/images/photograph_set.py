@@ -8,7 +8,7 @@ one it is the region that a loader process cuts from the photograph itself. Neve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from launcher.config.rules import Rule, either, null, number
 from launcher.config.schema import DataConfig
@@ -231,40 +230,3 @@ class PhotographSet(ByReference):
             if cache.expect(number):
                 return {"stored": number}
         return {"image": self._seen(torch.from_numpy(base))}
-
-
-def cut_regions(images: Tensor, regions: Tensor, size: int) -> Tensor:
-    """Regions of images [n, 3, h, w], resized by bilinear interpolation: fp32 [n, 3, size, size], 0..255.
-
-    regions fp32 [n, 5]: left, top, width and height in pixels, and 1 where the result is mirrored. Without
-    antialiasing: from a cached image a region shrinks by 256/224 at most.
-    """
-    height, width = images.shape[-2:]
-    left, top, across, down, mirrored = regions.unbind(1)
-    sign = 1 - 2 * mirrored
-    zero = torch.zeros_like(left)
-    # grid_sample's coordinates are -1 and 1 at the outer edges of the image
-    to_image = torch.stack(
-        [
-            torch.stack([sign * across / width, zero, (2 * left + across) / width - 1], dim=1),
-            torch.stack([zero, down / height, (2 * top + down) / height - 1], dim=1),
-        ],
-        dim=1,
-    )  # [n, 2, 3]
-    grid = F.affine_grid(to_image, [len(images), 3, size, size], align_corners=False)
-    return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
-
-
-def photograph_transform(
-    normalise: Callable[[Tensor], Tensor], size: int
-) -> Callable[[Batch, Tensor], Batch]:
-    """(batch, noise) -> batch with the regions cut and normalised fp32 images. The noise is not used."""
-
-    def transform(batch: Batch, noise: Tensor) -> Batch:
-        rest = {name: column for name, column in batch.items() if name != "region"}
-        image = batch["image"]
-        if "region" in batch:
-            image = cut_regions(image, batch["region"], size)
-        return {**rest, "image": normalise(image)}
-
-    return transform

@@ -18,8 +18,8 @@ from torch import Tensor
 from launcher.config.messages import nearest, suggestion
 from launcher.config.rules import either, list_of, null, one_of, string
 from launcher.config.schema import DataConfig
-from launcher.data.batch_plan import generator_for
 from launcher.data.options import Known, options_of
+from launcher.data.split import numbered, parts
 from launcher.data.tables.cells import row_numbers, understood
 from launcher.data.tables.columns import Column
 from launcher.data.tables.features import (
@@ -219,25 +219,10 @@ def is_classification(table: Table, options: Options) -> bool:
 
 
 def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> tuple[Table, Table]:
-    """Hold out `val_fraction` of the rows, of each class where there are classes.
-
-    The split depends on the number of rows, the classes and the fraction only.
-    """
-    rows_of: dict[str, list[int]] = {}
-    keys = [""] * len(table) if stratified_by is None else table.column(stratified_by).categories
-    for row, key in enumerate(keys):
-        rows_of.setdefault(key, []).append(row)
-    held_out: set[int] = set()
-    for key, rows in sorted(rows_of.items()):
-        order = torch.randperm(len(rows), generator=generator_for("split", key)).tolist()
-        held_out |= {rows[index] for index in order[: round(len(rows) * val_fraction)]}
-    kept = [row for row in range(len(table)) if row not in held_out]
-    if not kept or (val_fraction and not held_out):
-        raise DataError(
-            f"data.val_fraction={val_fraction} of the {len(table)} rows of {table.file} leaves {len(kept)} "
-            f"for training and {len(held_out)} for validation. Both need at least one."
-        )
-    return table.select(kept), table.select(sorted(held_out))
+    """Hold out `val_fraction` of the rows, of each class where there are classes."""
+    labels = numbered(table.column(stratified_by).categories) if stratified_by else torch.zeros(len(table))
+    train, validation = parts(labels, val_fraction, f"rows of {table.file}", DataError)
+    return table.select(train), table.select(validation)
 
 
 def regression(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from launcher.config.rules import Rule, either, flag, list_of, null, string, whole
 from launcher.config.schema import DataConfig
-from launcher.data.images.folder import stratified
 from launcher.data.options import Known, cache, filled, options_of
+from launcher.data.split import numbered, parts
 from launcher.data.tables.files import (
     VALIDATION_NAMES,
     MissingColumnsError,
@@ -229,7 +229,9 @@ def _tokenised(
             "classes."
         )
     if len(kept) == 1 and config.val_fraction:
-        kept = _divided(kept["train"], labels, classes, config.val_fraction)
+        whole = kept["train"]
+        rows = parts(numbered(labels), config.val_fraction, f"rows of {whole.file}")
+        kept = {name: whole.select(part) for name, part in zip(("train", "validation"), rows, strict=True)}
     sentences = {name: _sentences(table, options) for name, table in kept.items()}
     tokenizer = pretrained or fitted(_each(sentences["train"]), options["vocab_size"], options["lower_case"])
     tensors: dict[str, Tensor] = {}
@@ -308,24 +310,6 @@ def _of_language(table: Table, language: str | None) -> Table:
             f"{listed(sorted(set(map(str, languages))), SHOWN)}: data.language names one."
         )
     return table.select(kept)
-
-
-def _divided(
-    table: Table, labels: Sequence[str], classes: Sequence[str], val_fraction: float
-) -> dict[str, Table]:
-    """A part of each class held out, the same in all runs."""
-    number = {name: index for index, name in enumerate(classes)}
-    held_out = stratified(torch.tensor([number[label] for label in labels]), val_fraction).tolist()
-    parts = {
-        name: [row for row, out in enumerate(held_out) if out == wanted]
-        for name, wanted in (("train", False), ("validation", True))
-    }
-    if not all(parts.values()):
-        raise ConfigError(
-            f"data.val_fraction={val_fraction} of the {len(table)} rows of {table.file} leaves "
-            f"{len(parts['train'])} to train on and {len(parts['validation'])} to validate on. Both need one."
-        )
-    return {name: table.select(rows) for name, rows in parts.items()}
 
 
 def _sentences(table: Table, options: Mapping[str, Any]) -> list[Any]:

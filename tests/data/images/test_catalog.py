@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
+from launcher.data.augment import crop_and_flip
 from launcher.data.batch_plan import epoch_noise
 from launcher.data.images.catalog import load_images, split
-from launcher.data.images.image_set import crop_and_flip
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from launcher.data.augment import cut_regions
 from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.images.catalog import load_images
-from launcher.data.images.folder import list_csv, list_folder, stratified
-from launcher.data.images.photograph_set import cut_regions
+from launcher.data.images.folder import list_csv, list_folder
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading
+from launcher.data.split import stratified
 from launcher.errors import ConfigError, DataError, DataWarning
 from launcher.run_dir.atomic import write_text
 from tests.data.images.photographs import (

@@ -1,0 +1,48 @@
+"""Which samples of a set without a split of its own are held out.
+
+Depends on the labels, their order and the fraction alone, so that runs with different seeds are evaluated on
+the same samples, and all ranks on the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.data.batch_plan import generator_for
+from launcher.errors import ConfigError, LauncherError
+
+
+def stratified(labels: Tensor, val_fraction: float) -> Tensor:
+    """Which samples are held out: bool [n], the share `val_fraction` of each class (labels int64 [n])."""
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in torch.unique(labels).tolist():
+        members = (labels == label).nonzero().flatten()
+        shuffled = members[torch.randperm(len(members), generator=generator_for("split", label))]
+        held_out[shuffled[: round(len(members) * val_fraction)]] = True
+    return held_out
+
+
+def parts(
+    labels: Tensor, val_fraction: float, where: str, kind: type[LauncherError] = ConfigError
+) -> tuple[list[int], list[int]]:
+    """The indices to train on and those held out: none of a fraction of 0.
+
+    Raises `kind` where a part would be empty. `where` ends "of the 9 rows of ...".
+    """
+    held_out = stratified(labels, val_fraction)
+    train, validation = ((held_out == out).nonzero().flatten().tolist() for out in (False, True))
+    if not train or (val_fraction and not validation):
+        raise kind(
+            f"data.val_fraction={val_fraction} of the {len(labels)} {where} leaves {len(train)} for training "
+            f"and {len(validation)} for validation. Both need at least one."
+        )
+    return train, validation
+
+
+def numbered(values: Sequence[str]) -> Tensor:
+    """Each value as its number among the different ones, sorted: int64 [n]."""
+    numbers = {value: number for number, value in enumerate(sorted(set(values)))}
+    return torch.tensor([numbers[value] for value in values])
