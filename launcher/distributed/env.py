@@ -5,16 +5,17 @@ Owns every read of RANK and related variables. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launcher.errors import PreflightError
+from launcher.errors import PreflightError, listed
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+RANKS_SHOWN = 16  # in an error, which may be about thousands
 LEADER = 0  # the rank that writes files, and has what is gathered for them
 
 
@@ -83,3 +84,8 @@ class WorkerEnv:
     def is_leader(self) -> bool:
         """Whether this rank writes files and console output. Never a reason to skip a collective."""
         return self.rank == LEADER
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """The ranks as part of a sentence: `rank 1, 3`."""
+    return f"rank {listed(ranks, RANKS_SHOWN)}"

@@ -11,16 +11,16 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from launcher.config.short_traceback import short_traceback
-from launcher.distributed.env import LaunchEnv
+from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls
 from launcher.distributed.last_words import LastWords
 from launcher.distributed.lost_rank import TIMED_OUT, is_loss, is_of_another
-from launcher.distributed.store import limit_silence
+from launcher.distributed.store import awaited_in_vain, limit_silence
 from launcher.errors import (
     CollectiveError,
     LauncherError,
@@ -50,10 +50,14 @@ class Departure:
     exit_code: int = 0
     shared: bool = False  # the error is about other ranks, which its text names
     last_call: str = ""  # the collective in which it lost another rank
-    gone: bool = False  # ended by its watchdog: it will not join further jobs
     lost: bool = False  # the error is that of a rank which lost another one: not the origin
     traceback: str = ""  # of an exception, to be printed before the error
     restart_helps: bool = False  # whatever the exit code
+
+
+def left_key(job: str) -> str:
+    """The key of a rank's departure in the store, with a place for the rank's number."""
+    return f"job/{job}/left/{{}}"
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:
@@ -145,16 +149,13 @@ def failure_of_another(
         if first is None or first == rank:
             return None
         if words is None:
-            store.wait([key := f"job/{job}/left/{first}"], timedelta(seconds=ASSEMBLE_S))
+            store.wait([key := left_key(job).format(first)], timedelta(seconds=ASSEMBLE_S))
             text = store.get(key).decode()
         else:
             text = _awaited(words, first)
-        said = json.loads(text)
-        if said["error"] and not said["lost"] and said["exit_code"] != PreemptedError.exit_code:
-            own = "" if said["shared"] else f"rank {first} failed: "
-            failure = LauncherError(f"{own}{said['error']}")
-            failure.exit_code, failure.traceback = said["exit_code"], said.get("traceback", "")
-            return failure
+        left = Departure(**json.loads(text))
+        if left.error and not left.lost and left.exit_code != PreemptedError.exit_code:
+            return JobFailed(f"{'' if left.shared else f'rank {first} failed: '}{left.error}", left)
     return None
 
 
@@ -196,13 +197,14 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
     from torch.distributed import DistError
 
     limit_silence(LEAVE_S)
-    said = {"rank": launch.rank, "time_s": time.time(), "error": text, "exit_code": exit_code}
-    said |= {"shared": True, "gone": True, "lost": False}  # the text names the rank at fault
+    departure = Departure(
+        launch.rank, time.time(), text, exit_code, shared=True
+    )  # it names the rank at fault
+    key = left_key(job)
     with suppress(DistError):
-        store.set(f"job/{job}/left/{launch.rank}", json.dumps(said))
+        store.set(key.format(launch.rank), json.dumps(asdict(departure)))
         store.set(f"heard/{launch.rank}", "")
-        others = [f"job/{job}/left/{rank}" for rank in range(1, launch.world_size)]
-        store.wait(others, timedelta(seconds=ASSEMBLE_S))
+        awaited_in_vain(store, key, range(1, launch.world_size), ASSEMBLE_S)
         time.sleep(PRINT_S)
 
 
@@ -233,6 +235,6 @@ def stall_of(
     if not missing:
         return StalledError("a collective took too long although all ranks joined it: the network stalls.")
     return StalledError(
-        f"rank {', '.join(map(str, missing))} did not join a collective in time: it hangs or has been "
+        f"{numbered(missing)} did not join a collective in time: it hangs or has been "
         "stopped. launch.stall_s (before the first step launch.init_timeout_s) says how long others wait."
     )

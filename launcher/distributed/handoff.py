@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
-from launcher.distributed.env import LaunchEnv
+from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.failures import (
     ASSEMBLE_S,
     Departure,
@@ -24,9 +24,10 @@ from launcher.distributed.failures import (
     attributed,
     departure_of,
     first_failure,
+    left_key,
 )
 from launcher.distributed.launches import join_launch, meeting_place, origin
-from launcher.distributed.store import arrived, awaited, limit_silence, memory, open_store, unset
+from launcher.distributed.store import awaited, awaited_in_vain, limit_silence, memory, open_store
 from launcher.errors import (
     CollectiveError,
     LauncherError,
@@ -71,6 +72,8 @@ class Leader:
         self._arguments = arguments
         self._patience = patience or Patience()
         self._goodbye_s = self._patience.unmet_s
+        self._others = range(1, launch.world_size)
+        self._gone: list[int] = []  # ranks that were awaited in vain: they will not confirm the end either
         self._store: dist.Store | None = None
         self._messages = itertools.count()
         self._jobs = 0
@@ -131,9 +134,9 @@ class Leader:
         # If the store is gone, or could not be opened before either, no rank can be reached.
         with contextlib.suppress(DistError, LauncherError):
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
-            if store is not None:
-                confirmed = [f"heard/{rank}" for rank in range(1, self.launch.world_size)]
-                arrived(store, confirmed, self._goodbye_s)  # a rank that has not confirmed has died
+            if store is not None:  # a rank that does not confirm has died
+                left = [rank for rank in self._others if rank not in self._gone]
+                awaited_in_vain(store, "heard/{}", left, self._goodbye_s)
 
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
         store = self._opened()
@@ -151,17 +154,15 @@ class Leader:
         """Wait until all ranks are here; raises JobFailed naming those that do not come."""
         if store is None:
             return
-        keys = [f"here/{rank}" for rank in range(1, self.launch.world_size)]
-        if not arrived(store, keys, wait_s):
-            missing = unset(store, keys)
-            self._goodbye_s = ASSEMBLE_S
+        self._goodbye_s = self._patience.goodbye_s
+        self._gone = awaited_in_vain(store, "here/{}", self._others, wait_s)
+        if self._gone:
             text = (
-                f"rank {missing} did not come to {meeting_place()} within {wait_s:g} s: it was not started, "
-                "has died, or was started with other values of these. launch.init_timeout_s says how long "
-                "rank 0 waits."
+                f"{numbered(self._gone)} did not come to {meeting_place()} within {wait_s:g} s: it was not "
+                "started, has died, or was started with other values of these. launch.init_timeout_s says "
+                "how long rank 0 waits."
             )
             raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
-        self._goodbye_s = self._patience.goodbye_s
 
     def _directory_key(self) -> str:
         return f"directory/{self._jobs}"
@@ -175,24 +176,32 @@ class Leader:
         """
         if store is None:
             return [own]
-        others = [f"job/{job}/left/{rank}" for rank in range(1, self.launch.world_size)]
+        key = left_key(job)
         wait_s = min(self._patience.leave_s, stall_s + 5 if own.error else self._patience.leave_s)
-        # A rank that fails by itself claims so before the others lose it.
-        if own.lost and first_failure(store, job) in (None, own.rank):
-            wait_s = min(wait_s, self._patience.lost_s)
-        if not arrived(store, others, wait_s):
-            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
-            if own.lost:
-                text = (
-                    f"rank {unset(store, others)} was lost, and has not said why within {wait_s:g} s: it was "
-                    f"killed, hangs, or its machine or the link to it is gone. The connection: {own.error}"
-                )
-                raise JobFailed(text, own)
-            raise StalledError(
-                f"rank {unset(store, others)} did not leave job {job} within "
-                f"{wait_s:g} s after rank 0 {'failed: ' + own.error if own.error else 'did'}."
+        soon_s = min(wait_s, self._patience.lost_s) if own.lost else wait_s
+        self._gone = awaited_in_vain(store, key, self._others, soon_s)
+        if self._gone and own.lost:
+            # A rank that fails by itself claims so before the others lose it, and may need longer to leave.
+            first = first_failure(store, job)
+            left = (self._left(store, key, rank) for rank in self._others if rank not in self._gone)
+            if first is None or any(each.lost and each.rank == first for each in (own, *left)):
+                wait_s = soon_s
+            else:
+                self._gone = awaited_in_vain(store, key, self._others, wait_s - soon_s)
+        if not self._gone:
+            return [own, *(self._left(store, key, rank) for rank in self._others)]
+        silent = numbered(self._gone)
+        if own.lost:
+            text = (
+                f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or its "
+                f"machine or the link to it is gone. The connection: {own.error}"
             )
-        return [own, *(Departure(**json.loads(store.get(key))) for key in others)]
+            raise JobFailed(text, own)
+        after = f"failed: {own.error}" if own.error else "did"
+        raise StalledError(f"{silent} did not leave job {job} within {wait_s:g} s after rank 0 {after}.")
+
+    def _left(self, store: dist.Store, key: str, rank: int) -> Departure:
+        return Departure(**json.loads(store.get(key.format(rank))))
 
     def _first_failure(
         self, store: dist.Store | None, job: str, departures: Sequence[Departure]
@@ -250,7 +259,7 @@ def run_as_follower(
         failure = error
     departure = departure_of(launch.rank, failure)
     try:
-        store.set(f"job/{job}/left/{launch.rank}", json.dumps(asdict(departure)))
+        store.set(left_key(job).format(launch.rank), json.dumps(asdict(departure)))
     except DistError as error:
         failure = failure or error
     return failure

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from launcher.distributed.env import numbered
 from launcher.distributed.heartbeat import FINISHING, Beat, where
 
 if TYPE_CHECKING:
@@ -86,8 +87,7 @@ def who_stalls(places: Mapping[int, Beat | None], world_size: int, under_way: bo
     if silent := missing(places, world_size):
         others = "; ".join(f"rank {rank} is {where(beat)}" for rank, beat in places.items() if beat)
         return (
-            f"rank {_listed(silent)} does not answer: it hangs, has been stopped, or is gone ({others}). "
-            f"{LIMITS}"
+            f"{numbered(silent)} does not answer: it hangs, has been stopped, or is gone ({others}). {LIMITS}"
         )
     behind = last_ranks(places)
     beat = next(iter(behind.values()))
@@ -96,7 +96,7 @@ def who_stalls(places: Mapping[int, Beat | None], world_size: int, under_way: bo
     if len(behind) == len(present) and beat.phase in (FINISHING if under_way else LOCAL | FINISHING):
         return ""
     if len(behind) < world_size:
-        return f"rank {_listed(list(behind))} hangs: {place}. {LIMITS}"
+        return f"{numbered(list(behind))} hangs: {place}. {LIMITS}"
     return f"all ranks wait {place}: the network or a device stalls. {LIMITS}"
 
 
@@ -105,7 +105,3 @@ def last_ranks(places: Mapping[int, Beat | None]) -> dict[int, Beat]:
     beats = {rank: beat for rank, beat in places.items() if beat is not None}
     last = min(beat.order for beat in beats.values())
     return {rank: beat for rank, beat in beats.items() if beat.order == last}
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

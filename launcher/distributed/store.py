@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -157,6 +157,17 @@ def awaited(
     )
 
 
+def awaited_in_vain(store: dist.Store, key: str, ranks: Iterable[int], wait_s: float) -> list[int]:
+    """The ranks of which `key`, with a place for the number, is not set within the time.
+
+    Raises DistError if the store is gone.
+    """
+    keys = {rank: key.format(rank) for rank in ranks}
+    if arrived(store, list(keys.values()), wait_s):
+        return []
+    return [rank for rank in keys if not store.check([keys[rank]])]
+
+
 def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
     """Whether all keys are set within the time. Raises DistError if the store is gone.
 
@@ -169,8 +180,3 @@ def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
             return False
         time.sleep(min(0.02 + waited_s / 50, 0.5))
     return True
-
-
-def unset(store: dist.Store, keys: Sequence[str]) -> str:
-    """The ranks, counted from 1, whose keys are not set, as part of a sentence."""
-    return ", ".join(str(rank) for rank, key in enumerate(keys, start=1) if not store.check([key]))

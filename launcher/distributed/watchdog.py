@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.distributed import stranded
-from launcher.distributed.env import LaunchEnv
+from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.failures import LEAVE_S, claim_first_failure, first_failure, leave_word, reason_of
 from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
@@ -233,8 +233,8 @@ class Watchdog:
         asked_s, number = self._asked
         stopped = f"stopped by {number.name} before a checkpoint could be written"
         if silent:
-            ranks = ", ".join(map(str, silent))
-            return Ending(f"rank {ranks} has died or does not answer; the others were {stopped}.", 1, writer)
+            text = f"{numbered(silent)} has died or does not answer; the others were {stopped}."
+            return Ending(text, 1, writer)
         late = time.monotonic() - asked_s >= SAVED_UNTIL * self._limits.grace_s
         waits = len(last_ranks(places)) < self._launch.world_size
         if late and waits and (text := who_stalls(places, self._launch.world_size, self._under_way)):
