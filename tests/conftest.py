@@ -15,9 +15,15 @@ import pytest
 from hypothesis import settings
 
 from launcher.process.signals import FATAL, HEEDED
+from tests.golden import WRITE, message
 from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
 
-__all__ = ["no_leak_of_a_module", "no_leak_of_a_test"]  # fixtures that every test uses
+__all__ = ["message", "no_leak_of_a_module", "no_leak_of_a_test"]  # the latter two are of every test
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(WRITE, action="store_true", help="write the texts of messages to tests/messages.golden")
+
 
 # No test is about how long one example takes, which beside other work is anything.
 settings.register_profile("without deadline", deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from launcher.commands.arguments import Arguments, parse
 from launcher.commands.compare import as_sweep
 from launcher.errors import ConfigError
 from tests.faults.parent import Parent
+from tests.golden import Message
 
 BREAKING = """
 import torch
@@ -42,16 +44,20 @@ def test_the_precisions_take_turns_seed_by_seed() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "precision=fp16", "precision=fp16,fp16", "precision=fp16,"])
-def test_one_precision_is_nothing_to_compare(given: str) -> None:
-    with pytest.raises(ConfigError, match="two precisions or more are needed") as refused:
+def test_one_precision_is_nothing_to_compare(given: str, message: Message) -> None:
+    with pytest.raises(ConfigError) as refused:
         swept("recipe=cnn", *([given] if given else []))
+    assert "two precisions" in message(refused.value)
     assert refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize("word", ["launch.nproc=1,2", "optim.lr=0.1,0.2", "seed2=range(3)", "model=a,b"])
-def test_nothing_else_may_vary(word: str) -> None:
-    with pytest.raises(ConfigError, match="only precision and seed may have several values"):
+def test_nothing_else_may_vary(word: str, message: Message) -> None:
+    with pytest.raises(ConfigError) as refused:
         swept("recipe=cnn", "precision=fp32,fp16", word)
+    text = message(refused.value)
+    assert word in text
+    assert "only precision and seed" in text
 
 
 @pytest.mark.parametrize(
@@ -59,22 +65,23 @@ def test_nothing_else_may_vary(word: str) -> None:
     [
         (
             ["seed=0,1", "seed=2"],
-            "compare seed=0,1 seed=2: seed is given 2 times. Give all of its values at ",
+            "seed is given 2 times",
         ),
         (["seed=0,1", "seed=2", "precision=fp32,fp16"], "at once: seed=0,1,2"),
         (["precision=fp32", "precision=fp16,fp32"], "precision is given 2 times. .* precision=fp32,fp16"),
         (
             ["--cfg", "job"],
-            r"compare --cfg job: a comparison has a config for each .* precision=fp16 --cfg job",
+            "--cfg job: .* precision=fp16 --cfg job",
         ),
-        (["precision=fp32,fp16", "--cfg=job"], "compare --cfg job: a comparison has a config for each"),
-        (["precision=fp32,fp16", "--info"], "compare --info all: a comparison has a config for each"),
-        (["--hydra-help"], "compare --hydra-help: a comparison has a config for each"),
+        (["precision=fp32,fp16", "--cfg=job"], "^compare --cfg job: "),
+        (["precision=fp32,fp16", "--info"], "^compare --info all: "),
+        (["--hydra-help"], "^compare --hydra-help: "),
     ],
 )
-def test_what_a_comparison_cannot_mean_is_refused(words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+def test_what_a_comparison_cannot_mean_is_refused(words: list[str], text: str, message: Message) -> None:
+    with pytest.raises(ConfigError) as refused:
         swept(*words)
+    assert re.search(text, message(refused.value))
 
 
 def test_lists_are_no_variation() -> None:

@@ -22,6 +22,7 @@ from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
 from launcher.sweep.hydra_sweep import fixed_keys, job_directory, run_sweep
+from tests.golden import Message
 
 CHOICES = group_choices(conf_dir())
 
@@ -94,105 +95,62 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("override", "words"),
     [
-        ("recipe=resnet81", "recipe=resnet81: there is no such recipe. Nearest: resnet18, "),
-        ("precision=fp8", "precision=fp8: there is no such precision. Nearest: fp16, fp32. All: amp_bf16, "),
-        ("optim.lrr=1", "optim.lrr=1: there is no such key. Nearest: optim.lr."),
-        ("lr=1", "lr=1: there is no such key. Nearest: optim.lr."),
-        (
-            "optim.betas=[0.9,0.9]",
-            "optim.betas=[0.9,0.9]: this key belongs to optim=adam and optim=adamw and",
-        ),
-        ("data.num_samples=5", "data.num_samples=5: this key belongs to data=synthetic only."),
-        (
-            "data.augment={flp:true}",
-            "data.augment.flp=true: there is no such key. Nearest: data.augment.flip.",
-        ),
-        ("+unknown=1", "+unknown=1: keys cannot be added, only changed"),
-        (
-            "+optim.lrr=1",
-            "+optim.lrr=1: keys cannot be added, only changed (key=value, without '+'). Nearest: opti",
-        ),
-        ("++optim.lr=1", "++optim.lr=1: keys cannot be added, only changed"),
-        ("~optim.lr", "~optim.lr: keys cannot be deleted."),
-        ("optim@wire=sgd", "optim@wire=sgd: the package of a group is fixed."),
-        ("model/new=1", "model/new=1: there is no such key."),
-        ("optim._target_=os.system", "optim._target_=os.system: configs cannot name code"),
-        ("model.stem={_target_:os.system}", "model.stem={_target_:os.system}: configs cannot name code"),
-        (
-            "data.augment={flip:[{_target_:x}]}",
-            "data.augment={flip:[{_target_:x}]}: configs cannot name code",
-        ),
-        ("tracker.project=${oc.env:HOME}", "tracker.project=${oc.env:HOME}: must be a string of at most 128"),
-        ("tracker.project=${oc.decode:a}", "tracker.project=${oc.decode:a}: configs cannot call resolvers"),
-        (
-            "tracker.project=${oc.env:MY_TOKEN}",
-            "tracker.project=${oc.env:MY_TOKEN}: MY_TOKEN is named",
-        ),
-        ("tracker.group=${oc.env:${oc.env:A}}", "tracker.group=${oc.env:${oc.env:A}}: cannot be read"),
-        (
-            "seed=${oc.env:NOT_THERE}",
-            "seed=${oc.env:NOT_THERE}: the environment variable NOT_THERE is not set. Set it, or give",
-        ),
-        ("hydra.run.dir=x", "hydra.run.dir=x: is not used here. The directory of a run is run.dir=DIR."),
-        (
-            "hydra.output_subdir=x",
-            "hydra.output_subdir=x: is not used here. The files of a run are in",
-        ),
-        ("hydra.searchpath=x", "hydra.searchpath=x: must be a list of directories"),
-        (
-            "hydra.searchpath=[file:///no/where]",
-            "hydra.searchpath=file:///no/where: there is no such",
-        ),
-        ("hydra.searchpath=[http://x]", "hydra.searchpath=http://x: must begin with file:// or pkg://"),
-        ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: there is no such package."),
-        ("tracker.tags=['a${ now:%Y}']", "tracker.tags=['a${ now:%Y}']: configs cannot call resolvers"),
-        (
-            "tracker.project=${nowhere.at.all}",
-            "tracker.project=${nowhere.at.all}: refers to nowhere.at.all, and there is no such key.",
-        ),
-        ("hydra.job_logging.root=x", "hydra.job_logging.root=x: Hydra's own settings are fixed"),
-        ("hydra/job_logging=default", "hydra/job_logging=default: Hydra's own settings are fixed"),
-        ("hydra/launcher=basic", "hydra/launcher=basic: is not used here. The jobs of a sweep run one"),
-        ("hydra.job.env_copy=[HOME]", "hydra.job.env_copy=[HOME]: Hydra's own settings are fixed"),
-        ("hydra.sweep.dir=x", "hydra.sweep.dir=x: only a sweep has this setting."),
-        ("optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need a sweep."),
-        ("x[", "x[: cannot be read as key=value"),
-        (
-            "run.dir=runs/lr=0.1",
-            "run.dir=runs/lr=0.1: the value has a character that is part of the syntax of overrides, such as "
-            "= or (. Put the value in double quotes, and the whole in single quotes for the shell: "
-            """'run.dir="runs/lr=0.1"'""",
-        ),
-        ('tracker.run_name=a"b=c', """tracker.run_name=a"b=c: the value has a character that is part of"""),
-        ("optim.betas=[0.9,0.99", "optim.betas=[0.9,0.99: cannot be read as key=value"),
-        ("seed=", "seed=: must be a whole number"),
-        (
-            "optim.groups={match:a}",
-            'optim.groups.match=a: optim.groups is one list, set as a whole: [{match:"*.bias",weight_decay',
-        ),
-        (
-            'optim.groups=[{match:"*",weight_decy:0}]',
-            "optim.groups[0].weight_decy: there is no such key. Nearest: weight_decay.",
-        ),
-        (
-            "optim.groups=[{match:{_target_:x}}]",
-            "optim.groups=[{match:{_target_:x}}]: configs cannot name code",
-        ),
-        (
-            "schedule.name=cosin",
-            "schedule.name=cosin: must be one of constant, linear, cosine, onecycle, or one that a recipe",
-        ),
-        ("train.epochs=ten", "train.epochs=ten: must be a whole number of at least 1."),
-        ("data.path=no/where", "data.path=no/where: there is no such file or directory (/"),
-        ("recipes.path=mine.py", "recipes.path=mine.py: there is no such file or directory (/"),
+        ("recipe=resnet81", "there is no such "),
+        ("precision=fp8", "there is no such "),
+        ("optim.lrr=1", "there is no such "),
+        ("lr=1", "there is no such "),
+        ("optim.betas=[0.9,0.9]", "this key belongs to"),
+        ("data.num_samples=5", "this key belongs to"),
+        ("data.augment={flp:true}", "there is no such "),
+        ("+unknown=1", "keys cannot be added"),
+        ("+optim.lrr=1", "keys cannot be added"),
+        ("++optim.lr=1", "keys cannot be added"),
+        ("~optim.lr", "keys cannot be deleted"),
+        ("optim@wire=sgd", "the package of a group"),
+        ("model/new=1", "there is no such "),
+        ("optim._target_=os.system", "configs cannot name code"),
+        ("model.stem={_target_:os.system}", "configs cannot name code"),
+        ("data.augment={flip:[{_target_:x}]}", "configs cannot name code"),
+        ("tracker.project=${oc.env:HOME}", "must be a string"),
+        ("tracker.project=${oc.decode:a}", "configs cannot call resolvers"),
+        ("tracker.project=${oc.env:MY_TOKEN}", "MY_TOKEN is named"),
+        ("tracker.group=${oc.env:${oc.env:A}}", "cannot be read"),
+        ("seed=${oc.env:NOT_THERE}", "the environment variable NOT_THERE"),
+        ("hydra.run.dir=x", "is not used here"),
+        ("hydra.output_subdir=x", "is not used here"),
+        ("hydra.searchpath=x", "must be a list"),
+        ("hydra.searchpath=[file:///no/where]", "there is no such "),
+        ("hydra.searchpath=[http://x]", "must begin with file://"),
+        ("hydra.searchpath=[pkg://no.such]", "there is no such "),
+        ("tracker.tags=['a${ now:%Y}']", "configs cannot call resolvers"),
+        ("tracker.project=${nowhere.at.all}", "refers to nowhere.at.all"),
+        ("hydra.job_logging.root=x", "Hydra's own settings are fixed"),
+        ("hydra/job_logging=default", "Hydra's own settings are fixed"),
+        ("hydra/launcher=basic", "is not used here"),
+        ("hydra.job.env_copy=[HOME]", "Hydra's own settings are fixed"),
+        ("hydra.sweep.dir=x", "only a sweep"),
+        ("optim.lr=0.1,0.2", "several values need a sweep"),
+        ("x[", "cannot be read"),
+        ("run.dir=runs/lr=0.1", "part of the syntax"),
+        ('tracker.run_name=a"b=c', "part of the syntax"),
+        ("optim.betas=[0.9,0.99", "cannot be read"),
+        ("seed=", "a whole number"),
+        ("optim.groups={match:a}", "optim.groups is one list"),
+        ('optim.groups=[{match:"*",weight_decy:0}]', "there is no such "),
+        ("optim.groups=[{match:{_target_:x}}]", "configs cannot name code"),
+        ("schedule.name=cosin", "must be one of"),
+        ("train.epochs=ten", "a whole number"),
+        ("data.path=no/where", "there is no such "),
+        ("recipes.path=mine.py", "there is no such "),
     ],
 )
-def test_a_wrong_override_is_refused_with_its_reason(override: str, line: str) -> None:
+def test_a_wrong_override_is_refused_with_its_reason(override: str, words: str, message: Message) -> None:
     recipe = () if override.startswith("recipe=") else ("recipe=resnet18",)
-    text = problems(*recipe, override)
-    assert text.startswith(line)
+    text = message(problems(*recipe, override))
+    assert text.startswith(re.match(r"[+~]*[\w.]+", override)[0])
+    assert words in text
     assert len(text.splitlines()) == 1
 
 
@@ -211,9 +169,10 @@ def test_all_kinds_of_problems_are_told_together_and_once() -> None:
     assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(wrong)
 
 
-def test_a_recipe_must_be_chosen() -> None:
-    names = ", ".join(CHOICES["recipe"])
-    assert problems() == f"recipe: none is chosen. Choose one with recipe=<name>: {names}."
+def test_a_recipe_must_be_chosen(message: Message) -> None:
+    text = message(problems())
+    assert text.startswith("recipe: ")
+    assert ", ".join(CHOICES["recipe"]) in text
 
 
 def test_an_interpolation_of_another_key_is_allowed() -> None:
@@ -245,23 +204,25 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (["optim.lr=0.1,fast"], ["optim.lr=fast: must be a number above 0 and at most 1e30."]),
-        (["optim=sgd,adamv"], ["optim=adamv: there is no such optim. Nearest: adam, adamw, nadam."]),
+        (["optim.lr=0.1,fast"], ["optim.lr=fast: must be "]),
+        (["optim=sgd,adamv"], ["optim=adamv: ", "Nearest: adam"]),
         (
             ["optim=sgd,adamw", "optim.momentum=0.9"],
-            ["optim.momentum=0.9: this key belongs to optim=rmsprop and optim=sgd only."],
+            ["optim.momentum=0.9: ", "optim=rmsprop and optim=sgd"],
         ),
         (
             ["seed=0,1", "optim.lrr=1,2"],
             ["optim.lrr=1: there is no such key.", "optim.lrr=2: there is no such key."],
         ),
-        (["run.dir=a,b"], ["run.dir=a,b: each job of a sweep has its own directory."]),
-        (["run.dir=a"], ["run.dir=a: each job of a sweep has its own directory."]),
-        (["optim.lr=interval(0,1)"], ["optim.lr=interval(0,1): an interval cannot be swept."]),
+        (["run.dir=a,b"], ["run.dir=a,b: "]),
+        (["run.dir=a"], ["run.dir=a: "]),
+        (["optim.lr=interval(0,1)"], ["optim.lr=interval(0,1): "]),
     ],
 )
-def test_a_sweep_is_refused_for_any_of_its_jobs(overrides: list[str], lines: list[str]) -> None:
-    text = problems("recipe=resnet18", *overrides, multirun=True)
+def test_a_sweep_is_refused_for_any_of_its_jobs(
+    overrides: list[str], lines: list[str], message: Message
+) -> None:
+    text = message(problems("recipe=resnet18", *overrides, multirun=True))
     assert all(line in text for line in lines)
     assert text.count("there is no such key") in (0, len(lines))
 
@@ -528,35 +489,21 @@ def test_of_swept_schedules_the_constant_one_has_no_warmup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("typed", "words"),
     [
-        (["optim.lr"], "optim.lr: has no value. An override is key=value, for instance optim.lr=1."),
-        (["gpus=2"], "gpus=2: there is no such key. It is called launch.nproc here: launch.nproc=2."),
-        (
-            ["use_fp16=true"],
-            "use_fp16=true: there is no such key. It is called precision here: precision=fp16.",
-        ),
-        (
-            ["max_epochs=3"],
-            "max_epochs=3: there is no such key. It is called train.epochs here: train.epochs=3.",
-        ),
-        (
-            ["optim.lr=${optm.lr}"],
-            "optim.lr=${optm.lr}: refers to optm.lr, and there is no such key. Nearest: optim.lr.",
-        ),
-        (
-            ["optim.lr=${optim.weight_decay}", "optim.weight_decay=${optim.lr}"],
-            "optim.lr=${optim.weight_decay}: refers to itself, directly or through other keys. ",
-        ),
-        (
-            ["optim.lr=glob(*)", "seed=1,2"],
-            "optim.lr=glob(*): glob() stands for the names of a group that match it",
-        ),
-        (["optim.lr=0.1,0.10"], "optim.lr=0.1,0.10: 0.1 is given twice, and the second job would repeat"),
-        (["optim=adamw,adamw"], "optim=adamw,adamw: adamw is given twice"),
+        (["optim.lr"], "has no value"),
+        (["gpus=2"], "launch.nproc=2"),
+        (["use_fp16=true"], "precision=fp16"),
+        (["max_epochs=3"], "train.epochs=3"),
+        (["optim.lr=${optm.lr}"], "Nearest: optim.lr"),
+        (["optim.lr=${optim.weight_decay}", "optim.weight_decay=${optim.lr}"], "refers to itself"),
+        (["optim.lr=glob(*)", "seed=1,2"], "glob()"),
+        (["optim.lr=0.1,0.10"], "0.1 is given twice"),
+        (["optim=adamw,adamw"], "adamw is given twice"),
     ],
 )
-def test_what_newcomers_type_is_answered_with_what_to_type(words: list[str], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_jobs(Request(("recipe=resnet18", *words), multirun=any("," in word for word in words)))
-    assert str(caught.value).startswith(line)
+def test_what_newcomers_type_is_answered_with_what_to_type(
+    typed: list[str], words: str, message: Message
+) -> None:
+    multirun = any("," in word for word in typed)
+    assert words in message(problems("recipe=resnet18", *typed, multirun=multirun))

@@ -24,6 +24,7 @@ from launcher.config.validation import OPTIONS, parse
 from launcher.errors import ConfigError
 from launcher.run_dir.records import user_shape
 from tests.configs import composed
+from tests.golden import Message
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -108,117 +109,95 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("changes", "key", "words"),
     [
-        ({"train__epochs": -3}, "train.epochs=-3: must be a whole number of at least 1."),
-        ({"train__epochs": "ten"}, "train.epochs=ten: must be a whole number of at least 1."),
-        ({"train__epochs": True}, "train.epochs=true: must be a whole number of at least 1."),
-        ({"train__epochs": 1.0}, "train.epochs=1.0: must be a whole number of at least 1."),
-        ({"data__batch_size": 0}, "data.batch_size=0: must be a whole number of at least 1."),
-        (
-            {"data__micro_batch": "max"},
-            "data.micro_batch=max: must be null or auto or a whole number of at least 1.",
-        ),
+        ({"train__epochs": -3}, "train.epochs", ""),
+        ({"train__epochs": "ten"}, "train.epochs", ""),
+        ({"train__epochs": True}, "train.epochs", ""),
+        ({"train__epochs": 1.0}, "train.epochs", ""),
+        ({"data__batch_size": 0}, "data.batch_size", ""),
+        ({"data__micro_batch": "max"}, "data.micro_batch", ""),
         (
             {"data__micro_batch": "auto", "model__sync_bn": True},
-            "model.sync_bn=true: excludes data.micro_batch=auto",
+            "model.sync_bn",
+            "excludes data.micro_batch=auto",
         ),
-        ({"data__micro_batch": 256}, "data.micro_batch=256: must be at most data.batch_size=128"),
-        ({"data__val_fraction": 1}, "data.val_fraction=1: must be a number from 0 to below 1."),
-        ({"data__augment": None}, "data.augment=null: must be a section"),
-        ({"optim__lr": float("nan")}, "optim.lr=nan: must be a number above 0 and at most 1e30."),
-        ({"optim__lr": float("inf")}, "optim.lr=inf: must be a number above 0 and at most 1e30."),
-        ({"optim__lr": "fast"}, "optim.lr=fast: must be a number above 0 and at most 1e30."),
-        (
-            {"model__weights_sha256": "0" * 64},
-            "model.weights_sha256: is that of a file, but model.weights=null",
-        ),
-        (
-            {"train__compile": "block"},
-            "train.compile=block: must be true or false or blocks. Nearest: blocks.",
-        ),
-        ({"train__compile": None}, "train.compile=null: must be true or false or blocks."),
-        ({"train__compile": 1}, "train.compile=1: must be true or false or blocks."),
-        ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn=true: excludes train.compile=true"),
+        ({"data__micro_batch": 256}, "data.micro_batch", "must be at most"),
+        ({"data__val_fraction": 1}, "data.val_fraction", ""),
+        ({"data__augment": None}, "data.augment", "must be a section"),
+        ({"optim__lr": float("nan")}, "optim.lr", ""),
+        ({"optim__lr": float("inf")}, "optim.lr", ""),
+        ({"optim__lr": "fast"}, "optim.lr", ""),
+        ({"model__weights_sha256": "0" * 64}, "model.weights_sha256", "is that of a"),
+        ({"train__compile": "block"}, "train.compile", ""),
+        ({"train__compile": None}, "train.compile", ""),
+        ({"train__compile": 1}, "train.compile", ""),
+        ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn", "excludes train.compile=true"),
         (
             {"model__sync_bn": True, "train__compile": "blocks"},
-            "model.sync_bn=true: excludes train.compile=blocks, because its collectives",
+            "model.sync_bn",
+            "excludes train.compile=blocks, because its",
         ),
         (
             {"precision__fp32_modules": ["fc"], "train__compile": "blocks"},
-            "precision.fp32_modules=[fc]: excludes train.compile=blocks, because",
+            "precision.fp32_modules",
+            "excludes train.compile=blocks, because",
         ),
         (
             {"precision__rescue": True, "train__compile": "blocks"},
-            "precision.rescue=true: excludes train.compile=blocks, because",
+            "precision.rescue",
+            "excludes train.compile=blocks, because",
         ),
-        ({"optim__momentum": 0}, "optim.nesterov=true: needs optim.momentum above 0."),
-        ({"optim__name": None}, "optim.name=null: must be a name of letters"),
-        (
-            {"optim__groups": None},
-            'optim.groups=null: must be a list of groups, for example [{match:"*.bias"',
-        ),
-        (
-            {"optim__groups": ["*.bias"]},
-            "optim.groups[0]=*.bias: must be a mapping with the keys match, lr_s",
-        ),
-        ({"optim__groups": [{"lr_scale": 2}]}, "optim.groups[0]: the key match is missing: patterns of"),
-        (
-            {"optim__groups": [{"match": []}]},
-            "optim.groups[0].match=[]: must be a pattern of parameter names",
-        ),
+        ({"optim__momentum": 0}, "optim.nesterov", "needs optim.momentum above 0"),
+        ({"optim__name": None}, "optim.name", ""),
+        ({"optim__groups": None}, "optim.groups", "must be a list"),
+        ({"optim__groups": ["*.bias"]}, "optim.groups[0]", "must be a mapping"),
+        ({"optim__groups": [{"lr_scale": 2}]}, "optim.groups[0]", "the key match is"),
+        ({"optim__groups": [{"match": []}]}, "optim.groups[0].match", "must be a pattern"),
         (
             {"optim__groups": [{"match": "a"}, {"match": "b", "lrscale": 2}]},
-            "optim.groups[1].lrscale: there is no such key. Nearest: lr_scale. A group has match",
+            "optim.groups[1].lrscale",
+            "there is no such key. Nearest: ",
         ),
-        (
-            {"optim__groups": [{"match": "a", "frozen": "yes"}]},
-            "optim.groups[0].frozen=yes: must be true or false.",
-        ),
-        (
-            {"optim__layer_decay": 1.5},
-            "optim.layer_decay=1.5: must be null or a number above 0 and at most 1.",
-        ),
-        ({"optim__decay_vectors": None}, "optim.decay_vectors=null: must be true or false."),
-        ({"schedule__name": 3}, "schedule.name=3: must be a name of letters"),
-        (
-            {"precision__scale__init": 1000},
-            "precision.scale.init=1000: must be a power of two up to 2**127. Nearest: 512, 1024.",
-        ),
-        (
-            {"precision__scale__init": 0},
-            "precision.scale.init=0: must be a power of two up to 2**127. Nearest: 1.",
-        ),
+        ({"optim__groups": [{"match": "a", "frozen": "yes"}]}, "optim.groups[0].frozen", "must be true or"),
+        ({"optim__layer_decay": 1.5}, "optim.layer_decay", ""),
+        ({"optim__decay_vectors": None}, "optim.decay_vectors", ""),
+        ({"schedule__name": 3}, "schedule.name", ""),
+        ({"precision__scale__init": 1000}, "precision.scale.init", ""),
+        ({"precision__scale__init": 0}, "precision.scale.init", ""),
         (
             {"precision__scale__min": 131072},
-            "precision.scale.init=65536: must lie between precision.scale.min=131072",
+            "precision.scale.init",
+            "must lie between precision.scale.min=131072",
         ),
-        ({"precision__name": "bf16"}, "precision.scale.mode=dynamic: must be none: bf16 has no loss scale."),
-        ({"consistency__every_steps": 0}, "consistency.every_steps=0: must be null or a whole number"),
-        (
-            {"wire__predivide": 3},
-            "wire.predivide=3: must be auto or a power of two up to 2**16. Nearest: 2, 4.",
-        ),
-        ({"wire__bucket_mb": 0}, "wire.bucket_mb=0: must be auto or a number above 0."),
-        ({"tracker__tags": "a"}, "tracker.tags=a: must be a list of strings."),
-        ({"recipe__name": "../../etc"}, "recipe.name=../../etc: must be a name of letters"),
-        ({"model__name": None}, "model.name=null: must be a name of letters"),
-        ({"seed": None}, "seed=null: must be a whole number of at least 0."),
-        ({"trian": {"epochs": 1}}, "trian: there is no such key. Nearest: train."),
-        ({"train__epoch": 1}, "train.epoch: there is no such key. Nearest: train.epochs."),
+        ({"precision__name": "bf16"}, "precision.scale.mode", "must be none: bf16"),
+        ({"consistency__every_steps": 0}, "consistency.every_steps", ""),
+        ({"wire__predivide": 3}, "wire.predivide", ""),
+        ({"wire__bucket_mb": 0}, "wire.bucket_mb", ""),
+        ({"tracker__tags": "a"}, "tracker.tags", ""),
+        ({"recipe__name": "../../etc"}, "recipe.name", ""),
+        ({"model__name": None}, "model.name", ""),
+        ({"seed": None}, "seed", ""),
+        ({"trian": {"epochs": 1}}, "trian", "there is no such key. Nearest: "),
+        ({"train__epoch": 1}, "train.epoch", "there is no such key. Nearest: "),
     ],
 )
-def test_what_is_wrong_is_named_with_its_rule(changes: dict[str, Any], line: str) -> None:
+def test_what_is_wrong_is_named_with_its_rule(
+    changes: dict[str, Any], key: str, words: str, message: Message
+) -> None:
+    """`words` are of the rule; none where it is the key's own."""
     with pytest.raises(ConfigError) as caught:
         parse(changed(**changes))
-    assert str(caught.value).startswith(line)
+    text = message(caught.value)
+    assert text.startswith((f"{key}=", f"{key}: "))
+    assert (words or f": must be {rules()[key].text}.") in text
     assert caught.value.exit_code == 2
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_told_at_once(message: Message) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(train__epochs=0, data__batch_size=0, seed=-1, precision__scale__max=3))
-    lines = str(caught.value).splitlines()
+    lines = message(caught.value).splitlines()
     assert lines[0] == "4 problems:"
     assert [line.split("=")[0].strip() for line in lines[1:]] == [
         "seed",
@@ -228,11 +207,12 @@ def test_all_problems_are_told_at_once() -> None:
     ]
 
 
-def test_a_missing_key_is_named() -> None:
+def test_a_missing_key_is_named(message: Message) -> None:
     tree = changed()
     del tree["wire"]["overlap"]
-    with pytest.raises(ConfigError, match=r"^wire\.overlap: the key is missing"):
+    with pytest.raises(ConfigError) as caught:
         parse(tree)
+    assert message(caught.value).startswith("wire.overlap: the key is missing")
 
 
 @pytest.mark.parametrize("path", sorted(rules()))

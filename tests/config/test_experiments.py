@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from launcher.config.experiments import with_experiment
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs, swept_keys
 from launcher.errors import ConfigError
+from tests.golden import Message
 from tests.test_end_to_end import launch
 from tests.training.test_sync_bn_option import RECIPE, SMALL
 
@@ -65,19 +67,20 @@ def test_the_command_line_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("sweep: {}\n", "has a `sweep:` section that is no list of values"),
-        ("sweep: {seed: 1}\n", "`sweep.seed` is 1; it must be a list of values"),
-        ("sweep: {seed: []}\n", "it must be a list of values"),
-        ("sweep: {sede: [1, 2]}\n", "sede=.*there is no such key. Nearest: seed"),
-        ("sweep: {precision: [fp8, fp16]}\n", "precision=fp8: there is no such precision"),
+        ("sweep: {}\n", "has a `sweep:` section that"),
+        ("sweep: {seed: 1}\n", "`sweep.seed` is 1; it must"),
+        ("sweep: {seed: []}\n", "it must be a list"),
+        ("sweep: {sede: [1, 2]}\n", "sede=.*there is no such key"),
+        ("sweep: {precision: [fp8, fp16]}\n", "precision=fp8: there is no such"),
         ("sweep: {hydra.sweeper.params: [1, 2]}\n", "Hydra's own settings are fixed"),
         ("sweep: {recipes.path: ['${oc.env:HOME}', b]}\n", "a swept value cannot be"),
     ],
 )
-def test_a_wrong_experiment_is_told_with_the_reason(tmp_path, text, words) -> None:
+def test_a_wrong_experiment_is_told_with_the_reason(tmp_path, text, words, message: Message) -> None:
     request = Request(("recipe=resnet18", "experiment=mine"), config_dir=own_tree(tmp_path, text))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as caught:
         compose_jobs(with_experiment(request))
+    assert re.search(words, message(caught.value))
 
 
 def test_texts_of_any_kind_survive_the_way_through_hydra(tmp_path) -> None:

@@ -16,6 +16,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs
 from launcher.config.rules import value_problem
 from launcher.config.schema import rules
+from tests.golden import Message
 
 BASE = b"# @package _global_\nrecipe: {name: mine, uses: mine}\n"
 BOMB = b"a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(
@@ -49,45 +50,42 @@ def refused(capfd, *argv: str) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (BASE + b"seed: 1 # \xff\xfe\n", "is not UTF-8 (byte 63). A config file is UTF-8 text of at most"),
-        (BASE.decode().encode("utf-16"), "is not UTF-8 (byte 0)."),
-        (b"defaults: [mine, _self_]\n" + BASE, "a `defaults:` list includes its own file"),
-        (b"# @package _global_\ndefaults: [/recipe: mine]\n", "a `defaults:` list includes its own file"),
-        (BASE + b"seed: " + DIGITS, "has a whole number of more than 4,300 digits; no key takes one."),
-        (BASE + b"data: {num_samples: " + DIGITS + b"}\n", "a whole number of more than 4,300 digits"),
-        (BASE + b"data: {num_samples: 0x" + b"f" * 5000 + b"}\n", "whole numbers below 2**1024."),
-        (BASE + b"data: {batch_size: " + b"9" * 3001 + b"}\n", "Nearest: 9007199254740992."),
-        (BASE + b"# " + LONG, "has 10,000,055 bytes. A config file is UTF-8 text of at most 64,000 bytes."),
+        (BASE + b"seed: 1 # \xff\xfe\n", "is not UTF-8 (byte 63)"),
+        (BASE.decode().encode("utf-16"), "is not UTF-8 (byte 0)"),
+        (b"defaults: [mine, _self_]\n" + BASE, "a `defaults:` list includes its"),
+        (b"# @package _global_\ndefaults: [/recipe: mine]\n", "a `defaults:` list includes its"),
+        (BASE + b"seed: " + DIGITS, "has a whole number of"),
+        (BASE + b"data: {num_samples: " + DIGITS + b"}\n", "a whole number of more"),
+        (BASE + b"data: {num_samples: 0x" + b"f" * 5000 + b"}\n", "whole numbers below 2**1024"),
+        (BASE + b"data: {batch_size: " + b"9" * 3001 + b"}\n", "Nearest: 9007199254740992"),
+        (BASE + b"# " + LONG, "has 10,000,055 bytes. A config"),
         (BASE + b"tracker: {tags: [" + b"abcdefg, " * 1_300_000 + b"]}", "bytes. A config file is"),
-        (BASE + BOMB, "has 1,234,567,915 values once its aliases (*name) are expanded."),
-        (BASE + b"model: &a {name: x, y: *a}\n", "the alias *a is within the value that it refers to."),
-        (BASE + b"tracker: {tags: " + b"[" * 5000 + b"]" * 5000 + b"}", "is nested deeper than 30 levels."),
-        (
-            BASE + b'data: {path: "a\\0b"}',
-            r"data.path=a\x00b: must be null or a string without NUL characters.",
-        ),
-        (BASE + b'run: {dir: "a\\0b"}', r"run.dir=a\x00b: must be null or a string without NUL characters."),
+        (BASE + BOMB, "has 1,234,567,915 values once its"),
+        (BASE + b"model: &a {name: x, y: *a}\n", "the alias *a is within"),
+        (BASE + b"tracker: {tags: " + b"[" * 5000 + b"]" * 5000 + b"}", "is nested deeper than 30"),
+        (BASE + b'data: {path: "a\\0b"}', "data.path=a\\x00b: must be null or"),
+        (BASE + b'run: {dir: "a\\0b"}', "run.dir=a\\x00b: must be null or"),
         (BASE + b"optim: null\n", "optim"),
         (BASE + b"optim: 3\n", "optim"),
-        (BASE + b"train: null\n", "train=null: must be a section with keys of its own."),
-        (BASE + b"data: null\n", "data=null: must be a section with keys of its own."),
+        (BASE + b"train: null\n", "train=null: must be a section"),
+        (BASE + b"data: null\n", "data=null: must be a section"),
         (BASE + b"tracker: []\n", "Cannot merge DictConfig with ListConfig"),
-        (b"# @package _global_\nrecipe: null\n", "recipe=null: must be a section with keys of its own."),
+        (b"# @package _global_\nrecipe: null\n", "recipe=null: must be a section"),
         (b"- a\n- list\n", "recipe"),
-        (b"a text", "recipe.a text: there is no such key."),
-        (b"", "recipe: none is chosen."),
-        (BASE + b"defaults: 5\n", "the config files cannot be composed"),
-        (BASE + b"defaults: [5]\n", "the config files cannot be composed"),
+        (b"a text", "recipe.a text: there is no"),
+        (b"", "recipe: none is chosen"),
+        (BASE + b"defaults: 5\n", "the config files cannot be"),
+        (BASE + b"defaults: [5]\n", "the config files cannot be"),
         (BASE + b"5: 6\n", "5"),
-        (BASE + b"seed: .nan\n", "seed=nan: must be a whole number"),
+        (BASE + b"seed: .nan\n", "seed=nan: must be a whole"),
         (BASE + b"seed: ${seed}\n", "seed=${seed}: refers to itself"),
         (BASE + b"? [a, b]\n: 1\n", "mine.yaml"),
         (BASE + b"seed: 1\nseed: 2\n", "duplicate key seed"),
         (BASE + b"seed: \t1\n\tx: 2", "mine.yaml"),
     ],
 )
-def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason) -> None:
-    error = refused(capfd, "recipe=mine", "--config-dir", str(tree_with(tmp_path / "own", text)))
+def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason, message: Message) -> None:
+    error = message(refused(capfd, "recipe=mine", "--config-dir", str(tree_with(tmp_path / "own", text))))
     assert reason in error
     assert len(error.splitlines()) == 1
 
@@ -145,17 +143,17 @@ def test_all_empty_groups_are_named_at_once(capfd) -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("seed=" + DIGITS.decode(), "(5,005 characters): an override has at most 4,096 characters."),
-        ("seed=" + "9" * 4000, "seed=a number of about 4,000 digits: must be a whole number of at least 0."),
-        ("tracker.project=" + LONG.decode(), "an override has at most 4,096 characters."),
-        ("tracker.tags=[" + "a," * 500_000 + "a]", "an override has at most 4,096 characters."),
-        ("tracker.tags=" + "[" * 2000 + "]" * 2000, "is nested too deeply."),
-        ("x" * 4000 + "=1", "there is no such key."),
-        ("run.dir=a\0b", "'run.dir=a\\x00b': holds a NUL character"),
+        ("seed=" + DIGITS.decode(), "(5,005 characters): an override has"),
+        ("seed=" + "9" * 4000, "seed=a number of about 4,000"),
+        ("tracker.project=" + LONG.decode(), "an override has at most"),
+        ("tracker.tags=[" + "a," * 500_000 + "a]", "an override has at most"),
+        ("tracker.tags=" + "[" * 2000 + "]" * 2000, "is nested too deeply"),
+        ("x" * 4000 + "=1", "there is no such key"),
+        ("run.dir=a\x00b", "'run.dir=a\\x00b': holds a NUL character"),
     ],
 )
-def test_an_override_that_is_too_much(capfd, override, reason) -> None:
-    assert reason in refused(capfd, "recipe=resnet18", override)
+def test_an_override_that_is_too_much(capfd, override, reason, message: Message) -> None:
+    assert reason in message(refused(capfd, "recipe=resnet18", override))
 
 
 def test_many_overrides_together_are_too_much(capfd) -> None:
