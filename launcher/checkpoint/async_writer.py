@@ -18,8 +18,8 @@ from types import TracebackType
 from launcher.checkpoint.catalog import by_metric, candidates, retain
 from launcher.checkpoint.format import publish, size_of_tensors
 from launcher.checkpoint.manifest import looks_whole
-from launcher.checkpoint.pace import Pace
 from launcher.checkpoint.snapshot import Snapshot, Staged
+from launcher.checkpoint.throttle import Throttle
 from launcher.errors import LauncherError
 
 
@@ -128,7 +128,7 @@ class Writer:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            path = publish(self.directory, snapshot, Pace(size_of_tensors(snapshot), self._awaited))
+            path = publish(self.directory, snapshot, Throttle(size_of_tensors(snapshot), self._awaited))
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._tidy()

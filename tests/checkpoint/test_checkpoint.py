@@ -442,9 +442,8 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 
 
 def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("launcher.checkpoint.pace.FREE", 1e9)  # no processor is
-    monkeypatch.setattr("launcher.checkpoint.pace.SHARE", 1e-9)
-    monkeypatch.setattr("launcher.checkpoint.pace.LONGEST_S", 3600.0)
+    monkeypatch.setattr("launcher.checkpoint.throttle.SHARE", 1e-9)
+    monkeypatch.setattr("launcher.checkpoint.throttle.LONGEST_S", 3600.0)
     with Writer(tmp_path, keep=2) as writer:
         writer.publish(lambda: snapshot(1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
