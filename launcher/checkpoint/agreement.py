@@ -1,13 +1,13 @@
 """The choice of the checkpoint to resume from: rank 0 chooses, and all ranks accept it or all raise.
 
-Owns the agreement between the ranks. All ranks call every collective here at the same point. An error that
-may occur on one rank only is turned into a value first, which all ranks then exchange.
+Owns the agreement between the ranks. All ranks call every collective here at the same point.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from launcher.checkpoint.catalog import (
@@ -21,8 +21,9 @@ from launcher.checkpoint.catalog import (
 from launcher.checkpoint.format import read
 from launcher.checkpoint.manifest import MANIFEST, manifest_digest, verify
 from launcher.checkpoint.snapshot import Identity, Snapshot
-from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.env import WorkerEnv
+from launcher.distributed.collectives import send_to_all
+from launcher.distributed.env import LEADER, WorkerEnv
+from launcher.distributed.messages import content_of, message_of, raised_on_all
 from launcher.errors import ConfigError, LauncherError, StorageError
 
 AUTO, NEVER = "auto", "never"
@@ -52,14 +53,16 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Re
     the requested one is not intact, or where the ranks do not see the same files.
     """
     agreement = agree(env, directory, wish)
-    snapshot, complaint = None, ""
-    if agreement.path is not None:
-        elsewhere = agreement.path.parent.resolve() != directory.resolve()
-        snapshot, complaint = _read_if_fitting(agreement.path, identity, as_start=elsewhere)
-    _all_or_none(env, complaint)
-    # The leader only, as one process must rename. Its failure is exchanged and raised on all ranks.
-    _all_or_none(env, _set_aside_replaced(directory, agreement.path) if env.is_leader else "")
-    return Resumption(snapshot, agreement.path, agreement.damaged)
+    path, snapshot = agreement.path, None
+    with raised_on_all(env):
+        if path is not None:
+            snapshot = read(path)
+            elsewhere = path.parent.resolve() != directory.resolve()
+            identity.refuse_other(snapshot.identity, str(path), as_start=elsewhere)
+    with raised_on_all(env):
+        if env.is_leader:  # one process must rename
+            _set_aside_replaced(directory, path)
+    return Resumption(snapshot, path, agreement.damaged)
 
 
 def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
@@ -69,39 +72,34 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
     checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it has
     an intact one. `directory` is this rank's view of it. Raises on all ranks.
     """
-    verdict = _verdict(directory, wish) if env.is_leader else ""
-    values = json.loads(exchange_texts(env, verdict)[0])
-    if "error" in values:
-        raise _error_of(values["error"])
+    own = message_of(partial(_choice, directory, wish)) if env.is_leader else b""
+    values = json.loads(content_of(send_to_all(env, own, LEADER)))
     damaged = tuple(Damage(name, tuple(problems)) for name, problems in values["damaged"])
     path = None if values["path"] is None else Path(values["path"])
     if path is not None and values["inside"]:
         path = directory / path.name
-    complaint = "" if env.is_leader else _other_view(directory, path, values["digest"], damaged, wish)
-    _all_or_none(env, complaint)
+    with raised_on_all(env):
+        if not env.is_leader:
+            _refuse_other_view(directory, path, values["digest"], damaged, wish)
     return Agreement(path, damaged)
 
 
-def _verdict(directory: Path, wish: str) -> str:
-    """Rank 0's choice or its error, as JSON. An error must not be raised yet: the other ranks wait."""
+def _choice(directory: Path, wish: str) -> bytes:
+    """What rank 0 sends of its choice, as JSON."""
     try:
         found = _choose(directory, wish)
         digest = None if found.path is None else manifest_digest(found.path)
-    except LauncherError as error:
-        return json.dumps({"error": _complaint_of(error)})
     except (OSError, ValueError) as error:  # for instance, deleted in the meantime
-        unreadable = StorageError(
+        raise StorageError(
             f"the checkpoints in {directory} cannot be read: {error}. Start the run again."
-        )
-        return json.dumps({"error": _complaint_of(unreadable)})
-    return json.dumps(
-        {
-            "path": None if found.path is None else str(found.path.absolute()),
-            "inside": found.path is not None and found.path.parent == directory,
-            "digest": digest,
-            "damaged": [(damage.name, damage.problems) for damage in found.damaged],
-        }
-    )
+        ) from error
+    values = {
+        "path": None if found.path is None else str(found.path.absolute()),
+        "inside": found.path is not None and found.path.parent == directory,
+        "digest": digest,
+        "damaged": [(damage.name, damage.problems) for damage in found.damaged],
+    }
+    return json.dumps(values).encode()
 
 
 def _choose(directory: Path, wish: str) -> Found:
@@ -139,75 +137,34 @@ def _demanded(path: Path) -> Found:
     return Found(None)
 
 
-def _other_view(
+def _refuse_other_view(
     directory: Path, path: Path | None, digest: str | None, damaged: tuple[Damage, ...], wish: str
-) -> str:
-    """Why this rank cannot resume from the choice of rank 0; empty where it sees the same."""
+) -> None:
+    """Raise StorageError where this rank does not see what rank 0 has chosen."""
     try:
         if path is None:
             passed_over = {damage.name for damage in damaged}
             others = [found.name for found in candidates(directory) if found.name not in passed_over]
-            if wish == NEVER or not others:
-                return ""
-            problems = [f"{directory} holds {others[0]}"]
+            problems = [f"{directory} holds {others[0]}"] if others and wish != NEVER else []
         else:
             problems = verify(path)
             if not problems and manifest_digest(path) != digest:
                 problems = [f"its {path.name} has other content"]
     except (LauncherError, OSError, ValueError) as error:
         problems = [str(error)]
-    if not problems:
-        return ""
-    chosen = "no checkpoint" if path is None else str(path)
-    return _complaint_of(
-        StorageError(
+    if problems:
+        chosen = "no checkpoint" if path is None else str(path)
+        raise StorageError(
             f"the ranks do not see the same checkpoints: rank 0 resumes from {chosen}, but on this "
             f"rank {'; '.join(problems)}. run.dir must be a directory that all machines share."
         )
-    )
 
 
-def _read_if_fitting(path: Path, identity: Identity, *, as_start: bool) -> tuple[Snapshot | None, str]:
-    try:
-        snapshot = read(path)
-        identity.refuse_other(snapshot.identity, str(path), as_start=as_start)
-    except LauncherError as error:
-        return None, _complaint_of(error)
-    return snapshot, ""
-
-
-def _set_aside_replaced(directory: Path, resumed: Path | None) -> str:
+def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
     try:
         set_aside_replaced(directory, resumed)
-    except LauncherError as error:
-        return _complaint_of(error)
     except OSError as error:
-        return _complaint_of(
-            StorageError(
-                f"replaced checkpoints cannot be renamed in {directory}: {error}. "
-                "The run must be able to write there: make the directory writable."
-            )
-        )
-    return ""
-
-
-def _complaint_of(error: LauncherError) -> str:
-    return json.dumps({"exit": error.exit_code, "text": str(error)})
-
-
-def _error_of(complaint: str) -> LauncherError:
-    values = json.loads(complaint)
-    kind = ConfigError if values["exit"] == ConfigError.exit_code else StorageError
-    return kind(values["text"])
-
-
-def _all_or_none(env: WorkerEnv, complaint: str) -> None:
-    """Raise on all ranks if `complaint` is not empty on any. A collective: all see the same complaints."""
-    complaints = exchange_texts(env, complaint)
-    ranks = [rank for rank, text in enumerate(complaints) if text]
-    if not ranks:
-        return
-    error = _error_of(complaints[ranks[0]])
-    if len(ranks) < env.world_size:
-        error = type(error)(f"on rank {', '.join(map(str, ranks))}: {error}")
-    raise error
+        raise StorageError(
+            f"replaced checkpoints cannot be renamed in {directory}: {error}. "
+            "The run must be able to write there: make the directory writable."
+        ) from error

@@ -30,7 +30,6 @@ from launcher.checkpoint.manifest import (
     STATE,
     WEIGHTS,
     manifest_of,
-    read_regular,
     step_name,
     verify,
 )
@@ -39,15 +38,14 @@ from launcher.checkpoint.tensors import Run, described, directly, read_tensors, 
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
-from launcher.run_dir.atomic import restored, strict
+from launcher.run_dir.atomic import read_regular, restored, strict
 
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
-BY_RANK = "buffer_by_rank/"  # needed only to resume, so stored with the optimizer's states
-AVERAGE, AVERAGE_BUFFERS = "average/", "average_buffer_by_rank/"  # beside them
-STATE_OF_OWN = "optimizer/"  # before optimizer states whose names begin like one of the others
-PREFIXES = (BY_RANK, AVERAGE, AVERAGE_BUFFERS, STATE_OF_OWN)
+# Of the names in the second file, which holds what only a resume needs.
+OPTIMIZER_STATE, BY_RANK = "optimizer/", "buffer_by_rank/"
+AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
 
 
 def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
@@ -176,23 +174,13 @@ def size_of_tensors(snapshot: Snapshot) -> int:
 
 def _rest(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
-    states = {
-        STATE_OF_OWN + name if name.startswith(PREFIXES) else name: state
-        for name, state in snapshot.engine.optimizer.items()
+    parts = {
+        OPTIMIZER_STATE: snapshot.engine.optimizer,
+        BY_RANK: snapshot.rank_buffers,
+        AVERAGE: {} if snapshot.average is None else snapshot.average.weights,
+        AVERAGE_BY_RANK: snapshot.average_buffers,
     }
-    return states | _by_rank(snapshot) | _average(snapshot)
-
-
-def _by_rank(snapshot: Snapshot) -> dict[str, Tensor]:
-    return {BY_RANK + name: rows for name, rows in snapshot.rank_buffers.items()}
-
-
-def _average(snapshot: Snapshot) -> dict[str, Tensor]:
-    """Averaged weights, and the averaged buffers of all ranks, of which the mean is computed when read."""
-    weights = {} if snapshot.average is None else snapshot.average.weights
-    return {AVERAGE + name: tensor for name, tensor in weights.items()} | {
-        AVERAGE_BUFFERS + name: rows for name, rows in snapshot.average_buffers.items()
-    }
+    return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
 
 def _state_values(snapshot: Snapshot) -> dict[str, Any]:
@@ -201,18 +189,16 @@ def _state_values(snapshot: Snapshot) -> dict[str, Any]:
         "progress": asdict(snapshot.progress),
         "counters": engine.counters,
         "scale_mode": engine.scale_mode,
+        "reference_count": engine.reference_count,
         "metric": None if snapshot.metric is None else strict(asdict(snapshot.metric)),
         "identity": asdict(snapshot.identity),
-        "origin": asdict(snapshot.origin) | {"reference_count": engine.reference_count or 0},
+        "origin": asdict(snapshot.origin),
         "names": snapshot.names,
         "extra": strict(snapshot.extra),
         "weights": described(engine.weights),
         "buffers": described(engine.buffers),
-        "optimizer": described(engine.optimizer),
-        "rank_buffers": described(_by_rank(snapshot)),
-        "average": None
-        if snapshot.average is None
-        else {"counters": snapshot.average.counters, "tensors": described(_average(snapshot))},
+        "rest": described(_rest(snapshot)),
+        "average": None if snapshot.average is None else snapshot.average.counters,
         "random": {
             name: [base64.b64encode(row.numpy().tobytes()).decode() for row in rows]
             for name, rows in snapshot.random.items()
@@ -225,44 +211,38 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
 
     Raises ValueError, KeyError, TypeError or AttributeError for content that does not match.
     """
-    weights = {name: tensor for name, tensor in both.items() if name not in state["buffers"]}
-    buffers = {name: tensor for name, tensor in both.items() if name in state["buffers"]}
-    kinds: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in ("", *PREFIXES)}
-    for name, tensor in rest.items():
-        kinds[max((prefix for prefix in kinds if name.startswith(prefix)), key=len)][name] = tensor
-    engine = EngineState(
-        weights=_exactly(state["weights"], weights),
-        optimizer=_exactly(state["optimizer"], kinds[""] | _of(STATE_OF_OWN, kinds[STATE_OF_OWN])),
-        buffers=_exactly(state["buffers"], buffers),
-        counters={name: int(value) for name, value in state["counters"].items()},
-        reference_count=state["origin"]["reference_count"] or None,
-        scale_mode=state.get("scale_mode"),  # older checkpoints have none
-    )
-    by_rank = _exactly(state["rank_buffers"], kinds[BY_RANK])
-    average = state.get("average")  # older checkpoints have none
-    averaged = _exactly(average["tensors"] if average else {}, kinds[AVERAGE] | kinds[AVERAGE_BUFFERS])
-    average_buffers = _of(AVERAGE_BUFFERS, averaged)
+    both, rest = _exactly(state["weights"] | state["buffers"], both), _exactly(state["rest"], rest)
     unknown = set(state["names"].values()) - both.keys()
     if unknown:
         raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
+    average, average_buffers = None, _of(AVERAGE_BY_RANK, rest)
+    if state["average"] is not None:
+        of_all = {name: of_all_ranks(rows) for name, rows in average_buffers.items()}
+        average = AverageState(_of(AVERAGE, rest), of_all, _whole(state["average"]))
     return Snapshot(
-        engine=engine,
-        progress=Progress(**{name: int(value) for name, value in state["progress"].items()}),
+        engine=EngineState(
+            weights={name: both[name] for name in state["weights"]},
+            optimizer=_of(OPTIMIZER_STATE, rest),
+            buffers={name: both[name] for name in state["buffers"]},
+            counters=_whole(state["counters"]),
+            reference_count=state["reference_count"],
+            scale_mode=state["scale_mode"],
+        ),
+        progress=Progress(**_whole(state["progress"])),
         identity=Identity(**state["identity"]),
-        origin=Origin(**{name: state["origin"][name] for name in ("world_size", "wire")}),
+        origin=Origin(**state["origin"]),
         random={name: _random_rows(rows) for name, rows in state["random"].items()},
         names=state["names"],
-        rank_buffers=_of(BY_RANK, by_rank),
-        average=average
-        and AverageState(
-            _of(AVERAGE, averaged),
-            {name: of_all_ranks(rows) for name, rows in average_buffers.items()},
-            {name: int(value) for name, value in average["counters"].items()},
-        ),
+        rank_buffers=_of(BY_RANK, rest),
+        average=average,
         average_buffers=average_buffers,
         metric=None if state["metric"] is None else Metric(**restored(state["metric"])),
         extra=restored(state["extra"]),
     )
+
+
+def _whole(values: dict[str, Any]) -> dict[str, int]:
+    return {name: int(value) for name, value in values.items()}
 
 
 def _of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -18,8 +17,9 @@ from typing import Any
 
 from launcher.checkpoint.tensors import Written
 from launcher.errors import ConfigError
+from launcher.run_dir.atomic import open_plain, read_regular
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -105,22 +105,9 @@ def manifest_digest(path: Path) -> str:
     return hashlib.sha256(read_regular(path / MANIFEST)).hexdigest()
 
 
-def read_regular(file: Path) -> bytes:
-    """The bytes of a plain file. Raises OSError, and ValueError for anything else."""
-    with open(_open_regular(file), "rb") as opened:
-        return opened.read()
-
-
-def _open_regular(file: Path) -> int:
-    """A descriptor of a plain file. A link could lead out of the run, and a pipe would block."""
-    if not stat.S_ISREG(file.lstat().st_mode):
-        raise ValueError(f"{file.name} is not a plain file")
-    return os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-
-
 def _problems_of(file: Path, entry: Written) -> list[str]:
     try:
-        with open(_open_regular(file), "rb") as opened:
+        with open(open_plain(file, os.O_RDONLY), "rb") as opened:
             size_bytes = os.fstat(opened.fileno()).st_size
             if size_bytes != entry.size_bytes:
                 return [f"{file.name} has {size_bytes} bytes instead of {entry.size_bytes}"]

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from launcher.checkpoint.generators import restore_states, states
 from launcher.distributed.collectives import send_to_all
+from launcher.distributed.messages import content_of, message_of
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import RecipeError
 from launcher.evaluation.evaluate import evaluating
-from launcher.evaluation.messages import content_of, message_of
 from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES

@@ -6,9 +6,12 @@ Owns the form of a message. A rank that raised before a collective would leave t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import launcher.errors
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import LauncherError
 
 CONTENT, ERROR = b"+", b"-"
@@ -36,3 +39,25 @@ def content_of(message: bytes) -> bytes:
         error.traceback = traceback
         raise error
     return content
+
+
+@contextmanager
+def raised_on_all(env: WorkerEnv) -> Iterator[None]:
+    """Raise a LauncherError of the code within on all ranks. A collective at the end of the context.
+
+    Of several errors all ranks raise that of the lowest rank, with the ranks in front where some had none.
+    """
+    own = ""
+    try:
+        yield
+    except LauncherError as error:
+        own = error_message(error).decode()
+    messages = exchange_texts(env, own)
+    failed = [rank for rank, message in enumerate(messages) if message]
+    try:
+        if failed:
+            content_of(messages[failed[0]].encode())
+    except LauncherError as error:
+        if len(failed) == env.world_size:
+            raise
+        raise type(error)(f"on rank {', '.join(map(str, failed))}: {error}") from None
