@@ -3,7 +3,7 @@
 A checkpoint is a directory `step-00000100` of safetensors and JSON. Reading one executes nothing.
 """
 
-from launcher.checkpoint.agreement import Agreement, Resumption, agree, resume
+from launcher.checkpoint.agreement import Resumption, agree, resume
 from launcher.checkpoint.async_writer import Due, Report, Writer
 from launcher.checkpoint.catalog import best_intact, newest_intact, retain
 from launcher.checkpoint.format import load, publish
@@ -22,7 +22,6 @@ from launcher.checkpoint.snapshot import (
 )
 
 __all__ = [
-    "Agreement",
     "Due",
     "HostMemory",
     "Identity",

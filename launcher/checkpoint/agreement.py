@@ -30,14 +30,6 @@ AUTO, NEVER = "auto", "never"
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The checkpoint that all ranks read, None for a fresh start, and the damaged ones that were skipped."""
-
-    path: Path | None
-    damaged: tuple[Damage, ...] = ()
-
-
-@dataclass(frozen=True)
 class Resumption:
     """What a run resumes from; `snapshot` and `path` are None for a fresh start."""
 
@@ -52,8 +44,8 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Re
     Raises on all ranks: ConfigError for the checkpoint of another run or a newer version, StorageError where
     the requested one is not intact, or where the ranks do not see the same files.
     """
-    agreement = agree(env, directory, wish)
-    path, snapshot = agreement.path, None
+    found = agree(env, directory, wish)
+    path, snapshot = found.path, None
     with raised_on_all(env):
         if path is not None:
             snapshot = read(path)
@@ -62,10 +54,10 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Re
     with raised_on_all(env):
         if env.is_leader:  # one process must rename
             _set_aside_replaced(directory, path)
-    return Resumption(snapshot, path, agreement.damaged)
+    return Resumption(snapshot, path, found.damaged)
 
 
-def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
+def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Found:
     """Rank 0 chooses; the others verify that they see the same manifest digest. A collective.
 
     `wish`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path of a
@@ -81,7 +73,7 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Agreement:
     with raised_on_all(env):
         if not env.is_leader:
             _refuse_other_view(directory, path, values["digest"], damaged, wish)
-    return Agreement(path, damaged)
+    return Found(path, damaged)
 
 
 def _choice(directory: Path, wish: str) -> bytes:

@@ -40,6 +40,8 @@ class Damage:
 
 @dataclass(frozen=True)
 class Found:
+    """The chosen checkpoint, None for a fresh start, and the damaged ones that were skipped."""
+
     path: Path | None
     damaged: tuple[Damage, ...] = ()
 

@@ -6,7 +6,6 @@ Never calls what it finds.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from launcher.config.groups import recipes_dir
+from launcher.config.messages import nearest
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
@@ -210,6 +210,6 @@ def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     choices = sorted(known)
-    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    close = nearest(name, choices)
     advice = f"Did you mean {' or '.join(close)}? " if close else ""
     return f"{what} is not known. {advice}Known: {', '.join(choices) or 'none'}."

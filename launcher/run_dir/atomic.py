@@ -49,7 +49,7 @@ def all_encodable(value: Any) -> Any:
 def strict(value: Any) -> Any:
     """The value with non-finite floats as strings and texts `encodable`: strict JSON represents neither."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else _spell(value)
+        return value if math.isfinite(value) else str(float(value))  # a key of NON_FINITE
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, Mapping):
@@ -179,13 +179,10 @@ def _require(path: Path, is_kind: Callable[[int], bool], wanted: str) -> None:
 def _kind(path: Path, mode: int) -> str:
     if stat.S_ISLNK(mode):
         return f"a symbolic link to {os.readlink(path)}"
-    kinds = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-    return next(
-        (name for is_kind, name in kinds if is_kind(mode)), "a device" if not stat.S_ISREG(mode) else "a file"
-    )
-
-
-def _spell(value: float) -> str:
-    if math.isnan(value):
-        return "nan"
-    return "inf" if value > 0 else "-inf"
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -5,12 +5,14 @@ Owns which keys make another run of it, and which have no part in what a run lea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from launcher.config.messages import as_typed
 from launcher.config.schema import Config
+from launcher.config.trees import leaves
 from launcher.errors import ConfigError
 from launcher.run_dir.records import CHECKPOINTS, CONFIG, config_yaml, user_shape
 from launcher.run_dir.status import FILE_NAME
@@ -95,7 +97,7 @@ def other_training(config: Config, directory: Path) -> list[str]:
 
 def settings_of(config: Config) -> dict[str, str]:
     """What a run learns from, as texts by dotted key: a checkpoint keeps them for `changed_settings`."""
-    return {key: _written(value) for key, value in _leaves(user_shape(config)) if _has_a_part(key)}
+    return {key: as_typed(value) for key, value in leaves(user_shape(config)) if _has_a_part(key)}
 
 
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -112,11 +114,7 @@ def _has_a_part(key: str) -> bool:
 
 
 def _shown(key: str, there: Any, here: Any) -> str:
-    return f"{key} is {_written(there)} there and {_written(here)} here"
-
-
-def _written(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{key} is {as_typed(there)} there and {as_typed(here)} here"
 
 
 def _settings(config: Config, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -128,21 +126,13 @@ def _settings(config: Config, directory: Path) -> tuple[dict[str, Any], dict[str
     import yaml
 
     try:
-        here = dict(_leaves(yaml.safe_load(config_yaml(config))))
+        here = dict(leaves(yaml.safe_load(config_yaml(config))))
         if not (directory / CONFIG).exists() and any((directory / CHECKPOINTS).glob("step-*")):
             return here, here
         there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-        return dict(_leaves(there)), here
+        return dict(leaves(there)), here
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         raise _foreign(directory) from None
-
-
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def _foreign(directory: Path) -> ConfigError:

@@ -64,7 +64,7 @@ class Holder:
 
     @classmethod
     def of(cls, text: str) -> Holder:
-        """Parse the content of a lock file. Older versions wrote only the pid."""
+        """Parse the content of a lock file, which may be empty or torn."""
         pid, started, machine = (*text.split(), "", "", "")[:3]
         return cls(int(pid) if pid.isdecimal() else 0, started, machine)
 
