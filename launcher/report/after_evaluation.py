@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
 from launcher.report.reading import MAX_TEXT, bytes_of
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.records import PICTURES
+from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.telemetry.formatting import number
 
 MAX_PICTURES_BYTES = 300_000  # of a run; the others are links
@@ -23,22 +23,21 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def after_evaluation(run: RunRecord) -> str:
     """The markup; "" for a run without such an event."""
-    event = run.recording.of("after_evaluation").last
+    event = run.recording.of(AfterEvaluationEvent).last
     if event is None:
         return ""
-    texts, numbers = _mapping(event.get("texts")), _mapping(event.get("numbers"))
     return (
-        paragraph(f"After step {event['step']:,}.", "note")
-        + facts("Numbers", {str(name): number(value) for name, value in numbers.items()})
-        + "".join(subsection(name, preformatted(name, str(text)[:MAX_TEXT])) for name, text in texts.items())
-        + _pictures(run.directory / PICTURES, _mapping(event.get("pictures")))
+        paragraph(f"After step {event.step:,}.", "note")
+        + facts("Numbers", {name: number(value) for name, value in event.numbers.items()})
+        + "".join(subsection(name, preformatted(name, text[:MAX_TEXT])) for name, text in event.texts.items())
+        + _pictures(run.directory / PICTURES, event.pictures)
     )
 
 
-def _pictures(folder: Path, paths: Mapping[str, Any]) -> str:
+def _pictures(folder: Path, paths: Mapping[str, str]) -> str:
     left_bytes, parts = MAX_PICTURES_BYTES, []
     for name, path in paths.items():
-        file = folder / Path(str(path)).name  # of this folder, also after the run has been moved
+        file = folder / Path(path).name  # of this folder, also after the run has been moved
         content = _content(file, left_bytes)
         left_bytes -= len(content)
         address = f"file://{quote(str(file.absolute()), errors='replace')}"
@@ -53,7 +52,3 @@ def _content(file: Path, at_most_bytes: int) -> bytes:
     except (OSError, ValueError):
         return b""
     return content if content.startswith(PNG) and len(content) <= at_most_bytes else b""
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

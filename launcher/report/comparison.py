@@ -13,18 +13,18 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program
 from launcher.report.pictures import draw_comparison
-from launcher.report.reading import training_seconds_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.settings import REPEATED, RunSetting, higher_is_better
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
 from launcher.run_dir.atomic import write_text
+from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
@@ -46,7 +46,7 @@ class Job:
     """One run of a sweep, finished or not."""
 
     run: RunRecord
-    result: dict[str, Any]  # with the state that the run's other files say
+    result: Result  # with the state that the run's other files say
     measured: Measured
 
     @property
@@ -94,7 +94,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
 
 def job_of(run: RunRecord) -> Job:
     config = config_of(run)
-    result = {**run.result, "state": run.state}
+    result = replace(run.result, state=run.state)
     seed = run.overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
     words = tuple(f"{key}={value}" for key, value in run.overrides.items())
     return Job(run, result, measured(seed, result, run.recording, config, words))
@@ -183,8 +183,8 @@ def best_first(settings: Sequence[Setting], metric_name: str) -> list[Setting]:
 
 def mean_metric(setting: Setting) -> float | None:
     """Over the jobs that are done; None where none has it, or where it is no number."""
-    values = [job.result.get("metric") for job in setting.jobs if job.result["state"] == "done"]
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    done = [job.result.metric for job in setting.jobs if job.result.state == "done"]
+    numbers = [value for value in done if value is not None]
     mean = statistics.fmean(numbers) if numbers else math.nan
     return mean if math.isfinite(mean) else None
 
@@ -196,18 +196,18 @@ def command_of(setting: Setting) -> str:
 
 
 def cells(setting: Setting, metric_name: str) -> list[str]:
-    done = [job for job in setting.jobs if job.result["state"] == "done"]
+    done = [job for job in setting.jobs if job.result.state == "done"]
     ended = f"{len(done)}" if len(done) == len(setting.jobs) else f"{len(done)} of {len(setting.jobs)} done"
-    values = [job.result["metric"] for job in done if job.result.get("metric") is not None]
+    values = [job.result.metric for job in done if job.result.metric is not None]
     losses = [loss for job in done if (loss := job.run.recording.steps["loss"].last) is not None]
-    seconds = [value for job in done if (value := training_seconds_of(job.result)) is not None]
+    seconds = [value for job in done if (value := job.result.training_seconds) is not None]
     return [
         setting.label,
         ended,
         spread(values, lambda value: metric(metric_name, value)),
         spread([job.measured.loss for job in done if job.measured.loss is not None], number),
         spread(losses, number),
-        number(sum(job.result.get("skipped_steps") or 0 for job in done)) if done else "-",
+        number(sum(job.result.skipped_steps or 0 for job in done)) if done else "-",
         duration(statistics.fmean(seconds)) if seconds else "-",
     ]
 
@@ -223,17 +223,17 @@ def spread(values: Sequence[float], shown: Any) -> str:
 def as_csv(jobs: Sequence[Job]) -> str:
     """One row per job, with the keys that vary."""
     keys = varied_keys(jobs)
-    metrics = list(dict.fromkeys(name for job in jobs for name in job.result.get("metrics", ())))
+    metrics = list(dict.fromkeys(name for job in jobs for name in job.result.metrics))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["job", *keys, *RESULT_KEYS, *metrics])
     for job in jobs:
-        measured = job.result.get("metrics", {})
+        found = [getattr(job.result, key) for key in RESULT_KEYS]
+        found += [job.result.metrics.get(name) for name in metrics]
         writer.writerow(
             [job.run.directory.name]
             + [job.overrides.get(key, "") for key in keys]
-            + [job.result.get(key, "") for key in RESULT_KEYS]
-            + [measured.get(name, "") for name in metrics]
+            + ["" if value is None else value for value in found]
         )
     return text.getvalue()
 
@@ -241,5 +241,5 @@ def as_csv(jobs: Sequence[Job]) -> str:
 def metric_name_of(settings: Sequence[Setting]) -> str:
     """What these runs are compared by; "" if none was evaluated."""
     jobs = [job for setting in settings for job in setting.jobs]
-    known = [job.result.get("metric_name") for job in jobs] + [job.run.metric_name for job in jobs]
+    known = [job.result.metric_name for job in jobs] + [job.run.metric_name for job in jobs]
     return next((str(name) for name in known if name), "")

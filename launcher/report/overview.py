@@ -97,9 +97,9 @@ def _steps(run: RunRecord) -> str:
 
 
 def _failure_title(run: RunRecord, with_name: bool) -> str:
-    code = run.life.ending.get("exit")
+    code = None if run.life.ending is None else run.life.ending.exit
     name = f"{run.name}: " if with_name else ""
-    return f"{name}{state_text(run)}" + (f", exit {code}" if isinstance(code, int) else "")
+    return f"{name}{state_text(run)}" + (f", exit {code}" if code is not None else "")
 
 
 def _common_overrides(runs: Sequence[RunRecord]) -> list[str]:

@@ -37,8 +37,17 @@ from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
+from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT
 from launcher.telemetry.event_log import FILE_NAME
+from launcher.telemetry.events import (
+    DecisionEvent,
+    EvalEvent,
+    OverflowEvent,
+    StartEvent,
+    StragglerEvent,
+    WarningEvent,
+)
 from launcher.telemetry.formatting import evaluation_cells, metric, metric_title, number
 
 MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
@@ -125,7 +134,7 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def _evaluations(run: RunRecord) -> str:
-    records = run.recording.of("eval")
+    records = run.recording.of(EvalEvent)
     shown = records.all()
     left_out = records.count - len(shown)
     return table("Evaluations", [evaluation_cells(record) for record in shown]) + listing(
@@ -134,13 +143,13 @@ def _evaluations(run: RunRecord) -> str:
 
 
 def _overflows(run: RunRecord) -> str:
-    records = run.recording.of("overflow")
+    records = run.recording.of(OverflowEvent)
     rows = [
         {
-            "step": number(record["step"]),
-            "loss scale": number(record.get("scale")),
-            "ranks": ", ".join(map(str, _list(record.get("ranks")))),
-            "first parameters": listed(_list(record.get("parameters")), MAX_PARAMETERS),
+            "step": number(record.step),
+            "loss scale": number(record.scale),
+            "ranks": ", ".join(map(str, record.ranks)),
+            "first parameters": listed(record.parameters, MAX_PARAMETERS),
         }
         for record in records.all()[:MAX_OVERFLOWS]
     ]
@@ -152,29 +161,29 @@ def _overflows(run: RunRecord) -> str:
 def _stragglers(run: RunRecord) -> str:
     rows = [
         {
-            "steps": f"{number(one.get('first_step'))} to {number(one.get('last_step'))}",
-            "rank": number(one.get("rank")),
-            "late by, ms": number(one.get("late_ms")),
-            "step, ms": number(one.get("step_ms")),
-            "slow part": str(one.get("cause")),
-            "host": str(one.get("host")),
+            "steps": f"{number(one.first_step)} to {number(one.last_step)}",
+            "rank": number(one.rank),
+            "late by, ms": number(one.late_ms),
+            "step, ms": number(one.step_ms),
+            "slow part": one.cause,
+            "host": one.host,
         }
-        for one in run.recording.of("straggler").all()[:MAX_OVERFLOWS]
+        for one in run.recording.of(StragglerEvent).all()[:MAX_OVERFLOWS]
     ]
     return table("Ranks that the others waited for", rows, texts=("host",))
 
 
 def _warnings(run: RunRecord) -> str:
-    records = run.recording.of("warning")
-    texts = [f"step {one['step']:,}: {one.get('text')}" for one in records.all()]
+    records = run.recording.of(WarningEvent)
+    texts = [f"step {one.step:,}: {one.text}" for one in records.all()]
     left_out = records.count - len(texts)
     return listing([*texts, *([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])])
 
 
 def _details(run: RunRecord) -> str:
-    decisions = run.recording.of("decision").all()
+    decisions = run.recording.of(DecisionEvent).all()
     return (
-        folded("Decisions", listing(f"{one.get('topic')} {one.get('text')}" for one in decisions))
+        folded("Decisions", listing(f"{one.topic} {one.text}" for one in decisions))
         + folded("Classification report", preformatted("Classification report", run.classification_report))
         + folded("Result", _result(run))
         + folded("Environment", _environment(run))
@@ -184,23 +193,23 @@ def _details(run: RunRecord) -> str:
 
 def _config(run: RunRecord) -> str:
     """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
-    used = run.recording.of("start").last or {}
+    start = run.recording.of(StartEvent).last
+    used = {"model": start.model, "data": start.data} if start else {}
     group, lines = "", []
     for line in run.config_text.splitlines():
         group = group if line.startswith(" ") else line.rstrip(":")
-        name = used.get(group) if group in ("model", "data") else None
-        if name is not None and line.startswith("  name: ") and line != f"  name: {name}":
+        name = used.get(group)
+        if name and line.startswith("  name: ") and line != f"  name: {name}":
             line += f"  # not used: the recipe has its own, {name}"
         lines.append(line)
     return "\n".join(lines)
 
 
 def _result(run: RunRecord) -> str:
-    cells = {key: number(value) for key, value in run.result.items() if key not in TILES}
-    metrics = run.result.get("metrics") or {}
-    return facts(
-        "Result", {**{metric_title(name): metric(name, value) for name, value in metrics.items()}, **cells}
-    )
+    known = {key: value for key, value in encoded(run.result).items() if value is not None}
+    cells = {key: number(value) for key, value in known.items() if key not in TILES}
+    metrics = {metric_title(name): metric(name, value) for name, value in run.result.metrics.items()}
+    return facts("Result", metrics | cells)
 
 
 def _environment(run: RunRecord) -> str:
@@ -211,7 +220,3 @@ def _environment(run: RunRecord) -> str:
         elif value is not None:
             flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return facts("Environment", flat)
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

@@ -6,39 +6,22 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.atomic import read_json, read_regular
+from launcher.run_dir.codec import decoded, misfits
 from launcher.run_dir.records import RESULT
+from launcher.run_dir.result import Result
+from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.run_dir.status import Status
 
 MAX_TEXT = 20_000  # characters of one text of a run
 MAX_NAME = 500  # of a key, which a page repeats
 MAX_ITEMS = 10_000  # of a list or an object
 Warn = Callable[[str], None]
-NUMBER = (int, float, type(None))
-RESULT_KINDS: dict[str, tuple[type, ...]] = {
-    "state": (str,),
-    "error": (str,),
-    "metric_name": (str,),
-    "metric": NUMBER,
-    "metrics": (dict,),
-    "steps": NUMBER,
-    "skipped_steps": NUMBER,
-    "seconds": NUMBER,
-    "training_seconds": NUMBER,
-    "samples_per_s": NUMBER,
-    "classes": (list,),
-    "confusion_matrix": (list,),
-}
-
-
-def training_seconds_of(result: Mapping[str, Any]) -> float | None:
-    """The time of all attempts of a run, evaluation excluded; older runs know that of the last one only."""
-    seconds = result.get("training_seconds", result.get("seconds"))
-    return None if seconds is None else float(seconds)
 
 
 def bounded(value: Any) -> Any:
@@ -60,20 +43,23 @@ def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = bounded(read_json(path))
-        return found
+        return dict(bounded(read_json(path)))
     except ValueError as error:
         warn(f"{path} is damaged: left out ({error})")
         return {}
 
 
-def result_of(run_dir: Path, warn: Warn = silent) -> dict[str, Any]:
-    """result.json without values of a wrong type. Raises OSError."""
+def result_of(run_dir: Path, warn: Warn = silent) -> Result:
+    """result.json without values of a wrong type; blank without one. Raises OSError."""
     found = json_of(run_dir, RESULT, warn)
-    odd = [key for key, kinds in RESULT_KINDS.items() if key in found and not isinstance(found[key], kinds)]
-    if odd:
-        warn(f"{run_dir / 'result.json'} is damaged: left out {', '.join(odd)}")
-    return {key: value for key, value in found.items() if key not in odd}
+    if odd := misfits(Result, found):
+        warn(f"{run_dir / RESULT} is damaged: left out {', '.join(odd)}")
+    return decoded(Result, found)
+
+
+def status_of(run_dir: Path, warn: Warn = silent) -> Status:
+    """status.json; without a state where there is none. Raises OSError."""
+    return decoded(Status, {"state": "", **json_of(run_dir, STATUS, warn)})
 
 
 def text_of(path: Path) -> str:

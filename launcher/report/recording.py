@@ -7,13 +7,14 @@ error.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,45 +26,62 @@ from launcher.report.step_lines import (
     StepColumns,
     columns_of_events,
     columns_of_lines,
-    event_of,
+    parsed,
 )
 from launcher.run_dir.atomic import open_plain
+from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import LOGS
 from launcher.telemetry.event_log import FILE_NAME, MAX_LINE_BYTES, TOO_LONG
-from launcher.telemetry.events import FORMAT, KINDS
+from launcher.telemetry.events import (
+    FORMAT,
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    GpuEvent,
+    GradientsEvent,
+    OverflowEvent,
+    RestartEvent,
+    StartEvent,
+    StepEvent,
+    event_of,
+)
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, averaged, time_at_end
+from launcher.telemetry.stream import Record
 
-Event = dict[str, Any]
+Kind = TypeVar("Kind", bound=Event)
 
 NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
 BLOCK_BYTES = 1 << 22
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
-NO_METRICS = frozenset(("event", "time", "step", "epoch", "set", "samples", "tokens", "seconds"))
+NO_METRICS = ("samples", "tokens", "seconds")
 MAX_RECORDS = 200  # of each kind; more are counted
 MAX_CURVES = 200  # of evaluations, and of devices
+LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
 LOOK_BACK = 20  # lines before the first of a process, in which the last one of the process before is
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
 MAX_DAMAGED = 5  # line numbers that a warning shows
 
 
 @dataclass
-class Records:
+class Records(Generic[Kind]):
     """The first and the last events of one kind, and how many there were."""
 
     count: int = 0
-    first: list[Event] = field(default_factory=list)
-    latest: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS // 2))
+    first: list[Kind] = field(default_factory=list)
+    latest: deque[Kind] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS // 2))
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Kind) -> None:
         self.count += 1
         (self.first if len(self.first) < MAX_RECORDS // 2 else self.latest).append(event)
 
-    def all(self) -> list[Event]:
+    def all(self) -> list[Kind]:
         return [*self.first, *self.latest]
 
     @property
-    def last(self) -> Event | None:
-        return self.latest[-1] if self.latest else (self.first[-1] if self.first else None)
+    def last(self) -> Kind | None:
+        known = self.latest or self.first
+        return known[-1] if known else None
 
 
 @dataclass
@@ -89,35 +107,34 @@ class Recording:
         self.skips = Curve()  # step -> loss scale
         self.skip_times = Curve()  # unix seconds -> step
         self.checkpoint_times = Curve()
-        self.records: dict[str, Records] = {}
+        self.records: dict[type[Event], Records[Any]] = {}
         self.attempts: list[Attempt] = []
-        self.last_step: Event = {}
-        self.last_gpu: Event = {}
-        self.gradients: Event | None = None  # the latest
+        self.last_step: StepEvent | None = None
+        self.last_gpu: GpuEvent | None = None
+        self.gradients: GradientsEvent | None = None  # the latest
         self.last_time: float | None = None  # of an event, in unix seconds
         self.num_lines = 0
         self.damaged: list[int] = []
         self.num_damaged = 0
         self.unknown: Counter[str] = Counter()
         self.format = 0
-        self._first_set: Any = None
-        self._sets: dict[str, None] = {}
+        self._sets: dict[str | None, None] = {}  # in the order of their first evaluations
         self._resumes = False  # a process that has not recorded its `start` yet
         self._time = _TimeTotals()
         self._rated_step = self._rated_steps = self._rated_time = 0.0
 
-    def of(self, event: str) -> Records:
-        return self.records.setdefault(event, Records())
+    def of(self, kind: type[Kind]) -> Records[Kind]:
+        return self.records.setdefault(kind, Records())
 
     def evaluation(self, name: str) -> Curve | None:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
-        of_first = name.removeprefix(f"{self._first_set}/")
+        of_first = name.removeprefix(f"{next(iter(self._sets), None)}/")
         return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
 
     @property
     def sets(self) -> list[str]:
         """The names of several validation sets; empty where there is one."""
-        return list(self._sets) if len(self._sets) > 1 else []
+        return [str(name) for name in self._sets] if len(self._sets) > 1 else []
 
     @property
     def samples_per_s(self) -> float | None:
@@ -126,7 +143,8 @@ class Recording:
 
     @property
     def time_shares(self) -> TimeShares | None:
-        return time_at_end(self.of("end").last or {}) or self._time.shares()
+        end = self.of(EndEvent).last
+        return (end and time_at_end(end)) or self._time.shares()
 
     @property
     def warnings(self) -> list[str]:
@@ -151,28 +169,26 @@ class Recording:
         alike = [line for line in lines if line.startswith(PREFIX)]
         columns = columns_of_lines(alike) if alike else None
         if columns is not None:
-            self._add_steps(columns)
-            self.last_step = event_of(alike[-1]) or {}
+            self._add_steps(columns, parsed(alike[-1]))
         steps = []
         for place, line in enumerate(lines):
             if not line or (columns is not None and line.startswith(PREFIX)):
                 continue
-            event = event_of(line)
-            if event is None:
+            record = parsed(line)
+            if record is None:
                 self._add_damaged(self.num_lines + place + 1)
-            elif event["event"] == "step":
-                steps.append(event)
+            elif record["event"] == StepEvent.kind:
+                steps.append(record)
+            elif (event := event_of(record)) is None:
+                self.unknown[record["event"]] += 1
             else:
-                if event["event"] in ("restart", "start"):
+                if isinstance(event, RestartEvent | StartEvent):
                     self._begin_attempt(event, lines[max(0, place - LOOK_BACK) : place])
                 self._add_rare(event)
         if steps:
-            self._add_steps(columns_of_events(steps))
-            self.last_step = steps[-1]
+            self._add_steps(columns_of_events(steps), steps[-1])
         self.num_lines += len(lines)
-        latest = event_of(next((line for line in reversed(lines) if line), b""))
-        if latest is not None and _is_number(latest.get("time")):
-            self.last_time = float(latest["time"])
+        latest = parsed(next((line for line in reversed(lines) if line), b""))
         self._extend_attempt(latest)
 
     def _add_damaged(self, number: int) -> None:
@@ -180,26 +196,33 @@ class Recording:
         if len(self.damaged) < MAX_DAMAGED:
             self.damaged.append(number)
 
-    def _begin_attempt(self, event: Event, before: Sequence[bytes]) -> None:
+    def _begin_attempt(self, event: RestartEvent | StartEvent, before: Sequence[bytes]) -> None:
         """A process that resumes records `restart` first, then `start`; others only the latter."""
-        if event["event"] == "start" and self._resumes:
+        if isinstance(event, StartEvent) and self._resumes:
             self._resumes = False
             return
-        events = [event_of(line) for line in reversed(before)]
-        self._extend_attempt(next((e for e in events if e and e["event"] not in OF_A_BEGINNING), None))
-        time = _as_number(event.get("time"))
-        self.attempts.append(Attempt(time, time, event["step"], event["step"]))
-        self._resumes = event["event"] == "restart"
+        records = [parsed(line) for line in reversed(before)]
+        self._extend_attempt(next((r for r in records if r and r["event"] not in OF_A_BEGINNING), None))
+        time = _sane(event.time)
+        self.attempts.append(Attempt(time, time, event.step, event.step))
+        self._resumes = isinstance(event, RestartEvent)
 
-    def _extend_attempt(self, event: Event | None) -> None:
+    def _extend_attempt(self, record: Record | None) -> None:
         """All events up to this one belong to the latest attempt."""
-        if event is None or not self.attempts:
+        if record is None:
             return
-        attempt = self.attempts[-1]
-        attempt.last_step = max(attempt.last_step, event["step"])
-        attempt.ended = max(attempt.ended, _as_number(event.get("time")))  # nan is not larger
+        event = decoded(Event, record)
+        time = _sane(event.time)
+        if not math.isnan(time):
+            self.last_time = time
+        if self.attempts:
+            attempt = self.attempts[-1]
+            attempt.last_step = max(attempt.last_step, event.step)
+            attempt.ended = max(attempt.ended, time)  # nan is not larger
 
-    def _add_steps(self, found: StepColumns) -> None:
+    def _add_steps(self, found: StepColumns, last: Record | None) -> None:
+        if last is not None:
+            self.last_step = decoded(StepEvent, last)
         steps = found.columns["step"]
         self._add_windows(found.columns.get("step_ms", np.empty(0)), is_first=not self._rated_step)
         for name, curve in self.steps.items():
@@ -222,57 +245,43 @@ class Recording:
             self._rated_time += float((weights[rated] / rates[rated]).sum())
 
     def _add_rare(self, event: Event) -> None:
-        kind = event["event"]
-        if kind not in KINDS:
-            self.unknown[kind] += 1
-            return
-        if kind == "gradients":
+        if isinstance(event, GradientsEvent):
             self.gradients = event
-        elif kind == "gpu":
+        elif isinstance(event, GpuEvent):
             self._add_gpu(event)
         else:
-            self.of(kind).add(event)
-        if kind == "eval":
+            self.of(type(event)).add(event)
+        if isinstance(event, EvalEvent):
             self._add_evaluation(event)
-        elif kind == "overflow":
-            self.skips.add_point(event["step"], _as_number(event.get("scale")))
-            self.skip_times.add_point(_as_number(event.get("time")), event["step"])
-        elif kind == "checkpoint":
-            self.checkpoint_times.add_point(_as_number(event.get("time")), event["step"])
-        elif kind == "start":
-            self._add_start(event)
+        elif isinstance(event, OverflowEvent):
+            self.skips.add_point(event.step, _sane(event.scale))
+            self.skip_times.add_point(_sane(event.time), event.step)
+        elif isinstance(event, CheckpointEvent):
+            self.checkpoint_times.add_point(_sane(event.time), event.step)
+        elif isinstance(event, StartEvent):
+            self.format = max(self.format, event.format)
 
-    def _add_start(self, event: Event) -> None:
-        version = event.get("format")
-        self.format = max(self.format, version) if isinstance(version, int) else self.format
-
-    def _add_evaluation(self, event: Event) -> None:
-        if not self.evaluations:
-            self._first_set = event.get("set")
-        of_first = event.get("set") == self._first_set
+    def _add_evaluation(self, event: EvalEvent) -> None:
         if len(self._sets) < MAX_CURVES:
-            self._sets.setdefault(str(event.get("set")))
-        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.get('set')}/")
-        for name, value in event.items():
-            if name not in NO_METRICS and _is_number(value):
-                self._curve(curves, prefix + name).add_point(event["step"], float(value))
+            self._sets.setdefault(event.set)
+        of_first = event.set == next(iter(self._sets))
+        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.set}/")
+        for name, value in {"loss": event.loss, **event.metrics}.items():
+            if value is not None and name not in NO_METRICS and abs(value) < LARGEST:
+                self._curve(curves, prefix + name).add_point(event.step, value)
 
-    def _add_gpu(self, event: Event) -> None:
-        """Add the numbers of each device (`gpus`); seconds by reason are added up."""
+    def _add_gpu(self, event: GpuEvent) -> None:
+        """Add the numbers of each device; seconds by reason are added up."""
         self.last_gpu = event
-        found = event.get("gpus")
-        for place, fields in enumerate(found if isinstance(found, list) else []):
-            if not isinstance(fields, dict):
-                continue
-            name = f"GPU {fields.get('index', place)}"
+        for place, gpu in enumerate(event.gpus):
+            name = f"GPU {place if gpu.index is None else gpu.index}"
             if name not in self.gpus and len(self.gpus) >= MAX_CURVES:
                 continue
             curves = self.gpus.setdefault(name, {})
-            for key, value in fields.items():
-                if isinstance(value, dict):
-                    value = sum(v for v in value.values() if _is_number(v))
-                if key != "index" and _is_number(value):
-                    self._curve(curves, key).add_point(event["step"], float(value))
+            for key, value in encoded(gpu).items():
+                number = sum(value.values()) if isinstance(value, dict) else value
+                if key not in ("index", "uuid", "incomplete") and not math.isnan(_sane(number)):
+                    self._curve(curves, key).add_point(event.step, float(number))
 
     @staticmethod
     def _curve(curves: dict[str, Curve], name: str) -> Curve:
@@ -309,7 +318,7 @@ class Follower:
                 self._identity = (status.st_dev, status.st_ino)
             return self._read(file, at_most_bytes)
 
-    def _read(self, file: Any, at_most_bytes: int | None) -> bool:
+    def _read(self, file: io.FileIO, at_most_bytes: int | None) -> bool:
         file.seek(self._offset)
         changed, done_bytes = False, 0
         while block := file.read(BLOCK_BYTES):
@@ -381,9 +390,6 @@ class _TimeTotals:
         return averaged(self._first, self._steps, self._sums)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _as_number(value: Any) -> float:
-    return float(value) if _is_number(value) else math.nan
+def _sane(value: float) -> float:
+    """The value; NaN for one that is no measurement."""
+    return value if abs(value) < LARGEST else math.nan

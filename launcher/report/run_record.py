@@ -13,13 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.report.reading import Warn, json_of, result_of, silent, text_of, training_seconds_of
+from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
 from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
+from launcher.run_dir.codec import decoded
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
+from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.run_dir.status import Status
 from launcher.telemetry.event_log import FILE_NAME
+from launcher.telemetry.events import DecisionEvent, EndEvent, StartEvent
 from launcher.telemetry.formatting import duration, metric_title
 from launcher.telemetry.tracker.delivery import lacking
 
@@ -34,8 +38,8 @@ class RunRecord:
     directory: Path
     name: str
     recording: Recording
-    result: dict[str, Any]
-    status: dict[str, Any]
+    result: Result
+    status: Status
     life: RunState
     environment: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
@@ -75,15 +79,15 @@ class RunRecord:
         `process` is that of the run, found before `recording` was read.
         """
         now = time.time() if now is None else now
-        status, result_written = json_of(run_dir, STATUS, warn), _written(run_dir / RESULT)
+        status, result_written = status_of(run_dir, warn), _written(run_dir / RESULT)
         is_current = result_written > _begin_of(run_dir, status, recording)
-        result = result_of(run_dir, warn) if is_current or status.get("state") in ENDED else {}
+        result = result_of(run_dir, warn) if is_current or status.state in ENDED else None
         holder, holder_has_ended = process
         return cls(
             directory=run_dir,
             name="/".join(run_dir.absolute().parts[-2:]),
             recording=recording,
-            result=result,
+            result=result or decoded(Result, {}),
             status=status,
             life=RunState(
                 now,
@@ -91,7 +95,7 @@ class RunRecord:
                 (run_dir / STATUS).exists(),
                 result,
                 max(0.0, now - result_written) if result else 0.0,
-                recording.of("end").last,
+                recording.of(EndEvent).last,
                 recording.last_time,
                 holder,
                 holder_has_ended,
@@ -108,8 +112,8 @@ class RunRecord:
         """Why it failed or stopped; "" if it did not, or could not write it."""
         if self.state not in ENDED or self.state == "done":
             return ""
-        end = self.recording.of("end").last or {}
-        return str(self.result.get("error") or end.get("error") or "")
+        end = self.recording.of(EndEvent).last
+        return self.result.error or (end.error if end else None) or ""
 
     @property
     def note(self) -> str:
@@ -117,7 +121,7 @@ class RunRecord:
         text = self.life.note(self.directory)
         if self.state not in (KILLED, NO_RESULT) or self.life.last_event_time is None:
             return text
-        lags = lacking(self.directory, self.recording.of("decision").all(), self.life.last_event_time)
+        lags = lacking(self.directory, self.recording.of(DecisionEvent).all(), self.life.last_event_time)
         for name, lag_s in lags.items():
             rows = (
                 f"the rows of its last {duration(lag_s)}" if math.isfinite(lag_s) else "all rows of this run"
@@ -129,24 +133,24 @@ class RunRecord:
     def metric_name(self) -> str | None:
         """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
         names = list(self.recording.evaluations)
-        named = self.result.get("metric_name") or self._compared_by(names)
-        if isinstance(named, str) and (not names or self.recording.evaluation(named) is not None):
+        named = self.result.metric_name or self._compared_by(names)
+        if named and (not names or self.recording.evaluation(named) is not None):
             return named
         return next((name for name in names if name != "loss" and not name.startswith("train_")), None) or (
             "loss" if "loss" in names else None
         )
 
-    def _compared_by(self, evaluated: Sequence[str]) -> Any:
-        """What the recipe names, before there is a result; None in files of older versions."""
-        start = self.recording.of("start").last or {}
-        if not evaluated or "compare_by" not in start:
+    def _compared_by(self, evaluated: Sequence[str]) -> str | None:
+        """What the recipe names, before there is a result."""
+        start = self.recording.of(StartEvent).last
+        if not evaluated or start is None:
             return None
-        return start["compare_by"] or ("accuracy" if "accuracy" in evaluated else "loss")
+        return start.compare_by or ("accuracy" if "accuracy" in evaluated else "loss")
 
     @property
-    def metric(self) -> Any:
-        if self.result.get("metric") is not None and self.metric_name == self.result.get("metric_name"):
-            return self.result["metric"]
+    def metric(self) -> float | None:
+        if self.result.metric is not None and self.metric_name == self.result.metric_name:
+            return self.result.metric
         curve = self.recording.evaluation(self.metric_name or "")
         return None if curve is None else curve.last
 
@@ -160,38 +164,35 @@ class RunRecord:
     @property
     def steps(self) -> int:
         """Steps done."""
-        known = (
-            self.result.get("steps"),
-            self.status.get("step"),
-            self.recording.last_step.get("step"),
-            (self.recording.of("end").last or {}).get("step"),
-        )
-        return max((_count(value) or 0 for value in known), default=0)
+        last, end = self.recording.last_step, self.recording.of(EndEvent).last
+        known = (self.result.steps or 0, self.status.step, *(event.step for event in (last, end) if event))
+        return max(known)
 
     @property
     def total_steps(self) -> int | None:
-        start = self.recording.of("start").last or {}
-        known = (self.status.get("total_steps"), start.get("total_steps"))
-        return next((count for value in known if (count := _count(value))), None)
+        start = self.recording.of(StartEvent).last
+        return self.status.total_steps or (start.total_steps if start else None) or None
 
     @property
     def seconds(self) -> float | None:
         """Training time; of a run without a result, what its attempts took."""
-        if (seconds := training_seconds_of(self.result)) is not None:
-            return seconds
+        if self.result.training_seconds is not None:
+            return self.result.training_seconds
         spent = [attempt.ended - attempt.began for attempt in self.recording.attempts]
         return sum(value for value in spent if value > 0) or None
 
     @property
     def samples_per_s(self) -> float | None:
-        if isinstance(self.result.get("samples_per_s"), int | float):
-            return float(self.result["samples_per_s"])
-        return self.recording.samples_per_s
+        return (
+            self.recording.samples_per_s if self.result.samples_per_s is None else self.result.samples_per_s
+        )
 
     @property
     def skipped(self) -> int | None:
-        known = (self.result.get("skipped_steps"), self.recording.last_step.get("skipped"))
-        return next((count for value in known if (count := _count(value)) is not None), None)
+        last = self.recording.last_step
+        if self.result.skipped_steps is not None or last is None:
+            return self.result.skipped_steps
+        return last.skipped
 
     @property
     def bound(self) -> str:
@@ -219,13 +220,13 @@ def process_of(run_dir: Path) -> Process:
     return holder, None if holder is None else holder.has_ended
 
 
-def _begin_of(run_dir: Path, status: Mapping[str, Any], recording: Recording) -> float:
+def _begin_of(run_dir: Path, status: Status, recording: Recording) -> float:
     """When the run's last process began, in unix seconds: an older result.json is not of this process.
 
     A process that resumes is "starting" until it has recorded its begin.
     """
     attempts = recording.attempts
-    if status.get("state") == "running" and attempts and math.isfinite(attempts[-1].began):
+    if status.state == "running" and attempts and math.isfinite(attempts[-1].began):
         return attempts[-1].began
     return _written(run_dir / STATUS)
 
@@ -253,9 +254,8 @@ def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
 
 def _as_asked(config: dict[str, str], recording: Recording) -> dict[str, str]:
     """The config without what the run found out for itself, such as a micro-batch that fits."""
-    wishes = (recording.of("start").last or {}).get("asked")
-    if not isinstance(wishes, dict):  # of an older version
-        return config
+    start = recording.of(StartEvent).last
+    wishes = (start.asked if start else None) or {}
     return config | {key: text for key, text in _leaves(wishes, "") if key in config}
 
 
@@ -267,9 +267,3 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Sequence[tuple[str, str]]:
         else:
             found.append((f"{prefix}{key}", "null" if value is None else str(value)))
     return found
-
-
-def _count(value: Any) -> int | None:
-    """The value as a count; None for anything else."""
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
-    return int(value) if is_one else None

@@ -7,17 +7,19 @@ names its process, and the time of its last sign of life. Pure: contents of file
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME
 from launcher.run_dir.lock import Holder
+from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
+from launcher.run_dir.status import Status
+from launcher.telemetry.events import EndEvent
 from launcher.telemetry.formatting import duration
 
+BLANK = Status(state="")  # of a file that says nothing
 GOING = ("starting", "running")
 ENDED = ("done", "failed", "preempted")
 KILLED, NO_RESULT = "killed", "ended without a result"
@@ -32,47 +34,46 @@ class RunState:
     """What the files of a run say at one moment, `now` in unix seconds."""
 
     now: float
-    status: Mapping[str, Any] = field(default_factory=dict)  # empty where missing or damaged
+    status: Status = BLANK  # where the file is missing or damaged
     has_status: bool = False  # whether the file exists, damaged or not
-    result: Mapping[str, Any] = field(default_factory=dict)  # empty for one of an earlier process
+    result: Result | None = None  # None also for one of an earlier process
     result_age_s: float = 0.0  # since it was written
-    end: Mapping[str, Any] | None = None  # the last `end` event
+    end: EndEvent | None = None  # the last
     last_event_time: float | None = None
     holder: Holder | None = None  # the process that the run belongs to; None if unknown
     holder_has_ended: bool | None = None  # None if unknown; true only if it had before the files were read
 
     @property
-    def ending(self) -> Mapping[str, Any]:
-        """The file's content or the event that says how the run ended; empty where nothing does."""
-        if self.status.get("state") in ENDED:
+    def ending(self) -> Status | Result | EndEvent | None:
+        """The file's content or the event that says how the run ended; None where nothing does."""
+        if self.status.state in ENDED:
             return self.status
         if self.end is None:
             is_last = self.holder_has_ended or self.result_age_s >= SILENT_S or not self._may_go_on
-            return self.result if is_last and self.result.get("state") in ENDED else {}
-        return self.end if self.end.get("state") in ENDED and not self._resumes(self.end) else {}
+            return self.result if is_last and self.result and self.result.state in ENDED else None
+        return self.end if self.end.state in ENDED and not self._resumes(self.end) else None
 
     @property
     def name(self) -> str:
         """done, failed, preempted, killed, running, starting, or that it ended without a result."""
-        if state := self.ending.get("state"):
-            return str(state)
+        if self.ending is not None:
+            return self.ending.state
         if self.holder_has_ended:
             return NO_RESULT if self.holder is not None and self.holder.is_copy else KILLED
         if not self._may_go_on:
             return NO_RESULT
-        return str(self.status["state"]) if self.status.get("state") in GOING else "running"
+        return self.status.state if self.status.state in GOING else "running"
 
     @property
     def exit_code(self) -> int:
         """Of a run that has ended; `EXIT_KILLED` if it could not write one."""
-        code = self.ending.get("exit")
-        return code if type(code) is int and 0 <= code < 256 else EXIT_KILLED
+        code = None if self.ending is None else self.ending.exit
+        return code if code is not None and 0 <= code < 256 else EXIT_KILLED
 
     @property
     def age_s(self) -> float | None:
         """Seconds since the last sign of life; None without a recorded one."""
-        known = (self.status.get("updated"), self.last_event_time)
-        times = [time for time in known if isinstance(time, int | float)]
+        times = [time for time in (self.status.updated, self.last_event_time) if time]
         return max(0.0, self.now - max(times)) if times else None
 
     @property
@@ -95,12 +96,9 @@ class RunState:
             return f"{self._last_written}; {self._foreign}, so it is not known whether it still runs."
         return ""
 
-    def _resumes(self, end: Mapping[str, Any]) -> bool:
+    def _resumes(self, end: EndEvent) -> bool:
         """Whether the `end` event is that of an earlier process: status.json is newer, and still updated."""
-        updated, ended = self.status.get("updated"), end.get("time")
-        if not isinstance(updated, int | float) or not isinstance(ended, int | float):
-            return False
-        return ended < updated and self.now - updated < SILENT_S
+        return end.time < self.status.updated and self.now - self.status.updated < SILENT_S
 
     @property
     def _may_go_on(self) -> bool:
@@ -124,8 +122,7 @@ class RunState:
 
     @property
     def _last_written(self) -> str:
-        updated = self.status.get("updated")
-        if isinstance(updated, int | float):
+        if updated := self.status.updated:
             return f"{STATUS} was last written {_time(max(0.0, self.now - updated))} ago"
         last_event = "" if self.age_s is None else f" (last event: {_time(self.age_s)} ago)"
         return f"{STATUS} is missing or damaged{last_event}"

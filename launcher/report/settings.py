@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from launcher.report.run_record import RunRecord
+from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
@@ -87,10 +87,10 @@ def difference_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     return [{key: run.config.get(key, "-") for key in keys} for run in runs]
 
 
-def higher_is_better(results: Sequence[Mapping[str, Any]], metric_name: str) -> bool:
+def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
     """Whether the results compare by a metric of which more is better."""
-    known = [each["higher_is_better"] for each in results if isinstance(each.get("higher_is_better"), bool)]
-    return known[0] if known else not metric_name.endswith("loss")
+    known = (each.higher_is_better for each in results if each.higher_is_better is not None)
+    return next(known, not metric_name.endswith("loss"))
 
 
 def best_settings(settings: Sequence[RunSetting]) -> list[int]:
@@ -101,7 +101,7 @@ def best_settings(settings: Sequence[RunSetting]) -> list[int]:
 
     def rank(place: int) -> float:
         values = [run.metric for run in settings[place].runs if run.state == "done"]
-        known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        known = [value for value in values if value is not None and math.isfinite(value)]
         return sign * statistics.fmean(known) if known else math.inf
 
     return sorted(range(len(settings)), key=rank)[:NUM_COLORS]
@@ -140,7 +140,7 @@ def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> 
 
 def _spread(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
     """Mean ± standard deviation of what was measured."""
-    known = [value for value in values if isinstance(value, int | float)]
+    known = [value for value in values if value is not None]
     if not known:
         return "-"
     if len(known) == 1:

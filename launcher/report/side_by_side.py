@@ -16,9 +16,10 @@ from typing import Any
 
 from launcher.config.messages import program
 from launcher.errors import counted
-from launcher.report.reading import training_seconds_of
 from launcher.report.recording import Recording
 from launcher.report.spread import Spread, joined
+from launcher.run_dir.result import Result
+from launcher.telemetry.events import DecisionEvent, EndEvent
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 from launcher.telemetry.step_time import FEW_STEPS, TimeShares
 
@@ -366,33 +367,30 @@ def size(value: float) -> str:
 
 def measured(
     seed: str,
-    result: Mapping[str, Any],
+    result: Result,
     recording: Recording,
     config: Mapping[str, Any],
     words: tuple[str, ...] = (),
 ) -> Measured:
     """From a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
     data = config.get("data")
-    end = recording.of("end").last
-    choices = [
-        event.get("text") for event in recording.of("decision").all() if event.get("topic") == "precision"
-    ]
+    end, decisions = recording.of(EndEvent).last, recording.of(DecisionEvent).all()
     _, memory = recording.steps["memory_bytes"].points()  # thinned without losing peaks
     return Measured(
         seed=seed,
-        state=str(end.get("state") if end and result["state"] != "done" else result["state"]),
-        seconds=training_seconds_of(result),
+        state=end.state if end and result.state != "done" else result.state,
+        seconds=result.training_seconds,
         shares=recording.time_shares,
         windows_ms=recording.windows_ms,
         memory_bytes=float(memory.max()) if memory.size else None,
-        wire_bytes=result.get("wire_bytes_per_step"),
-        state_bytes=result.get("state_bytes"),
-        loss=result.get("metrics", {}).get("loss"),
-        metric=result.get("metric"),
-        metric_name=str(result.get("metric_name") or ""),
-        skipped_steps=int(result.get("skipped_steps") or 0),
-        emulated=any("emulated" in str(text) for text in choices),
+        wire_bytes=result.wire_bytes_per_step,
+        state_bytes=result.state_bytes,
+        loss=result.metrics.get("loss"),
+        metric=result.metric,
+        metric_name=result.metric_name or "",
+        skipped_steps=result.skipped_steps or 0,
+        emulated=any(each.topic == "precision" and "emulated" in each.text for each in decisions),
         cache_is_off=isinstance(data, dict) and data.get("cache") == "none",
-        error=str((end or {}).get("error") or ""),
+        error=(end.error if end else None) or "",
         words=words,
     )

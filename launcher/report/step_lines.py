@@ -51,7 +51,7 @@ def is_event(value: Any) -> bool:
     )
 
 
-def event_of(line: bytes) -> dict[str, Any] | None:
+def parsed(line: bytes) -> dict[str, Any] | None:
     """The event of a line; None if it holds none."""
     try:
         value = json.loads(line)

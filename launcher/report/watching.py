@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
 from launcher.config.messages import program
 from launcher.errors import counted, listed
@@ -25,7 +24,8 @@ from launcher.report.run_table import first_line, printable, shortened
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, SWEEP
 from launcher.telemetry.event_log import FILE_NAME
-from launcher.telemetry.formatting import duration, metric, number, scale_text
+from launcher.telemetry.events import WarningEvent
+from launcher.telemetry.formatting import duration, metric, number, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
@@ -66,10 +66,9 @@ class View:
     @property
     def eta_s(self) -> float | None:
         life = self.record.life
-        eta, updated = life.status.get("eta_s"), life.status.get("updated")
-        if self.state != "running" or life.silent_s or not isinstance(eta, int | float):
+        if self.state != "running" or life.silent_s or life.status.eta_s is None:
             return None
-        return max(0.0, eta - (life.now - updated if isinstance(updated, int | float) else 0.0))
+        return max(0.0, life.status.eta_s - (life.now - (life.status.updated or life.now)))
 
 
 class Watched:
@@ -105,12 +104,11 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
 def run_line(view: View) -> str:
     """One line, for pipes and logs."""
     record = view.record
-    last = record.recording.last_step
     parts = [
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.life.now)),
         state_of(view),
         f"step {_progress(record)}",
-        f"loss {number(last.get('loss'))}",
+        _loss(record),
         *_pace(record),
         *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
         *([first_line(record.error)] if record.error else []),
@@ -164,7 +162,7 @@ def job_line(view: View, columns: int, longest_name: int = 0) -> str:
         name.ljust(min(longest_name, width)),
         state_of(view),
         _progress(record),
-        f"loss {number(record.recording.last_step.get('loss'))}",
+        _loss(record),
         *_metric(record),
         *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
         *([first_line(record.error)] if record.error else []),
@@ -183,7 +181,7 @@ def _facts(view: View, columns: int) -> Iterator[str]:
     state = state_of(view)
     yield f"{shortened(record.name, max(MIN_NAME, columns - len(state) - 2))}  {state}"
     yield _bar(view, columns)
-    yield "  ".join([f"loss {number(last.get('loss'))}", *_metric(record), f"lr {number(last.get('lr'))}"])
+    yield "  ".join([_loss(record), *_metric(record), f"lr {number(last and last.lr)}"])
     yield "  ".join(_pace(record))
     yield "  ".join(_time_of_step(record))
     yield from _gpus(record)
@@ -216,14 +214,12 @@ def _metric(record: RunRecord) -> list[str]:
 def _pace(record: RunRecord) -> list[str]:
     """Speed, loss scale, skipped steps, as far as they are recorded."""
     last = record.recording.last_step
-    parts = []
-    if _is_number(last.get("samples_per_s")):
-        parts.append(f"{last['samples_per_s']:,.0f} samples/s")
-    if _is_number(last.get("scale")):
-        parts.append(f"scale {scale_text(last['scale'])}")
-    if last.get("skipped") is not None:
-        parts.append(f"skipped {number(last['skipped'])}")
-    return parts
+    return [] if last is None else step_details(last)
+
+
+def _loss(record: RunRecord) -> str:
+    last = record.recording.last_step
+    return f"loss {number(last and last.loss)}"
 
 
 def _time_of_step(record: RunRecord) -> list[str]:
@@ -234,31 +230,26 @@ def _time_of_step(record: RunRecord) -> list[str]:
 
 
 def _gpus(record: RunRecord) -> Iterator[str]:
-    gpus = record.recording.last_gpu.get("gpus")
-    for fields in gpus if isinstance(gpus, list) else []:
-        if isinstance(fields, dict):
-            shown = [
-                f"{factor * fields[key]:.0f} {unit}"
-                for key, factor, unit in (
-                    ("utilisation_percent", 1.0, "%"),
-                    ("power_w", 1.0, "W"),
-                    ("temperature_c", 1.0, "°C"),
-                    ("memory_bytes", 1e-9, "GB"),
-                )
-                if _is_number(fields.get(key))
-            ]
-            yield "  ".join([f"GPU {fields.get('index', '')}:", *shown])
+    last = record.recording.last_gpu
+    for gpu in () if last is None else last.gpus:
+        shown = [
+            f"{factor * value:.0f} {unit}"
+            for value, factor, unit in (
+                (gpu.utilisation_percent, 1.0, "%"),
+                (gpu.power_w, 1.0, "W"),
+                (gpu.temperature_c, 1.0, "°C"),
+                (gpu.memory_bytes, 1e-9, "GB"),
+            )
+            if value is not None
+        ]
+        yield "  ".join([f"GPU {'' if gpu.index is None else gpu.index}:", *shown])
 
 
 def _last_warning(record: RunRecord) -> str:
-    last = record.recording.of("warning").last
-    return first_line(str(last.get("text"))) if last else ""
+    last = record.recording.of(WarningEvent).last
+    return "" if last is None else first_line(last.text)
 
 
 def _cut(line: str, columns: int) -> str:
     line = printable(line)
     return line if len(line) <= columns else f"{line[: max(0, columns - 3)]}..."
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -57,6 +57,19 @@ def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     return found
 
 
+def misfits(kind: Hashable, record: Mapping[str, object]) -> list[str]:
+    """The keys of a file whose values are of another type than the fields of these names."""
+    return [key.name for key in _keys(kind) if key.name in record and not _fits(key, record[key.name])]
+
+
+def _fits(key: _Key, value: object) -> bool:
+    try:
+        key.read(value)
+    except MisfitError:
+        return False
+    return True
+
+
 def _decoded(kind: Any, record: Mapping[str, object]) -> Any:
     keys = _keys(kind)
     rest = {name: item for name, item in record.items() if name not in {key.name for key in keys}}

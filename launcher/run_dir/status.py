@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ class Status:
     step: int = 0
     total_steps: int | None = None
     eta_s: float | None = None
-    last: dict[str, Any] = field(default_factory=dict)  # newest fields of step and eval events
+    last: Mapping[str, Any] = field(default_factory=dict)  # newest fields of step and eval events
     exit: int | None = None
     updated: float = 0.0  # unix seconds
 

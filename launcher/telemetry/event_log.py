@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 from launcher.errors import listed
 from launcher.run_dir.atomic import json_line, open_plain, restored, write_chunks
 from launcher.run_dir.records import METRICS
-from launcher.telemetry.stream import LIMIT, PERIODIC, Record
+from launcher.telemetry.events import KINDS, Event, record_of
+from launcher.telemetry.stream import LIMIT, Record
 
 FILE_NAME = METRICS
 SHOWN = 5  # line numbers in a warning
@@ -31,6 +32,7 @@ MAX_LINE_BYTES = (
 BLOCK_BYTES = 1 << 20
 # The beginning of every line that `EventLog` writes: what decides whether the line is needed.
 HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d+)[,}]')
+PERIODIC = [name for name, kind in KINDS.items() if kind.is_periodic]  # of these, single ones may be lost
 TOO_LONG = b"a longer line\n"  # holds no event
 
 
@@ -53,7 +55,11 @@ class EventLog:
         self._rewind: tuple[int, bool] | None = None  # not done yet
         self._last_step = 0
 
-    def write(self, record: Record) -> None:
+    def write(self, event: Event) -> None:
+        self.append(record_of(event))
+
+    def append(self, record: Record) -> None:
+        """Write one line."""
         self._unwritten.append((record["event"], record.get("step", 0), json_line(record)))
         self._write_all()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from launcher.run_dir.codec import FLAT, decoded, encoded
+from launcher.run_dir.result import StepTime
 
 FORMAT = 1  # of the events; a reader of an older one leaves out what it does not know
 
@@ -260,7 +261,7 @@ class EndEvent(Event):
     metrics: Mapping[str, float | None] | None = None  # of the last evaluation
     reason: str | None = None  # why it ended early
     weights_sha256: str | None = None
-    step_time: Mapping[str, object] | None = None  # milliseconds of the slowest rank, its `rank` and `steps`
+    step_time: StepTime | None = None
 
 
 KINDS: dict[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.errors import escaped
+from launcher.telemetry.events import EvalEvent, StepEvent
 
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
@@ -32,7 +33,6 @@ MARKUP = tuple(  # in this order; what Markdown leaves as it is, such as the _ o
         (r"\]\(", r"]\\("),
     )
 )
-HIDDEN = ("event", "time", "step", "epoch")
 
 
 def number(value: Any) -> str:
@@ -91,23 +91,19 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(map(markdown_text, cells))} |"
 
 
-def evaluation_cells(record: Mapping[str, Any]) -> dict[str, str]:
-    """One row of the table of evaluations, as titles and texts; epochs count from 1 for people."""
-    cells = {"epoch": number(_shown_epoch(record)), "step": number(record["step"])}
-    if isinstance(record.get("set"), str):
-        cells["set"] = record["set"]
-    for name in _shown_order(record):
-        value = record[name]
-        if name not in HIDDEN and (value is None or isinstance(value, int | float)):
-            cells[metric_title(name.removeprefix("macro_"))] = metric(name, value)
-    return cells
+def evaluation_cells(event: EvalEvent) -> dict[str, str]:
+    """One row of the table of evaluations, as titles and texts; epochs count from 1 for people.
 
-
-def _shown_order(record: Mapping[str, Any]) -> list[str]:
-    """Numbers of the training samples stand after the loss and the first metric of the held-out ones."""
-    held_out = [name for name in record if name not in OF_TRAINING]
-    first = 2 + held_out.index("loss") if "loss" in held_out else 0
-    return [*held_out[:first], *(name for name in OF_TRAINING if name in record), *held_out[first:]]
+    Numbers of the training samples stand after the loss and the first metric of the held-out ones.
+    """
+    held_out = {"loss": event.loss} | {k: v for k, v in event.metrics.items() if k not in OF_TRAINING}
+    order = [*list(held_out)[:2], *OF_TRAINING, *held_out]
+    values = {"loss": event.loss, **event.metrics}
+    shown = {name: values[name] for name in dict.fromkeys(order) if name in values}
+    shown |= {"samples": event.samples, "seconds": event.seconds}
+    cells = {"epoch": number(event.epoch + 1), "step": number(event.step)}
+    cells |= {} if event.set is None else {"set": event.set}
+    return cells | {metric_title(k.removeprefix("macro_")): metric(k, v) for k, v in shown.items()}
 
 
 def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[str, int]:
@@ -152,41 +148,28 @@ def middle_cut(text: str, longest: int) -> str:
     return f"{text[: longest - 3 - tail]}...{text[len(text) - tail :]}"
 
 
-def step_line(
-    record: Mapping[str, Any], epochs: int | None, total_steps: int | None, eta_s: float | None
-) -> str:
+def step_line(event: StepEvent, epochs: int | None, total_steps: int | None, eta_s: float | None) -> str:
     """One line per `step` event, for logs and pipes."""
     parts = [
-        f"epoch {_of(_shown_epoch(record), epochs)}",
-        f"step {_of(record['step'], total_steps)}",
-        f"loss {number(record.get('loss'))}",
-        f"lr {number(record.get('lr'))}",
-        *step_details(record),
+        f"epoch {_of(event.epoch + 1, epochs)}",
+        f"step {_of(event.step, total_steps)}",
+        f"loss {number(event.loss)}",
+        f"lr {number(event.lr)}",
+        *step_details(event),
     ]
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)
 
 
-def step_details(record: Mapping[str, Any]) -> list[str]:
-    """Speed, loss scale and skipped steps, as far as the event carries them."""
-    parts = []
-    if record.get("samples_per_s") is not None:
-        parts.append(f"{record['samples_per_s']:,.0f} samples/s")
-    if record.get("scale") is not None:
-        parts.append(f"scale {scale_text(record['scale'])}")
-    if record.get("skipped") is not None:
-        parts.append(f"skipped {record['skipped']}")
-    return parts
+def step_details(event: StepEvent) -> list[str]:
+    """Speed, loss scale and skipped steps."""
+    speed, scale = f"{event.samples_per_s:,.0f} samples/s", f"scale {scale_text(event.scale)}"
+    return [speed, scale, f"skipped {event.skipped}"]
 
 
 def scale_text(scale: float) -> str:
     return f"{scale:g}" if scale < 1 else f"{scale:.0f}"
-
-
-def _shown_epoch(record: Mapping[str, Any]) -> int | None:
-    epoch = record.get("epoch")
-    return epoch + 1 if type(epoch) is int else None
 
 
 def _of(value: Any, total: int | None) -> str:

@@ -11,14 +11,23 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from launcher.run_dir.atomic import write_json
 from launcher.run_dir.status import FILE_NAME, Status
-from launcher.telemetry.stream import Record
+from launcher.telemetry.events import (
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    RestartEvent,
+    StartEvent,
+    StepEvent,
+    record_of,
+)
 
 EVERY_S = 5.0  # half of the documented 10 s, which leaves room for the current step
-AT_ONCE = frozenset({"start", "eval", "checkpoint", "restart", "end"})
+AT_ONCE = (StartEvent, EvalEvent, CheckpointEvent, RestartEvent, EndEvent)
+LEFT_OUT = ("event", "time", "epoch", "higher_is_better")  # of the latest events
 
 
 class StatusFile:
@@ -34,17 +43,17 @@ class StatusFile:
         self._clock = clock
         self._pace = Pace(clock)
         self._status = Status()
-        self._step: Record | None = None  # the latest, not yet in the status
+        self._step: StepEvent | None = None  # the latest, not yet in the status
         self._published = -inf
         self._publish()
 
-    def write(self, record: Record) -> None:
-        if record["event"] == "step":
-            self._step = record
+    def write(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            self._step = event
         else:
             self._take_step()
-            self._status = self._after(record)
-        if record["event"] in AT_ONCE:
+            self._status = self._after(event)
+        if isinstance(event, AT_ONCE):
             self._published = -inf
         if self._due():
             self._publish()
@@ -58,21 +67,19 @@ class StatusFile:
     def close(self) -> None:
         self._publish()
 
-    def _after(self, record: Record) -> Status:
-        event, status = record["event"], self._status
-        if event == "start":
-            return replace(status, state="running", total_steps=record.get("total_steps"))
-        known = status.last.get("eval", record)
-        if event == "eval" and known.get("set") != record.get("set"):
+    def _after(self, event: Event) -> Status:
+        status = self._status
+        if isinstance(event, StartEvent):
+            return replace(status, state="running", total_steps=event.total_steps)
+        if isinstance(event, EndEvent):
+            return replace(status, state=event.state, exit=event.exit, step=event.step, eta_s=None)
+        if not isinstance(event, StepEvent | EvalEvent):
+            return status
+        fields = {key: value for key, value in record_of(event).items() if key not in LEFT_OUT}
+        if isinstance(event, EvalEvent) and event.set != status.last.get(event.kind, fields).get("set"):
             return status  # of several sets the first is shown
-        if event in ("step", "eval"):
-            last = {**status.last, event: _without(record, "event", "time", "epoch", "higher_is_better")}
-            epoch = record.get("epoch", status.epoch)
-            return replace(status, epoch=epoch, step=record["step"], last=last)
-        if event == "end":
-            state = record.get("state", "done")
-            return replace(status, state=state, exit=record.get("exit"), step=record["step"], eta_s=None)
-        return status
+        last = {**status.last, event.kind: fields}
+        return replace(status, epoch=event.epoch, step=event.step, last=last)
 
     def _take_step(self) -> None:
         if self._step is not None:
@@ -106,7 +113,3 @@ class Pace:
         if step == first_step:
             return None
         return round((self._clock() - first_s) / (step - first_step) * max(0, total_steps - step), 1)
-
-
-def _without(record: Record, *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in keys}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.errors import counted
-from launcher.telemetry.stream import Record
+from launcher.telemetry.events import EndEvent, StepEvent
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
 TIMES = ("step_ms", *PARTS)
@@ -103,16 +103,17 @@ class TimeTotals:
         self._sums = dict.fromkeys(TIMES, 0.0)
         self._last_step = 0
 
-    def add(self, record: Record) -> None:
-        if not all(_is_time(record.get(key)) for key in TIMES):
+    def add(self, event: StepEvent) -> None:
+        times = {key: float(getattr(event, key)) for key in TIMES}
+        if not all(map(_is_time, times.values())):
             return
-        weight, self._last_step = max(1, record["step"] - self._last_step), record["step"]
+        weight, self._last_step = max(1, event.step - self._last_step), event.step
         if self._first is None:
-            self._first = weight, {key: float(record[key]) for key in TIMES}
+            self._first = weight, times
             return
         self._steps += weight
-        for key in TIMES:
-            self._sums[key] += weight * record[key]
+        for key, value in times.items():
+            self._sums[key] += weight * value
 
     def shares(self) -> TimeShares | None:
         """None where no event has the parts."""
@@ -134,22 +135,18 @@ def averaged(
     return TimeShares(counted, averages["step_ms"], {part: averages[part] for part in PARTS})
 
 
-def time_at_end(end: Record) -> TimeShares | None:
-    """The times of the slowest rank from an `end` event; None where it has none, as after a failure."""
-    time = end.get("step_time")
-    keys = ("steps", "step_ms", "overhead_ms", "waited_ms", *PARTS)
-    if not isinstance(time, dict) or not all(_is_time(time.get(key)) for key in keys) or not time["step_ms"]:
+def time_at_end(end: EndEvent) -> TimeShares | None:
+    """The times of the slowest rank; None where the event has none, as after a failure."""
+    time = end.step_time
+    if time is None or time.steps < 1 or not time.step_ms:
         return None
-    rank = time.get("rank")
-    named = type(rank) is int and time["waited_ms"] >= OTHERS_WAIT * time["step_ms"]
-    return TimeShares(
-        int(time["steps"]),
-        float(time["step_ms"]),
-        {part: float(time[part]) for part in PARTS},
-        overhead_ms=float(time["overhead_ms"]),
-        rank=rank if named else None,
-    )
+    parts_ms = {part: getattr(time, part) for part in PARTS}
+    if not all(map(_is_time, (time.step_ms, time.overhead_ms, time.waited_ms, *parts_ms.values()))):
+        return None
+    waits = time.waited_ms >= OTHERS_WAIT * time.step_ms
+    rank = time.rank if waits else None
+    return TimeShares(time.steps, time.step_ms, parts_ms, overhead_ms=time.overhead_ms, rank=rank)
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+def _is_time(value: float) -> bool:
+    return 0 <= value < math.inf  # NaN is neither

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from launcher.errors import described
-from launcher.telemetry.events import DecisionEvent, Event, WarningEvent, record_of
+from launcher.telemetry.events import DecisionEvent, Event, WarningEvent
 
 Record = Mapping[
     str, Any
@@ -45,7 +45,7 @@ class Sink(Protocol):
     @property
     def name(self) -> str: ...  # as shown in the warning
 
-    def write(self, record: Record) -> None: ...
+    def write(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
 
@@ -91,7 +91,7 @@ class Telemetry:
         self._followers: list[PositionSink] = []
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
-        self._waiting: deque[Record] = deque()
+        self._waiting: deque[Event] = deque()
         self._position: tuple[int, int] | None = None  # the latest that `advance` was given
         self._limit = limit
         self._draining = False
@@ -126,16 +126,15 @@ class Telemetry:
         self._step = max(self._step, event.step)  # a sampler's event may be of an earlier step
         if not self._sinks:
             return
-        record = record_of(event)
         if self._writer is not None and event.is_periodic:
             if len(self._waiting) < self._limit:
-                self._waiting.append(record)
+                self._waiting.append(event)
             else:
                 self._lost += 1
             return
         with self._lock:
             self._drain()
-            self._hand_out(record)
+            self._hand_out(event)
 
     def flush(self) -> None:
         """Write what waits. Called before a checkpoint, so that a run that resumes from it has all events."""
@@ -225,21 +224,21 @@ class Telemetry:
             self._reported = self._lost
             self.warn(f"the files of the run were not written for a while: {self._lost:,} events are lost.")
 
-    def _hand_out(self, record: Record) -> None:
+    def _hand_out(self, event: Event) -> None:
         for sink in list(self._sinks):
-            self._attempt(sink, partial(sink.write, record), record)
+            self._attempt(sink, partial(sink.write, event), event)
 
-    def _leave_out(self, sink: Sink, record: Record, error: Exception) -> None:
+    def _leave_out(self, sink: Sink, event: Event, error: Exception) -> None:
         """Count an event that a sink cannot represent; the first one is a warning, `close` reports more."""
         self._unwritten[sink.name] += 1
         if self._unwritten[sink.name] == 1:
             self.warn(
-                f"{sink.name} lacks the event {record['event']} of step {record['step']}: "
+                f"{sink.name} lacks the event {event.kind} of step {event.step}: "
                 f"{described(error)}. Further ones are counted."
             )
 
-    def _attempt(self, sink: Sink, action: Callable[[], None], record: Record | None = None) -> None:
-        """Call a method of a sink; with a `record`, it writes it."""
+    def _attempt(self, sink: Sink, action: Callable[[], None], event: Event | None = None) -> None:
+        """Call a method of a sink; with an `event`, it writes it."""
         try:
             action()
         except (SinkError, BrokenPipeError) as error:
@@ -247,12 +246,12 @@ class Telemetry:
         except OSError as error:  # a full disk, a server that is away
             self._report_failure(sink, error)
         except Exception as error:  # a sink never ends the training
-            if record is None:
+            if event is None:
                 self._drop(sink, error)
             else:
-                self._leave_out(sink, record, error)
+                self._leave_out(sink, event, error)
         else:
-            if record is not None and sink.name in self._failing:
+            if event is not None and sink.name in self._failing:
                 self._failing.remove(sink.name)
                 self.decision("files", f"{sink.name} is written again")
 

@@ -28,7 +28,9 @@ from launcher.report.pictures import (
 )
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_text
+from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT, write_environment, write_result
+from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
@@ -51,7 +53,7 @@ PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
 
 
-def result_of(job: Job, since_step: int, steps: int, seconds: float) -> dict[str, Any]:
+def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
     """The content of result.json: what each run has, and what its parts add. A collective.
 
     `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
@@ -78,16 +80,17 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> dict[str
     }
     if run.env.device.type == "cuda":
         content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(run.env.device)
-    return content | job.parts.result() | facts_for_prediction(job.recipe)
+    return Result(**content | job.parts.result() | facts_for_prediction(job.recipe))
 
 
 def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result = result_of(job, since_step, steps, seconds)
-    if result["applied_steps"] < steps / 2:
+    applied = run.stepper.counters()["applied"]
+    if applied < steps / 2:
         run.telemetry.warn(
-            f"only {result['applied_steps']} of {steps} steps were applied, the others skipped: lower "
+            f"only {applied} of {steps} steps were applied, the others skipped: lower "
             "precision.scale.init, or start with precision.scale.mode=auto."
         )
     if run.env.is_leader:
@@ -99,11 +102,11 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
             exit=0,
             seconds=seconds,
             since_step=since_step,
-            samples_per_s=result["samples_per_s"],
-            metrics=result["metrics"],
+            samples_per_s=result.samples_per_s,
+            metrics=result.metrics,
             reason=job.parts.ends or None,
-            weights_sha256=result["weights_sha256"],
-            step_time=result.get("step_time"),
+            weights_sha256=result.weights_sha256,
+            step_time=result.step_time,
         )
     )
     if run.env.is_leader:
@@ -111,16 +114,14 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
         write_page(run_dir, run.telemetry)
 
 
-def write_files(
-    run_dir: Path, content: dict[str, Any], confusion: Confusion | None, telemetry: Telemetry
-) -> None:
+def write_files(run_dir: Path, result: Result, confusion: Confusion | None, telemetry: Telemetry) -> None:
     """The classification report, then result.json, which says that the run is done. Raises StorageError."""
     try:
         if confusion is not None:
             text = confusion.report()
             write_text(run_dir / "classification_report.txt", text)
-            telemetry.emit(ReportEvent(content["steps"], text=text, **_tables(confusion)))
-        write_result(run_dir, content)
+            telemetry.emit(ReportEvent(result.steps or 0, text=text, **_tables(confusion)))
+        write_result(run_dir, encoded(result))
     except OSError as error:
         raise StorageError(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "

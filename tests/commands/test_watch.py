@@ -51,7 +51,7 @@ def write_steps(run_dir: Path, first: int, last: int) -> None:
     log = EventLog(run_dir / "metrics.jsonl")
     for step in range(first, last + 1):
         values = {"loss": 4.0 / step, "lr": 0.1, "scale": 1024.0, "skipped": 2, "samples_per_s": 5000.0}
-        log.write({"event": "step", "time": BEGAN, "step": step, "epoch": 0, **values})
+        log.append({"event": "step", "time": BEGAN, "step": step, "epoch": 0, **values})
     log.close()
 
 

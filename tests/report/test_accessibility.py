@@ -89,7 +89,7 @@ def page(tmp_path: Path) -> Path:
     run_dir.mkdir()
     write_run(run_dir)
     log = EventLog(run_dir / "metrics.jsonl")
-    log.write({"event": "restart", "time": 0.0, "step": 60, "path": "x", "attempt": 1})
+    log.append({"event": "restart", "time": 0.0, "step": 60, "path": "x", "attempt": 1})
     log.close()
     return write_report(RunRecord.read(run_dir))
 

@@ -34,8 +34,8 @@ def write_job(sweep: Path, number: int, overrides: list[str], loss: float = 1.0,
     (directory / "overrides.txt").write_text("".join(f"{line}\n" for line in overrides))
     log = EventLog(directory / "metrics.jsonl")
     for step in (5, 10, 15):
-        log.write({"event": "step", "time": 0.0, "step": step, "loss": loss / step})
-    log.write({"event": "eval", "time": 0.0, "step": 15, "accuracy": 1 - loss / 10})
+        log.append({"event": "step", "time": 0.0, "step": step, "loss": loss / step})
+    log.append({"event": "eval", "time": 0.0, "step": 15, "accuracy": 1 - loss / 10})
     log.close()
     result = {"state": state, "exit": 0 if state == "done" else 5}
     if state == "done":
@@ -170,9 +170,9 @@ def write_evaluations(directory: Path, metric_name: str | None, **values: float)
     """Replace those of a job, and its result's metric."""
     log = EventLog(directory / "metrics.jsonl")
     log.rewind(0, evaluates_again=True)
-    log.write({"event": "step", "time": 0.0, "step": 5, "loss": 1.0})
+    log.append({"event": "step", "time": 0.0, "step": 5, "loss": 1.0})
     if values:
-        log.write({"event": "eval", "time": 0.0, "step": 5, **values})
+        log.append({"event": "eval", "time": 0.0, "step": 5, **values})
     log.close()
     write_json(
         directory / "result.json", {"state": "done", "exit": 0, "metric_name": metric_name, "metric": 0.5}

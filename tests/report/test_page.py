@@ -17,6 +17,7 @@ from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog
+from launcher.telemetry.events import WarningEvent
 from launcher.training.results import write_page
 
 
@@ -43,21 +44,21 @@ TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "up
 
 def write_events(run_dir, with_scale=True, with_accuracy=True):
     log = EventLog(run_dir / "metrics.jsonl")
-    log.write({"event": "decision", "time": 0.0, "step": 0, "topic": "precision", "text": f"fp16 {HOSTILE}"})
+    log.append({"event": "decision", "time": 0.0, "step": 0, "topic": "precision", "text": f"fp16 {HOSTILE}"})
     for step in range(1, 61):
         scale = {"scale": 65536.0 / 2 ** (step // 20)} if with_scale else {}
         if with_scale and step % 20 == 0:
             overflow = {"ranks": [1], "parameters": [f"layer{k}.weight" for k in range(9)], **scale}
-            log.write({"event": "overflow", "time": 0.0, "step": step, **overflow})
+            log.append({"event": "overflow", "time": 0.0, "step": step, **overflow})
         if step % 5 == 0:
             loss = math.inf if step == 20 else 2.5 / step
             values = {"epoch": step // 30, "loss": loss, "lr": 0.1, "grad_norm": 1.0 / step, **scale, **TIMES}
-            log.write({"event": "step", "time": 0.0, "step": step, **values})
+            log.append({"event": "step", "time": 0.0, "step": step, **values})
         if step % 30 == 0:
             metrics = {"accuracy": 0.9 + step / 1000, "macro_f1": 0.9} if with_accuracy else {}
             values = {"epoch": step // 30 - 1, "loss": 0.3, **metrics, "samples": 30}
-            log.write({"event": "eval", "time": 0.0, "step": step, **values})
-    log.write({"event": "warning", "time": 0.0, "step": 60, "text": HOSTILE})
+            log.append({"event": "eval", "time": 0.0, "step": step, **values})
+    log.append({"event": "warning", "time": 0.0, "step": 60, "text": HOSTILE})
     log.close()
 
 
@@ -147,7 +148,7 @@ def test_the_page_shows(finished, text):
 def test_the_slow_part_of_a_straggler_is_shown(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl")
     found = {"rank": 2, "host": "c", "late_ms": 500.0, "step_ms": 800.0, "first_step": 50, "last_step": 103}
-    log.write({"event": "straggler", "time": 0.0, "step": 153, **found, "cause": "data"})
+    log.append({"event": "straggler", "time": 0.0, "step": 153, **found, "cause": "data"})
     log.close()
     text = write_report(tmp_path).read_text()
     assert "<td>data</td>" in text
@@ -194,10 +195,10 @@ def test_what_the_recipe_showed_last_is_on_the_page(tmp_path):
     paths |= {name: str(tmp_path / "pictures" / f"{name}.png") for name in ("large", "text", "last", "link")}
     log = EventLog(tmp_path / "metrics.jsonl")
     shown = {"texts": {"sample": "an old one"}, "numbers": {}, "pictures": {}}
-    log.write({"event": "after_evaluation", "time": 0.0, "step": 1, **shown})
+    log.append({"event": "after_evaluation", "time": 0.0, "step": 1, **shown})
     shown = {"texts": {"sample": f"once {HOSTILE}"}, "numbers": {"length": 7.5}, "pictures": paths}
-    log.write({"event": "after_evaluation", "time": 0.0, "step": 2, **shown})
-    log.write({"event": "after_evaluation", "time": 0.0, "step": 3, "texts": 1, "pictures": [2]})
+    log.append({"event": "after_evaluation", "time": 0.0, "step": 2, **shown})
+    log.append({"event": "after_evaluation", "time": 0.0, "step": 3, "texts": 1, "pictures": [2]})
     log.close()
     damaged = Page(write_report(tmp_path))
     assert "After step 3." in damaged.text
@@ -323,7 +324,7 @@ def test_a_checkpoint_of_other_things_than_files_is_not_exported(tmp_path, capsy
 def test_many_overflows_are_cut_and_counted(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl")
     for step in range(1000):
-        log.write(
+        log.append(
             {"event": "overflow", "time": 0.0, "step": step, "scale": 1.0, "ranks": [], "parameters": []}
         )
     log.close()
@@ -375,7 +376,7 @@ def test_a_picture_that_cannot_be_drawn_costs_neither_the_others_nor_the_page(tm
     (tmp_path / "log").mkdir()
     telemetry = Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")])
     write_page(tmp_path, telemetry)
-    warnings = [event["text"] for event in read_recording(tmp_path / "log").of("warning").all()]
+    warnings = [event.text for event in read_recording(tmp_path / "log").of(WarningEvent).all()]
     assert [text.partition(" could not be drawn: ")[0] for text in warnings] == [
         "confusion_matrix.png",
         "report.html",
@@ -437,7 +438,7 @@ def gradients_event(scale=1024.0, histogram=None):
 def write_gradients(run_dir, *events):
     log = EventLog(run_dir / "metrics.jsonl")
     for event in events:
-        log.write(event)
+        log.append(event)
     log.close()
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from launcher.report import recording as module
 from launcher.report.recording import MAX_LINE_BYTES, Follower, Recording, read_recording
-from launcher.report.step_lines import columns_of_events, columns_of_lines, event_of
+from launcher.report.step_lines import columns_of_events, columns_of_lines, parsed
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry.event_log import EventLog
-from launcher.telemetry.events import FORMAT
+from launcher.telemetry.events import FORMAT, OverflowEvent, WarningEvent
 from tests.telemetry.console.test_console import shares_of
 
 
@@ -57,7 +57,7 @@ def test_the_fast_reader_finds_what_the_parser_finds(odd):
     lines = [json_line(event)[:-1] for event in events]
     fast = columns_of_lines(lines)
     assert fast is not None
-    assert as_lists(fast) == as_lists(columns_of_events([event_of(line) for line in lines]))
+    assert as_lists(fast) == as_lists(columns_of_events([parsed(line) for line in lines]))
     assert fast.missing["loss"] == (1 if odd.get("loss", 0) is None else 0)
 
 
@@ -127,11 +127,11 @@ def test_a_file_that_is_rewound_replaced_or_gone_is_read_again(tmp_path):
     assert not follower.poll(), "a run that has not begun"
     log = EventLog(path)
     for number in range(1, 11):
-        log.write(step(number))
+        log.append(step(number))
     follower.poll()
-    assert follower.recording.last_step["step"] == 10
+    assert follower.recording.last_step.step == 10
     log.rewind(4, evaluates_again=False)
-    log.write(step(5, loss=77.0))
+    log.append(step(5, loss=77.0))
     log.close()
     follower.poll()
     assert follower.recording.steps["loss"].points()[0].tolist() == [1, 2, 3, 4, 5]
@@ -191,10 +191,10 @@ def test_many_events_of_a_kind_are_counted_and_bounded():
     found = recording_of(
         *({"event": "overflow", "step": k, "scale": 2.0, "time": 1.0 + k} for k in range(5000))
     )
-    assert found.of("overflow").count == 5000
-    shown = found.of("overflow").all()
+    assert found.of(OverflowEvent).count == 5000
+    shown = found.of(OverflowEvent).all()
     assert len(shown) == module.MAX_RECORDS
-    assert (shown[0]["step"], shown[-1]["step"]) == (0, 4999)
+    assert (shown[0].step, shown[-1].step) == (0, 4999)
     assert found.skips.num_points == 5000
 
 
@@ -205,7 +205,7 @@ def test_an_endless_line_is_damaged_and_not_kept(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_bytes(long + json_line(step(1)))
     found = read_recording(tmp_path)
     assert (found.num_damaged, found.steps["loss"].num_points) == (1, 1)
-    assert found.of("warning").count == 0, "its beginning and its end are no event"
+    assert found.of(WarningEvent).count == 0, "its beginning and its end are no event"
     assert MAX_LINE_BYTES > 5000
 
 

@@ -24,6 +24,8 @@ from launcher.report.side_by_side import (
 )
 from launcher.report.spread import Spread, joined
 from launcher.run_dir.atomic import json_line, read_json, write_json
+from launcher.run_dir.codec import decoded
+from launcher.run_dir.result import Result
 from launcher.telemetry.step_time import TimeShares
 from tests.report.test_comparison import write_comparison, write_job
 
@@ -108,7 +110,7 @@ def test_a_step_that_waits_for_data_makes_no_precision_slower_or_faster(precisio
 def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
     config: dict[str, Any], advised: bool
 ) -> None:
-    cache_is_off = measured("0", {"state": "done"}, Recording(), config).cache_is_off
+    cache_is_off = measured("0", decoded(Result, {"state": "done"}), Recording(), config).cache_is_off
     slow = Side("fp16", (replace(run_of(data=500.0), cache_is_off=cache_is_off),))
     assert ("set data.cache=auto" in time_verdict(side("fp32"), slow)) == advised
 
@@ -133,7 +135,7 @@ def test_the_spread_over_log_lines_leaves_out_the_first_and_needs_two_more() -> 
     found = Recording()
     for lines in ([json_line(step)[:-1] for step in steps[:2]], [json_line(steps[2])[:-1]]):
         found.add(lines)
-    windows = measured("0", {"state": "done"}, found, {}).windows_ms
+    windows = measured("0", decoded(Result, {"state": "done"}), found, {}).windows_ms
     assert (windows.count, windows.mean, windows.deviation) == (
         2,
         100.0,
@@ -186,7 +188,7 @@ def test_the_page_has_means_deviations_and_shares() -> None:
 
 
 def test_what_a_run_lacks_is_a_dash() -> None:
-    nothing = measured("0", {"state": "ended without a result"}, Recording(), {})
+    nothing = measured("0", decoded(Result, {"state": "ended without a result"}), Recording(), {})
     page = side_by_side("x", [Side("fp32", (nothing,)), side("fp16")])
     assert "- fp32 with seed 0 has failed: it has no result (ended without a result)" in page
     assert "| memory | - | 100.0 MB |  |" in page

@@ -443,9 +443,9 @@ def test_an_error_before_the_start_that_says_all_leaves_no_directory(
     with suppress(type(error)), claimed(sample_config("mine" if named else ""), []) as own:
         directory = Path(own.config.run.dir)
         events = EventLog(directory / "metrics.jsonl")
-        events.write({"event": "decision", "step": 0})
+        events.append({"event": "decision", "step": 0})
         if started:
-            events.write({"event": "start", "step": 0})
+            events.append({"event": "start", "step": 0})
         events.close()
         raise type(error)(str(error).format(directory=directory))
     assert directory is not None

@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(tmp_path, fields):
     path = tmp_path / "metrics.jsonl"
     path.unlink(missing_ok=True)
     log = EventLog(path)
-    log.write({"event": "step", "step": 1, **fields})
+    log.append({"event": "step", "step": 1, **fields})
     log.close()
     assert same(read_events(path), [{"event": "step", "step": 1, **fields}])
     assert len(path.read_text(encoding="utf-8").split("\n")) == 2
@@ -63,7 +63,7 @@ def test_what_is_written_is_read_back(tmp_path, fields):
 @pytest.mark.parametrize(("value", "spelt"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
 def test_non_finite_floats_are_spelt_for_any_json_reader(tmp_path, value, spelt):
     log = EventLog(tmp_path / "metrics.jsonl")
-    log.write({"event": "step", "step": 1, "loss": value, "parts": [value]})
+    log.append({"event": "step", "step": 1, "loss": value, "parts": [value]})
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
         "event": "step",
@@ -76,8 +76,8 @@ def test_non_finite_floats_are_spelt_for_any_json_reader(tmp_path, value, spelt)
 def test_a_value_that_is_not_plain_is_an_error_and_leaves_no_half_line(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl")
     with pytest.raises(TypeError):
-        log.write({"event": "step", "loss": object()})
-    log.write({"event": "step", "step": 1})
+        log.append({"event": "step", "loss": object()})
+    log.append({"event": "step", "step": 1})
     log.close()
     assert read_events(tmp_path / "metrics.jsonl") == [{"event": "step", "step": 1}]
 
@@ -89,7 +89,7 @@ def test_a_torn_last_line_is_left_out_and_cut_before_the_next_event(tmp_path, ke
     path.write_bytes(b'{"event": "step", "step": 1}\n' + torn)
     assert [event["step"] for event in read_events(path)] == [1]
     log = EventLog(path)
-    log.write({"event": "step", "step": 3})
+    log.append({"event": "step", "step": 3})
     log.close()
     assert [event["step"] for event in read_events(path)] == [1, 3]
 
@@ -120,7 +120,7 @@ def test_recording_continues_after_a_damaged_line_also_where_the_run_goes_back(t
     path.write_bytes(line + b'\n{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n')
     log = EventLog(path)
     log.rewind(1, evaluates_again=False)
-    log.write({"event": "step", "step": 3})
+    log.append({"event": "step", "step": 3})
     log.close()
     assert [event["step"] for event in read_events(path)] == [1, 3]
     assert read_recording(path).damaged == [1], "it stays for whoever wants to look at it"
@@ -133,7 +133,7 @@ from launcher.telemetry.event_log import EventLog
 log = EventLog(Path(sys.argv[1]))
 print("ready", flush=True)
 for step in range(10**9):
-    log.write({"event": "step", "step": step, "loss": 0.5})
+    log.append({"event": "step", "step": step, "loss": 0.5})
 """
 
 
@@ -167,7 +167,7 @@ def try_to_write(log, steps, **fields):
     failed = 0
     for step in steps:
         try:
-            log.write({"event": "step", "step": step, **fields})
+            log.append({"event": "step", "step": step, **fields})
         except OSError:
             failed += 1
     return failed
@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_event(tmp_path):
         assert path.read_bytes().endswith(b"}\n"), "whole lines only"
         assert len(read_events(path)) == 100 - failed
         assert log.lacks() == f"{failed} events of steps {100 - failed} to 99"
-    log.write({"event": "step", "step": 100})
+    log.append({"event": "step", "step": 100})
     log.close()
     assert [event["step"] for event in read_events(path)] == list(range(101))
     assert log.lacks() == ""
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_event(tmp_path):
 def test_the_very_write_that_is_cut_short_is_the_error_and_leaves_no_part(tmp_path):
     log = EventLog(tmp_path / "m")
     with full(1000), pytest.raises(OSError, match="only 1000 of 2"):
-        log.write({"event": "step", "step": 1, "text": "x" * 2000})
+        log.append({"event": "step", "step": 1, "text": "x" * 2000})
     assert (tmp_path / "m").read_bytes() == b""
     log.close()
     assert [event["step"] for event in read_events(tmp_path / "m")] == [1]
@@ -204,7 +204,7 @@ def test_of_more_events_than_are_kept_steps_are_lost_first_and_named(tmp_path):
         log_eval = {"event": "eval", "step": 3, "loss": 0.5}
         try_to_write(log, range(3))
         with pytest.raises(OSError, match="File too large"):
-            log.write(log_eval)
+            log.append(log_eval)
         try_to_write(log, range(4, 30))
     log.close()
     events = read_events(path)
@@ -217,11 +217,11 @@ def test_of_more_events_than_are_kept_steps_are_lost_first_and_named(tmp_path):
 def test_a_file_that_is_deleted_in_mid_run_is_reported_and_recorded_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = EventLog(path)
-    log.write({"event": "step", "step": 1})
+    log.append({"event": "step", "step": 1})
     path.unlink()
     with pytest.raises(OSError, match=r"has been deleted or replaced.*up to step 1"):
-        log.write({"event": "step", "step": 2})
-    log.write({"event": "step", "step": 3})
+        log.append({"event": "step", "step": 2})
+    log.append({"event": "step", "step": 3})
     log.close()
     assert [event["step"] for event in read_events(path)] == [2, 3]
 
@@ -233,7 +233,7 @@ def test_a_directory_that_is_deleted_in_mid_run_is_reported_until_it_is_back(tmp
     (run_dir / "metrics.jsonl").unlink()
     run_dir.rmdir()
     with pytest.raises(OSError, match=r"run has been deleted or replaced during the run"):
-        log.write({"event": "step", "step": 0})
+        log.append({"event": "step", "step": 0})
     assert try_to_write(log, [1, 2]) == 2
     run_dir.mkdir()
     log.close()
@@ -289,7 +289,7 @@ def test_a_rewind_that_fails_is_made_up_for_before_the_next_event(tmp_path):
         with pytest.raises(OSError, match="File too large"):
             log.rewind(10, evaluates_again=False)
         assert try_to_write(log, [11]) == 1
-    log.write({"event": "step", "step": 12})
+    log.append({"event": "step", "step": 12})
     log.close()
     assert [event["step"] for event in read_events(path)] == list(range(1, 13))
 
@@ -325,7 +325,7 @@ def test_bytes_that_are_not_utf_8_are_escaped_in_every_file(tmp_path):
     """A file name of such bytes is text with lone surrogates."""
     name, shown = "caf\udce9", "caf\\udce9"
     log = EventLog(tmp_path / "metrics.jsonl")
-    log.write({"event": "after_evaluation", "step": 1, "texts": {name: [name]}})
+    log.append({"event": "after_evaluation", "step": 1, "texts": {name: [name]}})
     log.close()
     assert read_events(tmp_path / "metrics.jsonl")[0]["texts"] == {shown: [shown]}
     write_json(tmp_path / "result.json", {"error": name, "classes": [name], "\ud800": 1.0})

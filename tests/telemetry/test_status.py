@@ -77,7 +77,7 @@ def test_a_reader_never_sees_a_part(tmp_path):
         step = 0
         while not stop.is_set():
             step += 1
-            sink.write({"event": "step", "time": 0.0, "step": step, "epoch": 0, "text": "x" * 5000})
+            sink.write(made("eval", step, epoch=0, **{"x" * 5000: 1.0}))
 
     writer = threading.Thread(target=write)
     writer.start()

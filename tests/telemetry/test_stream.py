@@ -9,7 +9,7 @@ import pytest
 
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog, read_events
-from launcher.telemetry.events import WarningEvent
+from launcher.telemetry.events import WarningEvent, record_of
 from launcher.telemetry.stream import SinkError
 from tests.telemetry.made import made
 
@@ -23,8 +23,8 @@ class Kept:
         self.positions = []
         self.closed = 0
 
-    def write(self, record):
-        self.records.append(dict(record))
+    def write(self, event):
+        self.records.append(record_of(event))
 
     def advance(self, epoch, step):
         self.positions.append((epoch, step))
@@ -74,10 +74,10 @@ def test_a_sink_that_failed_is_tried_again_at_every_event_and_reported_once_per_
     """A disk may be full for a second only."""
     kept, pausing = Kept(), Kept("pausing")
 
-    def write(record):
-        if record["step"] in (2, 3, 6):
+    def write(event):
+        if event.step in (2, 3, 6):
             raise FULL
-        pausing.records.append(record)
+        pausing.records.append(record_of(event))
 
     pausing.write = write
     telemetry = Telemetry([pausing, kept])

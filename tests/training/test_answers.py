@@ -18,6 +18,7 @@ from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers, SinceEvaluati
 from launcher.training.parts.training_metrics import TrainingMetrics
 from tests.forked import launch_forked
 from tests.models import mlp
+from tests.telemetry.made import made
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
@@ -100,9 +101,10 @@ def test_what_was_counted_survives_a_checkpoint() -> None:
 
 
 def test_the_table_has_them_beside_what_was_held_out() -> None:
-    record = {"event": "eval", "epoch": 0, "step": 5, "loss": 1.0, "accuracy": 0.5, "macro_f1": 0.4}
-    cells = evaluation_cells(record | {"train_loss": 2.0, "train_accuracy": 0.25, "samples": 9})
-    assert list(cells)[2:] == ["loss", "accuracy", "train loss", "train accuracy", "F1", "samples"]
+    metrics = {"accuracy": 0.5, "macro_f1": 0.4, "train_loss": 2.0, "train_accuracy": 0.25}
+    cells = evaluation_cells(made("eval", 5, epoch=0, loss=1.0, **metrics, samples=9, seconds=1.0))
+    titles = ["loss", "accuracy", "train loss", "train accuracy", "F1", "samples", "seconds"]
+    assert list(cells)[2:] == titles
     assert cells["train accuracy"] == "25.00 %"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -32,22 +33,18 @@ DEEP = 0.76  # opacity of a cell that holds its whole class, as on the page
 class Confusion:
     """How many samples of each true class were predicted as each class."""
 
-    counts: list[list[int]]
+    counts: Sequence[Sequence[int]]
     names: list[str]
     of_set: str = ""
 
     @classmethod
     def of(cls, run: RunRecord) -> Confusion | None:
         """None where no classes were counted, or where the result holds no square of counts."""
-        counts, given = run.result.get("confusion_matrix"), run.result.get("classes")
-        if not isinstance(counts, list) or not counts:
+        counts, given = run.result.confusion_matrix, run.result.classes
+        if not counts or any(len(row) != len(counts) or min(row) < 0 for row in counts):
             return None
-        if not all(isinstance(row, list) and len(row) == len(counts) for row in counts):
-            return None
-        if not all(type(count) is int and count >= 0 for row in counts for count in row):
-            return None
-        names = given if isinstance(given, list) and len(given) == len(counts) else range(len(counts))
-        return cls(counts, [str(name) for name in names], run.recording.sets[0] if run.recording.sets else "")
+        names = given if given and len(given) == len(counts) else map(str, range(len(counts)))
+        return cls(counts, list(names), run.recording.sets[0] if run.recording.sets else "")
 
     @property
     def shares(self) -> FloatArray:

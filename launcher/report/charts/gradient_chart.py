@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from launcher.report.charts.chart import Chart, Line
 from launcher.report.charts.svg import markup
 from launcher.report.html import folded, paragraph, table
 from launcher.report.run_record import RunRecord
+from launcher.telemetry.events import GradientsEvent
 
 SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
 VISIBLE_PERCENT = 0.005
@@ -39,28 +39,22 @@ class _Gradients:
     layers: list[tuple[str, float, float]]  # name, share of zeros at scale 1, and as sent
 
     @classmethod
-    def of(cls, event: dict[str, Any] | None) -> _Gradients | None:
-        """None where there is no event, or none of this form."""
-        if event is None:
+    def of(cls, event: GradientsEvent | None) -> _Gradients | None:
+        """None where there is no event, or one whose numbers are damaged."""
+        if event is None or not 0 < event.scale < math.inf or not math.isfinite(event.zero_share):
             return None
-        try:
-            counts = [int(count) for count in event["histogram"]]
-            elements = max(1, sum(counts) + int(event["zeros"]))
-            return cls(
-                event["step"],
-                round(math.log2(event["scale"])),
-                [int(event["first_exponent"]) + k for k in range(len(counts))],
-                [100 * count / elements for count in counts],
-                elements,
-                float(event["zero_share"]),
-                float(event["zero_share_at_scale_1"]),
-                [
-                    (str(name), float(of["zero_share_at_scale_1"]), float(of["zero_share"]))
-                    for name, of in event["layers"].items()
-                ],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            return None
+        counts, layers = event.histogram, event.layers.items()
+        elements = max(1, sum(counts) + event.zeros)
+        return cls(
+            event.step,
+            round(math.log2(event.scale)),
+            [event.first_exponent + k for k in range(len(counts))],
+            [100 * count / elements for count in counts],
+            elements,
+            event.zero_share,
+            event.zero_share_at_scale_1,
+            [(name, of.zero_share_at_scale_1, of.zero_share) for name, of in layers],
+        )
 
 
 def gradient_part(run: RunRecord) -> str:

@@ -17,6 +17,7 @@ from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import NUM_COLORS, RunSetting, can_choose
+from launcher.telemetry.events import OverflowEvent, RestartEvent
 from launcher.telemetry.formatting import SHARES, metric, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
@@ -129,7 +130,7 @@ class _RunCharts:
                 scales.append(self._line(shown, setting, run.recording.steps["scale"], "steps"))
                 skips.append(self._line("skipped steps", setting, run.recording.skips, "cross"))
         positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in [*scales, *skips]]
-        skipped = sum(run.recording.of("overflow").count for run in self._runs)
+        skipped = sum(run.recording.of(OverflowEvent).count for run in self._runs)
         were = "step was" if skipped == 1 else "steps were"
         note = f"{skipped:,} {were} skipped (dots)." if skipped else ""
         return self._chart("Loss scale", "", positive, base=2, note=note)
@@ -203,6 +204,6 @@ def _last_step(run: RunRecord) -> float:
 
 def _restarts(run: RunRecord) -> list[tuple[float, str]]:
     return [
-        (float(event["step"]), f"resumed after step {event['step']:,}")
-        for event in run.recording.of("restart").all()
+        (float(event.step), f"resumed after step {event.step:,}")
+        for event in run.recording.of(RestartEvent).all()
     ]

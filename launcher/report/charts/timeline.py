@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,14 @@ from launcher.report.charts.svg import markup
 from launcher.report.curve import Curve, FloatArray
 from launcher.report.html import table
 from launcher.report.run_record import RunRecord
+from launcher.telemetry.events import (
+    EndEvent,
+    EvalEvent,
+    Event,
+    RestartEvent,
+    StragglerEvent,
+    WarningEvent,
+)
 from launcher.telemetry.formatting import duration
 
 UNITS = (
@@ -42,12 +49,12 @@ def timeline(run: RunRecord) -> str:
     rows += [
         (name, *points, color, "dots")
         for name, points, color in (
-            ("evaluation", _times(run.recording.of("eval").all()), 2),
+            ("evaluation", _times(run.recording.of(EvalEvent).all()), 2),
             ("checkpoint", run.recording.checkpoint_times.points(200), 5),
             ("skipped", run.recording.skip_times.points(200), 1),
-            ("warning", _times(run.recording.of("warning").all()), 4),
-            ("straggler", _times(run.recording.of("straggler").all()), 3),
-            ("restart", _times(run.recording.of("restart").all()), 6),
+            ("warning", _times(run.recording.of(WarningEvent).all()), 4),
+            ("straggler", _times(run.recording.of(StragglerEvent).all()), 3),
+            ("restart", _times(run.recording.of(RestartEvent).all()), 6),
             ("failed", _failures(run), 1),
         )
         if points[0].size
@@ -72,32 +79,33 @@ def timeline(run: RunRecord) -> str:
 
 def _faults(run: RunRecord, began: float) -> str:
     """Restarts and the end of a run that was not undisturbed, each with its reason."""
+    events: list[RestartEvent | EndEvent] = [*run.recording.of(RestartEvent).all(), *_ends(run)]
     rows = [
-        {"after": duration(time - began), "step": f"{event['step']:,}", "what": _what(event)}
-        for event in run.recording.of("restart").all() + _ends(run)
-        if isinstance(time := event.get("time"), int | float)
+        {"after": duration(event.time - began), "step": f"{event.step:,}", "what": _what(event)}
+        for event in events
+        if math.isfinite(event.time)
     ]
     return table("Restarts and failures", rows[:MAX_FAULTS], texts=("what",))
 
 
-def _what(event: dict[str, Any]) -> str:
-    if event["event"] == "restart":
-        return f"resumed from {event.get('path')} (attempt {event.get('attempt')})"
-    return f"{event.get('state')}: {event.get('error', '')}"
+def _what(event: RestartEvent | EndEvent) -> str:
+    if isinstance(event, RestartEvent):
+        return f"resumed from {event.path} (attempt {event.attempt})"
+    return f"{event.state}: {event.error or ''}"
 
 
-def _ends(run: RunRecord) -> list[dict[str, Any]]:
-    return [event for event in run.recording.of("end").all() if event.get("state") != "done"]
+def _ends(run: RunRecord) -> list[EndEvent]:
+    return [event for event in run.recording.of(EndEvent).all() if event.state != "done"]
 
 
 def _failures(run: RunRecord) -> tuple[FloatArray, FloatArray]:
     return _times(_ends(run))
 
 
-def _times(events: Sequence[dict[str, Any]]) -> tuple[FloatArray, FloatArray]:
+def _times(events: Sequence[Event]) -> tuple[FloatArray, FloatArray]:
     """When these events happened, and at which steps."""
     curve = Curve()
     for event in events:
-        if isinstance(event.get("time"), int | float):
-            curve.add_point(float(event["time"]), float(event["step"]))
+        if math.isfinite(event.time):
+            curve.add_point(event.time, float(event.step))
     return curve.points(200)

@@ -13,25 +13,25 @@ No number and no word is ever cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from launcher.telemetry.formatting import duration, number, scale_text
+from launcher.telemetry.events import StepEvent
+from launcher.telemetry.formatting import duration, number, scale_text, step_details
 
 SMALLEST_BAR, LARGEST_BAR = 10, 40
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Progress within an epoch. `record` is the latest `step` event, empty before the first."""
+    """Progress within an epoch. `latest` is None before the first `step` event."""
 
     epoch: str  # 3/10
     step: int  # of the run
     total_steps: int | None
     share: float | None  # of the epoch, 0 to 1
     eta_s: float | None
-    record: Mapping[str, Any] = field(default_factory=dict)
+    latest: StepEvent | None = None
 
 
 def bar_line(moment: Moment, columns: int) -> str:
@@ -61,30 +61,20 @@ def _shorter(moment: Moment) -> Iterator[str]:
 
 
 def _parts(moment: Moment, with_total: bool) -> list[str]:
-    total = moment.total_steps
+    total, latest = moment.total_steps, moment.latest
     step = f"step {moment.step}" + (f"/{total}" if with_total and total else "")
-    record = moment.record
-    speed, scale, skipped = (record.get(key) for key in ("samples_per_s", "scale", "skipped"))
-    parts = [
-        step,
-        f"loss {number(record.get('loss'))}",
-        "" if speed is None else f"{speed:,.0f} samples/s",
-        "" if scale is None else f"scale {scale_text(scale)}",
-        "" if skipped is None else f"skipped {skipped}",
-        "" if moment.eta_s is None else f"eta {duration(moment.eta_s)}",
-    ]
-    return [part for part in parts if part]
+    loss = f"loss {number(latest.loss if latest else None)}"
+    eta = [] if moment.eta_s is None else [f"eta {duration(moment.eta_s)}"]
+    return [step, loss, *(step_details(latest) if latest else []), *eta]
 
 
 def _short_parts(moment: Moment) -> dict[str, str]:
-    record = moment.record
-    parts = {"step": f"step {moment.step}", "loss": f"loss {number(record.get('loss')).replace(',', '')}"}
-    if record.get("samples_per_s") is not None:
-        parts["speed"] = f"{record['samples_per_s']:.0f}/s"
-    if record.get("scale") is not None:
-        parts["scale"] = f"scale {_power(record['scale'])}"
-    if record.get("skipped") is not None:
-        parts["skipped"] = f"skipped {record['skipped']}"
+    latest, parts = moment.latest, {"step": f"step {moment.step}"}
+    parts["loss"] = f"loss {number(latest.loss if latest else None)}".replace(",", "")
+    if latest is not None:
+        parts["speed"] = f"{latest.samples_per_s:.0f}/s"
+        parts["scale"] = f"scale {_power(latest.scale)}"
+        parts["skipped"] = f"skipped {latest.skipped}"
     if moment.eta_s is not None:
         parts["eta"] = f"eta {duration(moment.eta_s)}"
     return parts

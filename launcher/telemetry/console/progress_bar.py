@@ -13,17 +13,17 @@ from typing import Any, Protocol, TextIO
 
 from launcher.process.terminal import USUAL_COLUMNS, columns_of
 from launcher.telemetry.console.bar import Moment, bar_line
+from launcher.telemetry.events import StartEvent, StepEvent
 from launcher.telemetry.formatting import step_line
 from launcher.telemetry.status import Pace
-from launcher.telemetry.stream import Record
 
 
 class Progress(Protocol):
     """Display of the training progress."""
 
-    def start(self, record: Record) -> None: ...
+    def start(self, event: StartEvent) -> None: ...
 
-    def show(self, record: Record) -> None: ...
+    def show(self, event: StepEvent) -> None: ...
 
     def advance(self, epoch: int, step: int) -> None: ...
 
@@ -45,13 +45,12 @@ class Lines:
         self._epochs: int | None = None
         self._total_steps: int | None = None
 
-    def start(self, record: Record) -> None:
-        self._epochs = record.get("epochs")
-        self._total_steps = record.get("total_steps")
+    def start(self, event: StartEvent) -> None:
+        self._epochs, self._total_steps = event.epochs, event.total_steps
 
-    def show(self, record: Record) -> None:
-        eta_s = self._pace.eta_s(record["step"], self._total_steps)
-        self._print_line(step_line(record, self._epochs, self._total_steps, eta_s))
+    def show(self, event: StepEvent) -> None:
+        eta_s = self._pace.eta_s(event.step, self._total_steps)
+        self._print_line(step_line(event, self._epochs, self._total_steps, eta_s))
 
     def advance(self, epoch: int, step: int) -> None:
         pass
@@ -70,23 +69,23 @@ class Bars:
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._err = err
         self._pace = Pace(clock)
-        self._plan: dict[str, int | None] = {"epochs": None, "steps_per_epoch": None, "total_steps": None}
+        self._plan = StartEvent(0)
         self._bar: Any = None
         self._epoch = -1
         self._step = 0
-        self._record: Record = {}
+        self._latest: StepEvent | None = None
 
-    def start(self, record: Record) -> None:
-        self._plan = {key: record.get(key) for key in self._plan}
+    def start(self, event: StartEvent) -> None:
+        self._plan = event
 
-    def show(self, record: Record) -> None:
-        self._record = record
-        self.advance(record.get("epoch", 0), record["step"])
+    def show(self, event: StepEvent) -> None:
+        self._latest = event
+        self.advance(event.epoch, event.step)
 
     def advance(self, epoch: int, step: int) -> None:
         bar = self._bar_of(epoch)
         self._step = step
-        bar.update(step - epoch * (self._plan["steps_per_epoch"] or 0) - bar.n)
+        bar.update(step - epoch * (self._plan.steps_per_epoch or 0) - bar.n)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -104,15 +103,14 @@ class Bars:
 
     def text(self) -> str:
         """The current line, for the current width of the terminal."""
-        per_epoch, total = self._plan["steps_per_epoch"], self._plan["total_steps"]
-        epochs = self._plan["epochs"]
+        per_epoch, total, epochs = self._plan.steps_per_epoch, self._plan.total_steps, self._plan.epochs
         moment = Moment(
             epoch=f"{self._epoch + 1}" + (f"/{epochs}" if epochs else ""),
             step=self._step,
             total_steps=total,
             share=(self._step - self._epoch * per_epoch) / per_epoch if per_epoch else None,
             eta_s=self._pace.eta_s(self._step, total),
-            record=self._record,
+            latest=self._latest,
         )
         return bar_line(moment, self.room())
 
@@ -124,7 +122,7 @@ class Bars:
         if self._bar is None or epoch != self._epoch:
             self.close()
             self._epoch = epoch
-            self._bar = bar_of(self, self._err, self._plan["steps_per_epoch"])
+            self._bar = bar_of(self, self._err, self._plan.steps_per_epoch)
         return self._bar
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launcher.telemetry.events import EndEvent
 from launcher.telemetry.formatting import duration, metric, metric_title
 from launcher.telemetry.step_time import PARTS, TimeShares
-from launcher.telemetry.stream import Record
 
 
 def end_lines(
-    end: Record, report: str, shares: TimeShares | None, run_dir: Path, sync: str = ""
+    end: EndEvent, report: str, shares: TimeShares | None, run_dir: Path, sync: str = ""
 ) -> list[str]:
     """`report` is the classification report, `sync` the command that uploads an offline run; "" if none."""
     lines = ["", report.rstrip(), ""] if report else [""]
@@ -26,14 +26,14 @@ def end_lines(
     return lines
 
 
-def _headline(end: Record) -> str:
-    parts = [f"{end.get('state', 'done')} after {end['step']:,} steps"]
-    if end.get("seconds") is not None:
-        since = f" since step {end['since_step']:,}" if end.get("since_step") else ""
-        parts.append(f"in {duration(end['seconds'])}{since}")
-    if end.get("samples_per_s") is not None:
-        parts.append(f"at {end['samples_per_s']:,.0f} samples/s")
-    metrics = end.get("metrics") or {}
+def _headline(end: EndEvent) -> str:
+    parts = [f"{end.state} after {end.step:,} steps"]
+    if end.seconds is not None:
+        since = f" since step {end.since_step:,}" if end.since_step else ""
+        parts.append(f"in {duration(end.seconds)}{since}")
+    if end.samples_per_s is not None:
+        parts.append(f"at {end.samples_per_s:,.0f} samples/s")
+    metrics = end.metrics or {}
     shown = ", ".join(f"{metric_title(name)} {metric(name, value)}" for name, value in metrics.items())
     return " ".join(parts) + (f": {shown}" if shown else "")
 

@@ -19,15 +19,16 @@ from typing import Any
 
 from launcher.run_dir.records import LOGS
 from launcher.telemetry.event_log import EventLog, recorded
-from launcher.telemetry.events import GpuEvent, GpuNumbers
+from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent, WarningEvent
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, Reader
 from launcher.telemetry.gpu.window import Window
-from launcher.telemetry.stream import Record, Telemetry
+from launcher.telemetry.stream import Telemetry
 
 SAMPLE_S = 0.5
 WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
+Found = list[tuple[Gpu, dict[str, Any]]]  # what the window of each GPU has
 NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "NoGpuFoundError")  # quiet, if auto
 PATIENCE_S = 2.0  # for the thread's end: a driver may hang, and the run must not
 
@@ -66,7 +67,7 @@ class GpuSampler:
         self._before_j = energy_before_j
         self._sample_s = sample_s
         self._window_s = window_s
-        self._marks: deque[tuple[int, int]] = deque()  # step, samples trained since the mark before
+        self._marks: deque[tuple[int, float]] = deque()  # step, samples trained since the mark before
         self._due_s = time.monotonic() + window_s
         self._wake = threading.Event()
         self._ending = False
@@ -76,11 +77,11 @@ class GpuSampler:
         self._thread = threading.Thread(target=self._work, name="gpu-sampler", daemon=True)
         self._thread.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, event: Event) -> None:
         """Costs an append. The thread is only woken if a window is due."""
-        if record["event"] != "step":
+        if not isinstance(event, StepEvent):
             return
-        self._marks.append((record["step"], record.get("samples", 0)))
+        self._marks.append((event.step, event.samples))
         if time.monotonic() >= self._due_s:
             self._wake.set()
 
@@ -162,8 +163,8 @@ class GpuSampler:
             self._conditions.after(found, seconds)
         return now_s, alive
 
-    def _take_marks(self) -> tuple[int, int]:
-        step = samples = 0
+    def _take_marks(self) -> tuple[int, float]:
+        step, samples = 0, 0.0
         for _ in range(len(self._marks)):  # more may be appended meanwhile
             step, more = self._marks.popleft()
             samples += more
@@ -180,7 +181,9 @@ class GpuSampler:
             numbers["other_processes"] = other_processes(lane.gpu, pids)
         return numbers
 
-    def _emit(self, step: int, samples: int, seconds: float, found: list[tuple[Gpu, dict[str, Any]]]) -> None:
+    def _emit(
+        self, step: int, samples: float, seconds: float, found: list[tuple[Gpu, dict[str, Any]]]
+    ) -> None:
         each = [numbers for _, numbers in found]
         total: dict[str, Any] = {"seconds": seconds}
         total |= {key: sum(_all(each, key)) for key in ("power_w", "energy_j") if _all(each, key)}
@@ -233,6 +236,6 @@ class NodeLog(EventLog):
     def __init__(self, run_dir: Path, rank: int) -> None:
         super().__init__(run_dir / LOGS / f"gpu-rank{rank}.jsonl")
 
-    def write(self, record: Record) -> None:
-        if record["event"] in ("gpu", "warning"):
-            super().write(record)
+    def write(self, event: Event) -> None:
+        if isinstance(event, GpuEvent | WarningEvent):
+            super().write(event)

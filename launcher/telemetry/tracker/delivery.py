@@ -16,6 +16,7 @@ from pathlib import Path
 from launcher.run_dir.atomic import make_folder, read_json, write_json
 from launcher.run_dir.records import TRACKERS
 from launcher.telemetry.event_log import happened, time_of
+from launcher.telemetry.events import DecisionEvent
 from launcher.telemetry.stream import Record
 
 WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s
@@ -24,12 +25,12 @@ NOT_SENT = ("start", "end")
 OF_WANDB = ("online", "offline")  # what its decision says
 
 
-def lacking(run_dir: Path, decisions: Iterable[Record], last_event_s: float) -> dict[str, float]:
+def lacking(run_dir: Path, decisions: Iterable[DecisionEvent], last_event_s: float) -> dict[str, float]:
     """By tracker: the seconds before the last event of a killed run whose events it lacks; inf for all.
 
     Without those that lack a few seconds, as most do. `decisions` are the run's events of that name.
     """
-    modes = [event.get("mode") for event in decisions if event.get("topic") == "tracker"]
+    modes = [event.facts.get("mode") for event in decisions if event.topic == "tracker"]
     names = dict.fromkeys("wandb" if mode in OF_WANDB else mode for mode in modes if isinstance(mode, str))
     lags = {
         name: last_event_s - (_recorded(path_of(run_dir, name))[1] or -inf)

@@ -18,6 +18,7 @@ from typing import Any
 from launcher.config.user_code import place_of
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
+from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.stream import PERIODIC, Record, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
@@ -92,8 +93,9 @@ class TrackerSink:
         self._thread = threading.Thread(target=self._work, name=f"{name}-tracker", daemon=True)
         self._thread.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, event: Event) -> None:
         """Returns at once. Raises an earlier error of the tracker."""
+        record = record_of(event)
         self._raise_failure()
         if record["event"] == "end":
             done = record.get("state", "done") == "done"

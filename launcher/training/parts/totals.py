@@ -6,6 +6,7 @@ from typing import Any
 
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.host_cost import num_layers
+from launcher.run_dir.result import StepTime
 from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms
@@ -45,5 +46,5 @@ class Totals:
         if (times := of_the_slowest(job.run.env, self._times)) is not None:
             passes = job.batches.plan.micro_batches
             added = overhead_ms(times, job.host_ms, num_layers(job.model), passes, stepper.num_trainable)
-            found["step_time"] = times | {"overhead_ms": added}
+            found["step_time"] = StepTime(**times, overhead_ms=added)
         return found

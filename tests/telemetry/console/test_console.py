@@ -183,7 +183,7 @@ def timed(step, data, compute, wire, update):
 def shares_of(*records) -> TimeShares | None:
     totals = TimeTotals()
     for record in records:
-        totals.add(record)
+        totals.add(made("step", **record))
     return totals.shares()
 
 
@@ -223,7 +223,7 @@ def at_end(**changed):
     ],
 )
 def test_the_slowest_rank_and_the_overhead_are_known_at_the_end(changed, verdict):
-    shares = time_at_end(at_end(**changed))
+    shares = time_at_end(made("end", 1, **at_end(**changed)))
     assert shares.verdict.startswith(verdict)
     parts_ms = sum(shares.parts_ms.values())
     assert shares.other_ms + parts_ms == pytest.approx(max(parts_ms, shares.step_ms))
@@ -231,7 +231,7 @@ def test_the_slowest_rank_and_the_overhead_are_known_at_the_end(changed, verdict
 
 @pytest.mark.parametrize("end", [{}, {"step_time": None}, at_end(step_ms=0.0), at_end(data_ms="nan")])
 def test_an_end_without_times_has_no_verdict(end):
-    assert time_at_end(end) is None
+    assert time_at_end(made("end", 1, **end)) is None
 
 
 def test_the_first_event_does_not_count_and_the_rest_weigh_by_their_steps():
@@ -247,7 +247,7 @@ def test_the_memory_of_the_console_does_not_grow_with_the_run():
             console = Console(null, null, Path("/runs/one"))
             tracemalloc.start()
             for step in range(1, num_events + 1):
-                console.write({"event": "step", "epoch": 0, "loss": 1.0, **timed(step, step, 2, 1, 1)})
+                console.write(made("step", epoch=0, loss=1.0, **timed(step, step, 2, 1, 1)))
             gc.collect()  # or what is kept depends on when it last ran
             kept.append(tracemalloc.get_traced_memory()[0])
             tracemalloc.stop()
@@ -323,13 +323,6 @@ def test_metrics_read_well(name, value, text):
 
 
 def test_the_time_of_a_resumed_run_is_said_to_be_of_its_last_part():
-    end = {
-        "event": "end",
-        "step": 49,
-        "state": "done",
-        "seconds": 122.0,
-        "since_step": 20,
-        "samples_per_s": 58.0,
-    }
+    end = made("end", 49, state="done", seconds=122.0, since_step=20, samples_per_s=58.0)
     lines = end_lines(end, "", None, Path("/runs/one"))
     assert "done after 49 steps in 2:02 since step 20 at 58 samples/s" in lines

@@ -19,6 +19,7 @@ from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.bar import Moment, bar_line
 from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
 from tests.process.test_shortage import RECIPE, YAML
+from tests.telemetry.made import made
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ["recipe=tiny", "recipes.path=mine.py", "--config-dir", "own", "run.dir=run", "launch.nproc=1"]
@@ -153,17 +154,17 @@ EVERYTHING = "epoch 3/10  step 1234/5000, loss 0.1271, 12,597 samples/s, scale 6
     ],
 )
 def test_the_bar_shortens_in_the_stated_order(columns: int, text: str) -> None:
-    assert bar_line(Moment("3/10", 1234, 5000, 0.5, 3723.0, USUAL), columns) == text
+    assert bar_line(Moment("3/10", 1234, 5000, 0.5, 3723.0, made("step", 1234, **USUAL)), columns) == text
 
 
 def tokens(line: str) -> set[str]:
     return set(re.findall(r"[\w.+^/-]+", line.replace(",", "").rpartition("]")[2]))
 
 
-@pytest.mark.parametrize("record", [{}, USUAL, WIDE, HUGE, {"loss": float("nan"), "scale": 0.5}])
+@pytest.mark.parametrize("record", [{}, USUAL, WIDE, HUGE, {**USUAL, "loss": float("nan"), "scale": 0.5}])
 @pytest.mark.parametrize("step", [0, 10**12])
 def test_no_number_and_no_word_is_cut_however_wide(step: int, record: dict) -> None:
-    moment = Moment("3/10", step, 10**13, 0.5, 10**7, record)
+    moment = Moment("3/10", step, 10**13, 0.5, 10**7, made("step", step, **record) if record else None)
     speed = f"{record.get('samples_per_s', 0):.0f}/s"
     whole = tokens(bar_line(moment, 10_000)) | {str(step), speed, "2^16", "2^24", "2^100"}
     for columns in range(1, 200):
@@ -174,14 +175,14 @@ def test_no_number_and_no_word_is_cut_however_wide(step: int, record: dict) -> N
 
 @pytest.mark.parametrize("record", [USUAL, WIDE])
 def test_80_columns_hold_everything_and_40_what_matters(record: dict) -> None:
-    moment = Moment("30/100", 123_456, 500_000, 0.5, 37_230.0, record)
+    moment = Moment("30/100", 123_456, 500_000, 0.5, 37_230.0, made("step", 123_456, **record))
     line = bar_line(moment, 79)
     assert all(word in line for word in ("step 123456", "loss ", "/s", "scale ", "skipped ", "eta 10:20:30"))
     line = bar_line(moment, 39)
     assert all(word in line for word in ("step 123456", "loss ", "scale "))
 
 
-EVALUATION = {"event": "eval", "time": 1.0, "step": 250_000, "epoch": 29, "loss": 0.1271, "accuracy": 1.0} | {
+EVALUATION = {"epoch": 29, "loss": 0.1271, "accuracy": 1.0} | {
     "macro_precision": 0.9743,
     "macro_recall": 0.9743,
     "macro_f1": 0.9743,
@@ -202,7 +203,7 @@ EVALUATION = {"event": "eval", "time": 1.0, "step": 250_000, "epoch": 29, "loss"
     ],
 )
 def test_an_evaluation_leaves_out_columns_from_the_right(columns: int | None, titles: str) -> None:
-    cells = evaluation_cells(EVALUATION)
+    cells = evaluation_cells(made("eval", 250_000, **EVALUATION))
     lines = table_lines(cells, table_widths(cells, columns), with_titles=True)
     assert lines[0].split() == titles.split()
     assert len(lines[0]) == len(lines[1])

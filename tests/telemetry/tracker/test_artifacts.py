@@ -40,7 +40,7 @@ def saved(run_dir: Path, *steps: tuple[int, bool]) -> None:
         folder = run_dir / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights.safetensors").write_bytes(b"weights of %d" % step)
-        log.write({"event": "checkpoint", "time": 1.0, "step": step, "path": str(folder), "best": best})
+        log.append({"event": "checkpoint", "time": 1.0, "step": step, "path": str(folder), "best": best})
     log.close()
 
 

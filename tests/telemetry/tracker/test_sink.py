@@ -146,7 +146,7 @@ def test_a_tracker_that_never_returns_costs_a_bounded_wait(tmp_path: Path) -> No
     tracker.finish = lambda exit_code: done.wait(30)  # type: ignore[method-assign]
     run = TrackedRun(tmp_path, "name", "id", "project", {})
     sink = TrackerSink("stuck", lambda: tracker, run, print, Patience(0.0, -4.9))
-    sink.write({"event": "start", "time": 1.0, "step": 0})
+    sink.write(made("start", 0))
     with pytest.raises(TrackerError, match=r"did not finish within 0\.1 s"):
         sink.close()
     done.set()

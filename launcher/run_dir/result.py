@@ -1,0 +1,64 @@
+"""The content of `result.json`: one class for whoever writes and whoever reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Means per step of the rank that waits least for the others, in milliseconds."""
+
+    steps: int  # that were measured
+    step_ms: float
+    data_ms: float
+    compute_ms: float
+    wire_ms: float
+    update_ms: float
+    rank: int | None
+    waited_ms: float  # that another rank waits longer, in the exchange of gradients
+    overhead_ms: float  # of the parts: what the host spends whatever the size of the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Of a run that is done; reading that of one that is not gives only `state`, `exit` and `error`."""
+
+    state: str
+    exit: int
+    error: str | None = None
+    recipe: str | None
+    model: str | None  # the names of what the recipe really uses
+    data: str | None
+    precision: str | None
+    world_size: int | None
+    metric_name: str | None  # by which runs are compared
+    metric: float | None
+    metrics: Mapping[str, float | None]  # of the last evaluation, on the first set
+    higher_is_better: bool | None = None
+    sets: Mapping[str, Mapping[str, float | None]] | None = None  # where there are several
+    applied_steps: int | None
+    skipped_steps: int | None
+    scale: float | None  # the loss scale
+    samples_per_s: float | None
+    training_seconds: float | None  # of the whole run, without evaluation
+    wire_bytes_per_step: float | None  # that a rank sends
+    parameters: int | None  # elements of the model
+    state_bytes: float | None  # of weights, masters and optimizer, on a rank
+    weights_sha256: str | None
+    evaluated_weights: str | None = None  # ema
+    ema_sha256: str | None = None
+    classes: Sequence[str] | None = None
+    confusion_matrix: Sequence[Sequence[int]] | None = None
+    peak_memory_bytes: int | None = None  # on a GPU
+    step_time: StepTime | None = None
+    started_from: Mapping[str, str] | None = None  # file and sha256 of model.weights
+    stopped_early: Mapping[str, object] | None = None
+    energy_kwh: float | None = None  # of the GPUs of the node of rank 0
+    energy_incomplete: bool | None = None
+    steps: int | None
+    steps_per_epoch: int | None
+    seconds: float | None  # of the last process
+    micro_batch: int | None  # the largest, per rank and forward pass
+    normalisation: Mapping[str, object] | None = None  # of images
