@@ -174,10 +174,11 @@ def _assemble(
     build.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
-    with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
-        recipe = guarded(load_recipe(config), logs)
-    refuse_unknown(config.tracker)
-    data = build.data_sets(config, recipe, env)
+    with requests.ending_at_once(env.group is None):
+        with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
+            recipe = guarded(load_recipe(config), logs)
+        refuse_unknown(config.tracker)
+        data = build.data_sets(config, recipe, env)
     heartbeat.beat("comparing the data")
     fingerprint = compare_data(recipe, data.train, data.validation, env)
     plan = build.batch_plan(config, recipe, data.train, env)

@@ -27,6 +27,7 @@ class Requests:
         self._saving_stops = saving_stops
         self._save = False
         self._interrupted = False
+        self._at_once = False
         self._since_s = 0.0
 
     def take_save(self) -> bool:
@@ -34,12 +35,37 @@ class Requests:
         asked, self._save = self._save, False
         return asked
 
+    @contextmanager
+    def ending_at_once(self, alone: bool) -> Iterator[None]:
+        """End a process that is `alone` within the context as soon as it is asked to stop.
+
+        For code of the user before the first step, such as a data set that waits for a process of its own: it
+        never reaches the step after which a request is acted on. Nothing is lost there. Raises LauncherError.
+        """
+        self._at_once = alone
+        try:
+            if alone and self.stop is not None:
+                raise Interrupted
+            yield
+        except Interrupted:  # no Exception until here: code of the user may catch all of them
+            assert self.stop is not None
+            stopped = LauncherError(
+                f"stopped by {self.stop.name} while the data was being loaded; no progress is lost. To start "
+                "or resume, run the same command again."
+            )
+            stopped.exit_code = 128 + self.stop
+            raise stopped from None
+        finally:
+            self._at_once = False
+
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The handler. A second SIGINT interrupts at once; a second SIGTERM and a third SIGINT do nothing."""
         if number in SAVING and not self._saving_stops:
             self._save = True
         elif self.stop is None:
             self.stop, self._since_s = signal.Signals(number), time.monotonic()
+            if self._at_once:
+                raise Interrupted
         elif number == signal.SIGINT and not self._interrupted:
             if time.monotonic() - self._since_s <= ONE_REQUEST_S:
                 return

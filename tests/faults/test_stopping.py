@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from tests.faults.parent import is_alive
 from tests.faults.usercode import send_signal, slowly, stop_after
 from tests.limits import at_most
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -272,3 +274,50 @@ def test_without_a_parent_a_rank_that_hangs_is_named_by_those_that_wait(tmp_path
     assert ended.codes[0] == 6
     assert "error: rank 1 did not join a collective in time" in ended.outputs[0]
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)
+
+
+HANGING = """
+from multiprocessing import Pool
+from pathlib import Path
+import time
+
+import torch
+
+from launcher.recipe import Recipe, recipe
+
+
+def wait(seconds):
+    time.sleep(seconds)
+
+
+@recipe("hangs")
+def build(config):
+    with Pool(1) as pool:
+        Path("loading").touch()
+        try:
+            pool.map(wait, [1000])
+        except Exception:
+            pool.map(wait, [1000])
+"""
+
+
+def test_a_process_alone_that_hangs_in_loading_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGING)
+    words = ["recipe=resnet18", "recipe.uses=hangs", f"recipes.path={tmp_path / 'hangs.py'}", "tracker=none"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", *words, f"run.dir={tmp_path / 'run'}"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        while not (tmp_path / "loading").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=at_most(8))
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "error: stopped by SIGTERM while the data was being loaded" in errors
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit"]) == ("failed", 128 + signal.SIGTERM)

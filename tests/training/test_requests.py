@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import DivergedError, Interrupted, PreemptedError
+from launcher.errors import DivergedError, Interrupted, LauncherError, PreemptedError
 from launcher.process.signals import SAVING, saving_stops
-from launcher.training.requests import heeded
+from launcher.training.requests import Requests, heeded
 
 
 @pytest.fixture
@@ -62,6 +63,33 @@ def test_a_request_to_save_is_one_to_stop_where_a_scheduler_is_about_to_end_the_
     with heeded(alone=True, saving_stops=saving_stops(chosen)) as requests:
         signal.raise_signal(number)
         assert (requests.stop, requests.take_save()) == ((number, False) if stops else (None, True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_alone_ends_at_once_while_code_of_the_user_loads_data(number) -> None:
+    def load(requests: Requests) -> None:
+        with requests.ending_at_once(alone=True), contextlib.suppress(Exception):  # as a data set may do
+            signal.raise_signal(number)
+
+    with heeded(alone=True) as requests, pytest.raises(LauncherError) as caught:
+        load(requests)
+    assert caught.value.exit_code == 128 + number
+    assert f"stopped by {number.name} while the data was being loaded" in str(caught.value)
+
+
+def test_a_request_before_data_are_loaded_is_heeded_there_and_one_after_it_at_a_step() -> None:
+    with heeded(alone=True) as requests:
+        with requests.ending_at_once(alone=True):
+            pass
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(LauncherError), requests.ending_at_once(alone=True):
+            pytest.fail("it began to load")
+
+
+def test_with_other_ranks_loading_goes_on_until_all_have_agreed() -> None:
+    with heeded(alone=False) as requests, requests.ending_at_once(alone=False):
+        signal.raise_signal(signal.SIGTERM)
+        assert requests.stop == signal.SIGTERM
 
 
 def test_a_timer_of_the_users_own_stays_theirs() -> None:
