@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint import Identity, Metric, Origin, Progress, Snapshot, publish
+from launcher.checkpoint import Compared, Identity, Origin, Progress, Snapshot, publish
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
 from launcher.checkpoint.tensors import write_bytes
 from launcher.engine import AverageState
@@ -59,7 +59,7 @@ def snapshot(
         random={"cpu": torch.randint(256, (2, 64), generator=generator).to(torch.uint8)},
         names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
         rank_buffers={"norm.count": torch.tensor([step, step + 1])},
-        metric=None if metric is None else Metric("accuracy", metric, lower_is_better),
+        metric=None if metric is None else Compared("accuracy", metric, lower_is_better),
         average=AverageState(
             weights={name: tensor * 3 for name, tensor in weights.items()},
             buffers={"norm.mean": torch.full((2,), step + 0.5)},

@@ -10,8 +10,8 @@ from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.manifest import verify
 from launcher.checkpoint.snapshot import (
+    Compared,
     Identity,
-    Metric,
     Origin,
     Progress,
     Snapshot,
@@ -22,10 +22,10 @@ from launcher.checkpoint.snapshot import (
 )
 
 __all__ = [
+    "Compared",
     "Due",
     "HostMemory",
     "Identity",
-    "Metric",
     "Origin",
     "Progress",
     "Report",

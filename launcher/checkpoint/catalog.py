@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.checkpoint.format import DAMAGED, UNFINISHED, read_state, set_aside
 from launcher.checkpoint.manifest import looks_whole, verify
-from launcher.checkpoint.snapshot import Metric
+from launcher.checkpoint.snapshot import Compared
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import restored
 from launcher.run_dir.records import CHECKPOINTS
@@ -156,10 +156,10 @@ def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
     return Found(None, tuple(damaged))
 
 
-def _metric_of(path: Path) -> Metric | None:
+def _metric_of(path: Path) -> Compared | None:
     """The metric of a checkpoint; None where it has none, or none that is a number."""
     try:
-        metric = Metric(**restored(read_state(path)["metric"]))
+        metric = Compared(**restored(read_state(path)["metric"]))
         return None if math.isnan(metric.cost) else metric
     except (OSError, ValueError, KeyError, TypeError):
         return None

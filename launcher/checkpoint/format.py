@@ -33,7 +33,7 @@ from launcher.checkpoint.manifest import (
     step_name,
     verify,
 )
-from launcher.checkpoint.snapshot import Identity, Metric, Origin, Progress, Snapshot, of_all_ranks
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, of_all_ranks
 from launcher.checkpoint.tensors import Run, described, directly, read_tensors, write_bytes, write_tensors
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
@@ -236,7 +236,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         rank_buffers=_of(BY_RANK, rest),
         average=average,
         average_buffers=average_buffers,
-        metric=None if state["metric"] is None else Metric(**restored(state["metric"])),
+        metric=None if state["metric"] is None else Compared(**restored(state["metric"])),
         extra=restored(state["extra"]),
     )
 

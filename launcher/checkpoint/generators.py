@@ -34,7 +34,7 @@ def states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_states(saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the generators from `states`. Those that an older checkpoint lacks are left unchanged."""
+    """Restore the generators from `states`. Those that `saved` lacks are left unchanged."""
     torch.set_rng_state(saved["cpu"])
     if "python" in saved:
         *words, position, has_normal, normal = _unpacked(saved["python"])

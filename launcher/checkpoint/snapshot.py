@@ -37,8 +37,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The recipe's metric, measured with the weights that it is saved with."""
+class Compared:
+    """The value by which runs are compared, measured with the weights that it is saved with."""
 
     name: str
     value: float
@@ -49,7 +49,7 @@ class Metric:
         """The value, negated where higher is better."""
         return float(self.value if self.lower_is_better else -self.value)
 
-    def is_like(self, other: Metric) -> bool:
+    def is_like(self, other: Compared) -> bool:
         """Whether the values of both can be compared."""
         return (self.name, self.lower_is_better) == (other.name, other.lower_is_better)
 
@@ -144,7 +144,7 @@ class Snapshot:
     random: dict[str, Tensor]
     names: dict[str, str]
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
-    metric: Metric | None = None
+    metric: Compared | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     average: AverageState | None = None
     average_buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -169,7 +169,7 @@ def take(
     identity: Identity,
     origin: Origin,
     progress: Progress,
-    metric: Metric | None = None,
+    metric: Compared | None = None,
     extra: Mapping[str, Any] | None = None,
     average: WeightAverage | None = None,
 ) -> Snapshot | None:
@@ -187,7 +187,7 @@ def stage(
     identity: Identity,
     origin: Origin,
     progress: Progress,
-    metric: Metric | None,
+    metric: Compared | None,
     extra: Mapping[str, Any] | None,
     memory: HostMemory,
     average: WeightAverage | None = None,

@@ -52,7 +52,7 @@ def unguarded(what: str, batch: Batch | None) -> AbstractContextManager[None]:
 
 
 @dataclass
-class Numbers:
+class MetricValues:
     """The values of all metrics, the same on all ranks."""
 
     values: dict[str, float] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Measuring:
         elif self._fed:
             self._kept.append(_on(HOST, {"outputs": outputs, "batch": self._read_by_fed(batch)}))
 
-    def conclude(self, loss_sum: float, count: float) -> Numbers:
+    def conclude(self, loss_sum: float, count: float) -> MetricValues:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
             for metric, known in zip(self._merged, self._known, strict=True):
@@ -107,7 +107,7 @@ class Measuring:
             number = send_to_all(self._env, str(len(self._kept)).encode(), rank)
             for index in range(int(number)):
                 self._pass_on(rank, partial(self._packed_rows, index), self._feed)
-        found = Numbers()
+        found = MetricValues()
         if self._env.is_leader and self._failure is None:
             with self._held():
                 self._compute(found, loss_sum, count)
@@ -115,7 +115,7 @@ class Measuring:
         if self._failure is not None:
             raise self._failure
         # JSON keeps the bits of floats.
-        return found if self._env.is_leader else Numbers(*json.loads(content_of(sent)))
+        return found if self._env.is_leader else MetricValues(*json.loads(content_of(sent)))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -191,7 +191,7 @@ class Measuring:
         rows = _on(self._env.device, unpacked(sent, PLAIN, self._env.device))
         self._update(self._fed, rows["outputs"], rows["batch"])
 
-    def _compute(self, total: Numbers, loss_sum: float, count: float) -> None:
+    def _compute(self, total: MetricValues, loss_sum: float, count: float) -> None:
         """Add the values on rank 0, in the order of the recipe's metrics."""
         taken: dict[str, str] = {}
         for metric in self._metrics:
@@ -219,7 +219,7 @@ class Measuring:
         ):
             return metric.of_loss(loss_sum, count) if isinstance(metric, LossMetric) else metric.compute()
 
-    def _outcome(self, found: Numbers) -> bytes:
+    def _outcome(self, found: MetricValues) -> bytes:
         """What rank 0 sends to the others."""
         if self._failure is not None:
             return error_message(self._failure)

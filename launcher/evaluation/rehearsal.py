@@ -25,7 +25,7 @@ from launcher.evaluation.evaluate import (
     measure_batch,
     never_smaller,
 )
-from launcher.evaluation.measuring import Guard, Measuring, Numbers, unguarded
+from launcher.evaluation.measuring import Guard, Measuring, MetricValues, unguarded
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Recipe
 
@@ -40,11 +40,11 @@ def rehearse(
     guard: Guard = unguarded,
     beat: Callable[[], object] = lambda: None,
     smaller: Smaller = never_smaller,
-) -> Numbers:
+) -> MetricValues:
     """What the metrics give for the first samples of each rank, with NaN for names that they only declare.
 
     The arguments are those of `evaluate`. Raises what an evaluation would raise, but for exceptions of a
-    metric's `compute` that may be due to these samples: `Numbers.failed` has their texts. A collective.
+    metric's `compute` that may be due to these samples: `MetricValues.failed` has their texts. A collective.
     """
 
     def measure(size: int) -> tuple[Tensor, Measuring]:

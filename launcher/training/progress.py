@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from launcher.checkpoint import Metric
+from launcher.checkpoint import Compared
 from launcher.config.schema import TrainConfig
 from launcher.evaluation.evaluate import Evaluation
 
@@ -68,7 +68,7 @@ class Measured:
     At the end of a run without evaluations it has no metric. `loss` is the mean over the first held-out set.
     """
 
-    metric: Metric | None = None
+    metric: Compared | None = None
     is_best: bool = False
     loss: float = 0.0
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)  # by set

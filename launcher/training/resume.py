@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import checkpoint
-from launcher.checkpoint import HostMemory, Identity, Metric, Origin, Progress, Snapshot, Staged
+from launcher.checkpoint import Compared, HostMemory, Identity, Origin, Progress, Snapshot, Staged
 from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
 from launcher.data.streamed import StreamData
@@ -110,7 +110,7 @@ class SavedRun:
         """Whether the loss scale is that of the checkpoint from which the run resumed."""
         return self.scale is not None and self.scale.restored
 
-    def take(self, position: Position, metric: Metric | None) -> Staged | None:
+    def take(self, position: Position, metric: Compared | None) -> Staged | None:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
         parts = self.job.parts.state()
         progress = Progress(position.epoch, position.step, round(parts["totals"]["samples"]))

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from launcher.checkpoint import (
+    Compared,
     Due,
     Identity,
-    Metric,
     Origin,
     Progress,
     Snapshot,
@@ -341,7 +341,7 @@ def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(tmp_path
 
 
 def measured(step: int, name: str, value: float, lower: bool = False) -> Snapshot:
-    return replace(snapshot(step), metric=Metric(name, value, lower))
+    return replace(snapshot(step), metric=Compared(name, value, lower))
 
 
 def test_checkpoints_of_another_metric_are_not_compared(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation
-from launcher.evaluation.measuring import Numbers
+from launcher.evaluation.measuring import MetricValues
 from launcher.evaluation.rehearsal import rehearse
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
@@ -66,7 +66,7 @@ def guard(what: str, batch: Any) -> contextlib.AbstractContextManager[None]:
 
 def tried(
     *metrics: Any, data: Any = DATA, model: nn.Module | None = None, loss: Any = cross_entropy
-) -> Numbers:
+) -> MetricValues:
     recipe = Recipe(lambda: nn.Linear(4, 3), data, data, loss, metrics=metrics)
     made = readable(data, None, Loading(0, ALONE.device, 0), "validation")
     return rehearse(recipe, model or nn.Linear(4, 3), contextlib.nullcontext, made, ALONE, 8, guard)

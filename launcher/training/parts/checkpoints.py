@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint import Due, Metric, Report, Staged, Writer
+from launcher.checkpoint import Compared, Due, Report, Staged, Writer
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, StorageError
@@ -29,7 +29,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, run: Run, directory: Path, take: Callable[[Position, Metric | None], Staged | None]
+        self, run: Run, directory: Path, take: Callable[[Position, Compared | None], Staged | None]
     ) -> None:
         wish = run.config.checkpoint
         self.run = run
@@ -105,7 +105,7 @@ class Checkpoints:
                 f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
             )
 
-    def _save(self, position: Position, metric: Metric | None) -> None:
+    def _save(self, position: Position, metric: Compared | None) -> None:
         self.run.reports.flush()  # raises if the run has diverged, which is then not saved
         self.run.telemetry.flush()
         self.run.heartbeat.beat("consistency check")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launcher.checkpoint import Metric
+from launcher.checkpoint import Compared
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
 from launcher.evaluation.comparison import comparison
@@ -25,7 +25,7 @@ from launcher.training.progress import Course, Measured, Position
 class Watched:
     """The best value, and how many evaluations were no better since then."""
 
-    best: Metric
+    best: Compared
     best_step: int
     waited: int
     step: int  # of the latest evaluation
@@ -68,7 +68,7 @@ class EarlyStopping:
             )
             self._telemetry.decision("early stopping", f"after step {step}: {self.ends}")
 
-    def _counted(self, watched: Watched | None, found: Metric, step: int) -> Watched:
+    def _counted(self, watched: Watched | None, found: Compared, step: int) -> Watched:
         """A value that is not a number improves nothing."""
         if watched is None or not watched.best.is_like(found) or math.isnan(watched.best.value):
             return Watched(found, step, 0, step)
@@ -84,7 +84,7 @@ class EarlyStopping:
 
     def load_state(self, values: dict[str, Any]) -> None:
         if (saved := values["watched"]) is not None:
-            self._watched = Watched(**{**saved, "best": Metric(**saved["best"])})
+            self._watched = Watched(**{**saved, "best": Compared(**saved["best"])})
             if self._watched.waited >= self._patience:
                 self.ends = "it had ended when it was saved"
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from launcher.checkpoint import Metric
+from launcher.checkpoint import Compared
 from launcher.config.rules import BLOCKS
 from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
@@ -45,7 +45,7 @@ class Evaluator:
     job: Job
     training: TrainingMetrics
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
-    best: Metric | None = None  # of all evaluations so far
+    best: Compared | None = None  # of all evaluations so far
     _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Evaluator:
         loss = next(iter(self.latest.values())).loss
         return Measured(compared, self.is_best(compared), loss, self.latest)
 
-    def is_best(self, metric: Metric) -> bool:
+    def is_best(self, metric: Compared) -> bool:
         """Record an evaluation's metric. A value that is not a number is never the best."""
         best = self.best
         before = best.cost if best is not None and best.is_like(metric) else math.inf
@@ -109,7 +109,7 @@ class Evaluator:
         return {"best": None if self.best is None else asdict(self.best)}
 
     def load_state(self, values: dict[str, Any]) -> None:
-        self.best = None if values["best"] is None else Metric(**values["best"])
+        self.best = None if values["best"] is None else Compared(**values["best"])
 
     def result(self) -> dict[str, Any]:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""

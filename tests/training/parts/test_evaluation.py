@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from launcher.checkpoint import Metric
+from launcher.checkpoint import Compared
 from launcher.training.parts.evaluation import Evaluator
 
 
@@ -32,22 +32,22 @@ def evaluator_of() -> Evaluator:
 )
 def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_better, best) -> None:
     evaluator = evaluator_of()
-    assert [evaluator.is_best(Metric("metric", value, lower_is_better)) for value in values] == best
+    assert [evaluator.is_best(Compared("metric", value, lower_is_better)) for value in values] == best
 
 
 def test_what_another_metric_has_reached_is_not_compared() -> None:
     """The recipe may compare by another one when the run is resumed."""
     evaluator = evaluator_of()
-    assert evaluator.is_best(Metric("perplexity", 12.0, lower_is_better=True))
-    assert evaluator.is_best(Metric("accuracy", 0.5, lower_is_better=False))
-    assert not evaluator.is_best(Metric("accuracy", 0.5, lower_is_better=False))
-    assert evaluator.is_best(Metric("accuracy", 0.6, lower_is_better=True))
+    assert evaluator.is_best(Compared("perplexity", 12.0, lower_is_better=True))
+    assert evaluator.is_best(Compared("accuracy", 0.5, lower_is_better=False))
+    assert not evaluator.is_best(Compared("accuracy", 0.5, lower_is_better=False))
+    assert evaluator.is_best(Compared("accuracy", 0.6, lower_is_better=True))
 
 
 def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
     before, resumed = evaluator_of(), evaluator_of()
-    before.is_best(Metric("accuracy", 0.9, lower_is_better=False))
+    before.is_best(Compared("accuracy", 0.9, lower_is_better=False))
     resumed.load_state(json.loads(json.dumps(before.state())))
-    assert not resumed.is_best(Metric("accuracy", 0.9, lower_is_better=False))
+    assert not resumed.is_best(Compared("accuracy", 0.9, lower_is_better=False))
     assert resumed.best == before.best
