@@ -64,14 +64,10 @@ class Attachment:
             raise UnusableError(DETACHED.format(found=listed(found, SHOWN, "; ")))
         self._accept()  # harmless: torch.compile around a layer, memory that is now shared
 
-    def refuse_taken_over(self) -> None:
-        """Raise UnusableError where a newer Stepper trains this model."""
-        if self._reducer.closed:
-            raise UnusableError(TAKEN_OVER)
-
     def refuse_other_weights(self) -> None:
         """Raise UnusableError where the model does not have the weights that this Stepper trains."""
-        self.refuse_taken_over()
+        if self._reducer.closed:
+            raise UnusableError(TAKEN_OVER)
         if self._reducer.lent:
             raise UnusableError(HOLDS_OTHERS)
 

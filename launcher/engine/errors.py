@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
+
+NEAREST = 3  # names that an error suggests
 
 NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
 NO_GRADIENTS_HERE = (
@@ -108,3 +111,13 @@ def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:
     """The first `shown` of the names, and how many more there are."""
     more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
     return separator.join(map(str, names[:shown])) + more
+
+
+def nearest_names(pattern: str, names: Sequence[str]) -> str:
+    """Those most like a pattern of `fnmatch` that matches none of them, and what it has to match."""
+    near = difflib.get_close_matches(pattern, names, NEAREST, cutoff=0.4)
+    near = near or difflib.get_close_matches(pattern.replace("*", "").strip("."), names, NEAREST, cutoff=0.0)
+    return (
+        f"Nearest: {', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any "
+        "characters."
+    )

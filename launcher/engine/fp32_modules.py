@@ -7,7 +7,6 @@ what the optimizer updates and what is sent between ranks do not change.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 import threading
@@ -19,12 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.engine.errors import UnusableError
+from launcher.engine.errors import UnusableError, nearest_names
 from launcher.engine.flat.names import named_modules
 from launcher.engine.precision.classes import MARK, widen
 from launcher.engine.precision.emulation import RoundedArithmetic
-
-NEAREST = 3  # module names that an error suggests
 
 
 class Fp32Modules:
@@ -44,7 +41,10 @@ class Fp32Modules:
         modules = [(name, module) for name, module in named_modules(self._model) if name]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in modules):
-                raise UnusableError(_no_match(pattern, [name for name, _ in modules]))
+                raise UnusableError(
+                    f"the pattern {pattern!r} matches none of the {len(modules)} modules. "
+                    f"{nearest_names(pattern, [name for name, _ in modules])}"
+                )
         new = [
             (name, module)
             for name, module in modules
@@ -111,13 +111,3 @@ def _widened(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_widened, value))
     return widen(value)
-
-
-def _no_match(pattern: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(pattern, names, n=NEAREST, cutoff=0.4) or difflib.get_close_matches(
-        pattern.replace("*", "").strip("."), names, n=NEAREST, cutoff=0.0
-    )
-    return (
-        f"the pattern {pattern!r} matches none of the {len(names)} modules. Nearest: "
-        f"{', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any characters."
-    )

@@ -7,7 +7,7 @@ sharding or the order of parameters, so a run may resume with different ones. Kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import torch
@@ -44,13 +44,12 @@ class EngineState:
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
-        return EngineState(
-            {name: tensor.detach().clone() for name, tensor in self.weights.items()},
-            {name: tensor.detach().clone() for name, tensor in self.optimizer.items()},
-            {name: tensor.detach().clone() for name, tensor in self.buffers.items()},
-            dict(self.counters),
-            self.reference_count,
-            self.scale_mode,
+        return replace(
+            self,
+            weights=_clones(self.weights),
+            optimizer=_clones(self.optimizer),
+            buffers=_clones(self.buffers),
+            counters=dict(self.counters),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,6 +100,10 @@ def _whole(key: str, tensor: Tensor) -> int:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.numel() != 1 or tensor.is_meta:
         raise UnusableError(f"{key} is {_described(tensor)}: it must be one int64. {_expected()}")
     return int(tensor)
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

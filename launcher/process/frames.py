@@ -3,8 +3,9 @@
 Owns the references that `traceback.clear_frames` leaves: those of the exceptions that led to this one, and
 those of functions defined within functions. CPython keeps such a function, and with it the variables that it
 takes from around it, for as long as one of its frames exists. Lambdas and generator expressions are such
-functions, and before Python 3.12 comprehensions. One that calls itself by its name is not freed. Imports no
-torch.
+functions, and before Python 3.12 comprehensions: a forward pass that failed within `[layer(x) for layer in
+layers]` would keep all activations of its micro-batch, and half of it would not fit either. A function that
+calls itself by its name is not freed. Imports no torch.
 """
 
 from __future__ import annotations

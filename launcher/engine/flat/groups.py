@@ -6,7 +6,6 @@ parameters of one set lie in the flat memory is the layout's business.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,10 +13,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 import launcher.engine.limits as limits
-from launcher.engine.errors import UnusableError, listed
+from launcher.engine.errors import NEAREST, UnusableError, listed, nearest_names
 from launcher.engine.flat.names import all_names, named_parameters
-
-NEAREST = 3  # parameter names that an error suggests
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,11 @@ def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGrou
     for number, group in enumerate(groups):
         for pattern in group.match:
             if not any(fnmatchcase(name, pattern) for aliases in names.values() for name in aliases):
-                raise UnusableError(_no_match(number, pattern, names))
+                known = [name for aliases in names.values() for name in aliases]
+                raise UnusableError(
+                    f"groups[{number}]: the pattern {pattern!r} matches none of the {len(known)} parameter "
+                    f"names. {nearest_names(pattern, known)}"
+                )
         matched = [first for first, aliases in names.items() if any(map(group.matches, aliases))]
         new = [name for name in matched if name not in owners]
         if not new:
@@ -130,16 +131,3 @@ def idle_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[str]
                 "effect. Set requires_grad to True before the optimizer is built, or remove the group."
             )
     return texts
-
-
-def _no_match(number: int, pattern: str, names: Mapping[str, Sequence[str]]) -> str:
-    known = [name for aliases in names.values() for name in aliases]
-    plain = pattern.replace("*", "").strip(".")
-    near = difflib.get_close_matches(pattern, known, n=NEAREST, cutoff=0.4) or difflib.get_close_matches(
-        plain, known, n=NEAREST, cutoff=0.0
-    )
-    return (
-        f"groups[{number}]: the pattern {pattern!r} matches none of the {len(known)} parameter names. "
-        f"Nearest: {', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any "
-        "characters."
-    )

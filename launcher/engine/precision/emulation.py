@@ -12,7 +12,7 @@ at the speed of fp32. Autograd sees the casts, so gradients are rounded at the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, Self
 
@@ -88,9 +88,8 @@ class Rounding(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         super().__init__()
-        register(device_type)
         self._wide = dtype == torch.float32
-        self.device_type = device_type if torch.amp.is_autocast_available(device_type) else MARK
+        self.device_type = _with_autocast(device_type)
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
@@ -156,6 +155,13 @@ class Rounding(TorchFunctionMode):
         """Call a function that is written in Python, with this mode on within it."""
         with self:
             return _OPENED[func](*args, **kwargs)
+
+
+@cache  # two of these modes are made in each step
+def _with_autocast(device_type: str) -> str:
+    """The type of device whose autocast flag says what is computed in half on this one."""
+    register(device_type)
+    return device_type if torch.amp.is_autocast_available(device_type) else MARK
 
 
 def _opened(composite: Any) -> FunctionType:

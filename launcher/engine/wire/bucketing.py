@@ -44,28 +44,18 @@ class Bucketing:
         layout: Layout,
         transports: Mapping[str, Transport],
         sums: SumOfSquares,
-        *,
-        accumulates: bool,
-        travels: bool,
-    ) -> Bucketing:
-        """Messages of `layout.message_bytes`. Moves the last segment's gradients.
-
-        `accumulates` where a step has several micro-batches, `travels` where there is a group.
-        """
-        totals = _accumulators(layout) if accumulates else {}
-        return cls._of(layout, transports, sums, layout.message_bytes, _with_tail(layout), totals, travels)
-
-    @classmethod
-    def _of(
-        cls,
-        layout: Layout,
-        transports: Mapping[str, Transport],
-        sums: SumOfSquares,
-        message_bytes: int,
-        whole: Tensor,
         totals: Mapping[str, Tensor],
         travels: bool,
+        message_bytes: int | None = None,
+        whole: Tensor | None = None,
     ) -> Bucketing:
+        """Messages of about `message_bytes`, None: of the layout's; in the memory `whole`, None: new.
+
+        `totals` are the accumulators by segment, none for one micro-batch per step. `travels`: whether there
+        is a group. Moves the last segment's gradients to new memory.
+        """
+        whole = _with_tail(layout) if whole is None else whole
+        message_bytes = message_bytes or layout.message_bytes
         buckets = _buckets(layout, transports, message_bytes, whole)
         return cls(
             buckets,
@@ -86,7 +76,7 @@ class Bucketing:
         """The same buckets, for a step of several micro-batches or of one. Between steps only."""
         if accumulates == bool(self.accumulated):
             return self
-        totals = _accumulators(layout) if accumulates else {}
+        totals = accumulators(layout, accumulates)
         inboxes = _inboxes(layout, self.buckets, transports, totals)
         return replace(self, inboxes=inboxes, accumulated=list(totals.values()))
 
@@ -97,7 +87,7 @@ class Bucketing:
         totals = {
             segment.name: total for segment, total in zip(layout.segments, self.accumulated, strict=False)
         }
-        return Bucketing._of(layout, transports, sums, message_bytes, self.whole, totals, travels=True)
+        return Bucketing.of(layout, transports, sums, totals, True, message_bytes, self.whole)
 
 
 def _inboxes(
@@ -142,8 +132,10 @@ def _buckets(
     return buckets
 
 
-def _accumulators(layout: Layout) -> dict[str, Tensor]:
-    """fp32 buffers in which micro-batches are summed, 4 bytes per parameter, by segment."""
+def accumulators(layout: Layout, accumulates: bool) -> dict[str, Tensor]:
+    """fp32 buffers in which micro-batches are summed, 4 bytes per parameter, by segment, if wanted."""
+    if not accumulates:
+        return {}
     return {
         segment.name: torch.zeros(segment.numel, dtype=torch.float32, device=layout.device)
         for segment in layout.segments

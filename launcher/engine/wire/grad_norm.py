@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class SumOfSquares:
         if self._device.type != "cpu":
             held = list(parts)
             return lambda: torch.stack(torch._foreach_norm(held, 2, dtype=wide)).double().square()
-        readers = [self._over_group(group, wide) for group in self._groups(parts)]
+        readers = [self._over_group(group, wide) for group in _grouped(parts, self._read_together)]
 
         def all_groups() -> Tensor:
             with torch.no_grad():
@@ -127,24 +127,17 @@ class SumOfSquares:
                     return block
         return AS_COPY if part.numel() < FEW else IN_CHUNKS
 
-    def _groups(self, parts: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """Neighbours that one call sums: blocks without a gap between them, and small ones."""
-        group = [parts[0]]
-        for before, part in itertools.pairwise(parts):
-            (gap,) = _gaps([before, part])
-            method = self._method(part)
-            small = max(before.numel(), part.numel()) < SMALL and 0 <= gap < SMALL
-            if small or (method in BLOCKS and method == self._method(before) and gap == 0):
-                group.append(part)
-            else:
-                yield group
-                group = [part]
-        yield group
+    def _read_together(self, before: Tensor, part: Tensor) -> bool:
+        """Whether one call sums both: blocks without a gap between them, and small neighbours."""
+        (gap,) = _gaps([before, part])
+        method = self._method(part)
+        small = max(before.numel(), part.numel()) < SMALL and 0 <= gap < SMALL
+        return small or (method in BLOCKS and method == self._method(before) and gap == 0)
 
 
 def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
     """Those of a small model, from one copy of everything: the bits of `_sums_of` each part by itself."""
-    groups = list(_neighbours(parts))
+    groups = _neighbours(parts)
     stretches = [_stretch(group) for group in groups]
     copy = torch.empty(sum(map(len, stretches)), dtype=torch.float64)
     places = list(torch.split(copy, [len(stretch) for stretch in stretches]))
@@ -160,16 +153,20 @@ def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
     return read
 
 
-def _neighbours(parts: Sequence[Tensor], gap: int = ALL - 1) -> Iterable[list[Tensor]]:
-    """Those that follow each other in one memory, with gaps of at most so many elements."""
-    group = [parts[0]]
+def _grouped(parts: Sequence[Tensor], together: Callable[[Tensor, Tensor], bool]) -> list[list[Tensor]]:
+    """All parts in order, each in a group with the one before where the two belong `together`."""
+    groups = [[parts[0]]]
     for before, part in itertools.pairwise(parts):
-        if 0 <= _gaps([before, part])[0] <= gap:
-            group.append(part)
+        if together(before, part):
+            groups[-1].append(part)
         else:
-            yield group
-            group = [part]
-    yield group
+            groups.append([part])
+    return groups
+
+
+def _neighbours(parts: Sequence[Tensor], gap: int = ALL - 1) -> list[list[Tensor]]:
+    """Those that follow each other in one memory, with gaps of at most so many elements."""
+    return _grouped(parts, lambda before, part: 0 <= _gaps([before, part])[0] <= gap)
 
 
 def _block_sums(blocks: Tensor, wide: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Slot
-from launcher.engine.wire.bucketing import Bucketing
+from launcher.engine.wire.bucketing import Bucketing, accumulators
 from launcher.engine.wire.grad_norm import SumOfSquares
 from launcher.engine.wire.inbox import refuse_sparse
 from launcher.engine.wire.step_counts import FIELDS, Tally
@@ -112,8 +112,8 @@ class Reducer:
         self._tally = tally
         self._sums = SumOfSquares(layout.device, compiled)
         self.message_bytes = layout.message_bytes
-        accumulates, travels = micro_batches > 1, group is not None
-        self._parts = Bucketing.of(layout, transports, self._sums, accumulates=accumulates, travels=travels)
+        totals = accumulators(layout, micro_batches > 1)
+        self._parts = Bucketing.of(layout, transports, self._sums, totals, travels=group is not None)
         self.arrivals = Arrivals(self.buckets)
         self._sending = _Sending()
         _take_over(self, layout)
@@ -309,13 +309,12 @@ class Reducer:
         self._tally.receive(tally)
         return sums, marks
 
-    def _own_gradient_is_bad(self) -> Tensor:
-        looks = [bucket.own_look for bucket in self.buckets if bucket.own_look is not None]
-        return not_finite(torch.cat(looks))
-
     def _mark(self) -> Tensor | int:
-        """What this rank's slot holds."""
-        return ABANDONED if self._sending.abandoned else self._own_gradient_is_bad()
+        """What this rank's slot holds: whether one of its sums, numbers >= 0, is inf or nan; bool, 0-dim."""
+        if self._sending.abandoned:
+            return ABANDONED
+        looks = [bucket.own_look for bucket in self.buckets if bucket.own_look is not None]
+        return ~(torch.cat(looks).sum() < math.inf)
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's gradient, then send the bucket. The last carries the result of all looks.
@@ -359,11 +358,6 @@ class Reducer:
                 return
             transport.follow(bucket)
             self._sending.followed += 1
-
-
-def not_finite(sums: Tensor) -> Tensor:
-    """Whether one of these numbers >= 0 is inf or nan: bool, 0-dim."""
-    return ~(sums.sum() < math.inf)
 
 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:

@@ -9,7 +9,6 @@ the counts of the first step.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,53 +21,80 @@ from launcher.engine.precision.loss_scale import nearest_power_of_two
 FIELDS = 3 + VOTES
 
 
-class Tally(Protocol):
-    """Sums over the micro-batches of this rank, then over the ranks: FIELDS numbers."""
+class HostTally:
+    """Sums over the micro-batches of this rank, then over the ranks: FIELDS numbers, in Python's.
+
+    They are a tensor only where a collective takes them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._sums = [0.0] * FIELDS
+        self._newest: tuple[float, float, float] | None = None  # the micro-batch that may be taken back
+        self._shared: Tensor | None = None  # once they have been sent
+        self._work: dist.Work | None = None
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
-        ...
+        self._include_newest()
+        loss = loss_sum.item()
+        self._newest = (float(count), loss, float(not math.isfinite(loss)))
 
     def take_back(self) -> None:
         """Forget the micro-batch that was added last."""
-        ...
+        _refuse_sent(self._shared is not None)
+        self._newest = None
 
     def vote(self, question: int, votes: int) -> None:
         """Record this rank's votes for `question`."""
-        ...
+        _refuse_sent(self._shared is not None)
+        self._sums[3 + question] = float(votes)
 
     def send(self) -> None:
         """Start summing over the ranks. Once per step."""
-        ...
+        if self._group is None:
+            self._include_newest()
+        else:
+            self._work = _started(self.give(), self._group)
 
     def give(self) -> Tensor:
         """Instead of `send`: this rank's sums, fp64 [FIELDS], for another collective. Once per step."""
-        ...
+        self._include_newest()
+        self._shared = torch.tensor(self._sums, dtype=torch.float64)
+        return self._shared
 
     def receive(self, totals: Tensor) -> None:
-        """What that collective has made of them."""
-        ...
+        """Take what that collective has made of them."""
+        self._shared = totals
 
-    def totals(self) -> Tensor | list[float]:
-        """Of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
-        ...
+    def totals(self) -> list[float]:
+        """Those of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
+        if self._shared is None:
+            return self._sums
+        if self._work is not None:
+            works.wait_for(self._work, self._shared)
+            self._work = None
+        found: list[float] = self._shared.tolist()
+        return found
 
     def tensors(self) -> list[Tensor]:
         """What is held on the device between steps."""
-        ...
+        return []
 
     def restart(self) -> None:
         """Begin the next step."""
-        ...
+        self._sums = [0.0] * FIELDS
+        self._newest = self._shared = None
 
-
-def tally_on(on_host: bool, device: torch.device, group: dist.ProcessGroup | None) -> Tally:
-    """The form for the host, where reading a loss does not wait, or for a device."""
-    return HostTally(group) if on_host else DeviceTally(device, group)
+    def _include_newest(self) -> None:
+        if self._newest is not None:
+            for position, number in enumerate(self._newest):
+                self._sums[position] += number
+            self._newest = None
 
 
 class DeviceTally:
-    """A tally in one fp64 tensor."""
+    """The same in one fp64 tensor on the device, which the host does not read."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -131,64 +157,12 @@ class DeviceTally:
             self._newest, self._is_first = None, False
 
 
-class HostTally:
-    """A tally in Python's numbers: a tensor only where a collective takes it."""
+Tally = HostTally | DeviceTally
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._sums = [0.0] * FIELDS
-        self._newest: tuple[float, float, float] | None = None  # the micro-batch that may be taken back
-        self._shared: Tensor | None = None  # once they have been sent
-        self._work: dist.Work | None = None
 
-    def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
-        self._include_newest()
-        loss = loss_sum.item()
-        self._newest = (float(count), loss, float(not math.isfinite(loss)))
-
-    def take_back(self) -> None:
-        _refuse_sent(self._shared is not None)
-        self._newest = None
-
-    def vote(self, question: int, votes: int) -> None:
-        _refuse_sent(self._shared is not None)
-        self._sums[3 + question] = float(votes)
-
-    def send(self) -> None:
-        if self._group is None:
-            self._include_newest()
-        else:
-            self._work = _started(self.give(), self._group)
-
-    def give(self) -> Tensor:
-        self._include_newest()
-        self._shared = torch.tensor(self._sums, dtype=torch.float64)
-        return self._shared
-
-    def receive(self, totals: Tensor) -> None:
-        self._shared = totals
-
-    def totals(self) -> list[float]:
-        if self._shared is None:
-            return self._sums
-        if self._work is not None:
-            works.wait_for(self._work, self._shared)
-            self._work = None
-        found: list[float] = self._shared.tolist()
-        return found
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def restart(self) -> None:
-        self._sums = [0.0] * FIELDS
-        self._newest = self._shared = None
-
-    def _include_newest(self) -> None:
-        if self._newest is not None:
-            for position, number in enumerate(self._newest):
-                self._sums[position] += number
-            self._newest = None
+def tally_on(on_host: bool, device: torch.device, group: dist.ProcessGroup | None) -> Tally:
+    """The form for the host, where reading a loss does not wait, or for a device."""
+    return HostTally(group) if on_host else DeviceTally(device, group)
 
 
 def _started(sums: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:

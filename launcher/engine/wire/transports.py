@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,60 +53,39 @@ class Bucket:
         return self.message.numel() * self.message.element_size()
 
 
-class Transport(Protocol):
-    """Sends buckets of one segment.
+class Transport:
+    """Sends buckets of one segment. By itself it says what holds for a single exchange: nothing follows it.
 
     `before` multiplies what is written into a message, `after` the sum over the ranks: powers of two.
     """
 
-    before: float
-    after: float
+    before = after = 1.0
 
     def launch(self, bucket: Bucket) -> int:
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
-        ...
+        raise NotImplementedError
 
     def can_follow(self, bucket: Bucket) -> bool:
         """Whether `follow` may be called within backward: on CUDA always, else if it would not block."""
-        ...
-
-    def follow(self, bucket: Bucket) -> None:
-        """Start the stage after the first exchange: on CUDA on the side stream, else blocking."""
-        ...
-
-    def wait(self, bucket: Bucket) -> None:
-        """Wait for what `follow` has started. On CUDA `join` must follow."""
-        ...
-
-    def join(self) -> None:
-        """On CUDA: make the current stream wait for the results of the buckets waited for."""
-        ...
-
-    def parts(self, bucket: Bucket) -> list[Tensor]:
-        """The reduced gradient as this rank holds it, flat, by slot of the bucket."""
-        ...
-
-
-class _OneStage:
-    """The part of a transport that a single exchange needs: nothing follows it."""
-
-    def can_follow(self, bucket: Bucket) -> bool:
         return True
 
     def follow(self, bucket: Bucket) -> None:
-        pass
+        """Start the stage after the first exchange: on CUDA on the side stream, else blocking."""
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for what `follow` has started. On CUDA `join` must follow."""
+        raise NotImplementedError
 
     def join(self) -> None:
-        pass  # wait() has done so
+        """On CUDA: make the current stream wait for the results of the buckets waited for."""
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
+        """The reduced gradient as this rank holds it, flat, by slot of the bucket."""
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
 
-class NativeSum(_OneStage):
+class NativeSum(Transport):
     """All-reduce SUM in the dtype of the wire."""
-
-    after = 1.0
 
     def __init__(self, group: dist.ProcessGroup | None, divisor: int = 1) -> None:
         self._group = group
@@ -125,14 +103,12 @@ class NativeSum(_OneStage):
             bucket.work = None
 
 
-class WideSum:
+class WideSum(Transport):
     """All-to-all in half, sum in fp32, divided by a power of two and rounded once, all-gather in half.
 
     With `divisor` >= the number of ranks the result is at most the mean, so it cannot overflow where the
     parts did not. Gathers run in `second`, a group of the same ranks, if there is one.
     """
-
-    before = 1.0
 
     def __init__(
         self,
@@ -172,18 +148,15 @@ class WideSum:
     def join(self) -> None:
         self._side.join()
 
-    def parts(self, bucket: Bucket) -> list[Tensor]:
-        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
-
-class WidePair(_OneStage):
+class WidePair(Transport):
     """The sum of WideSum for two ranks over Gloo: each sends the other its whole message.
 
     As many bytes and the same bits, in one exchange instead of two: the last of the gathers would start only
     when the last sum is there.
     """
 
-    before, after = 1.0, 0.5
+    after = 0.5
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank = group, dist.get_rank(group)
@@ -210,13 +183,11 @@ class WidePair(_OneStage):
         bucket.work = bucket.sent = bucket.received = None
 
 
-class ShardedSum:
+class ShardedSum(Transport):
     """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
 
     The sum is stored in the memory of the gradients that were sent: twice their size, W times fewer.
     """
-
-    before = after = 1.0
 
     def __init__(self, group: dist.ProcessGroup, side: SideStream) -> None:
         self._group = group
