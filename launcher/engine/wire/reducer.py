@@ -310,11 +310,10 @@ class Reducer:
         return sums, marks
 
     def _mark(self) -> Tensor | int:
-        """What this rank's slot holds: whether one of its sums, numbers >= 0, is inf or nan; bool, 0-dim."""
+        """What this rank's slot holds."""
         if self._sending.abandoned:
             return ABANDONED
-        looks = [bucket.own_look for bucket in self.buckets if bucket.own_look is not None]
-        return ~(torch.cat(looks).sum() < math.inf)
+        return not_finite(torch.cat([b.own_look for b in self.buckets if b.own_look is not None]))
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's gradient, then send the bucket. The last carries the result of all looks.
@@ -358,6 +357,11 @@ class Reducer:
                 return
             transport.follow(bucket)
             self._sending.followed += 1
+
+
+def not_finite(sums: Tensor) -> Tensor:
+    """Whether one of these numbers >= 0 is inf or nan: bool, 0-dim."""
+    return ~(sums.sum() < math.inf)
 
 
 def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
