@@ -69,7 +69,9 @@ def _texts(model: nn.Module, settings: Mapping[str, object]) -> Iterator[tuple[s
     yield "number of parameters and buffers", str(len(tensors))
     for number, (name, t) in enumerate(tensors, 1):
         trained = "trainable" if t.requires_grad else "not trainable"
-        text = f"{name} {tuple(t.shape)}, strides {t.stride()}, {t.dtype}, {trained}"
+        # A dimension of one element has any stride: in a 1x1 kernel channels_last is no other order.
+        strides = tuple(1 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        text = f"{name} {tuple(t.shape)}, strides {strides}, {t.dtype}, {trained}"
         yield f"parameter or buffer {number}", text
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
+from launcher.engine.flat.aliases import extent
 from launcher.engine.flat.buffers import HALF
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
@@ -227,6 +228,9 @@ def is_readable(value: object) -> bool:
         and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a DTensor, a FakeTensor, ...
         and not (value.is_nested or value.is_meta)
         and value.layout == torch.strided
+        # Memory that was freed, as FSDP does with untyped_storage().resize_(0): reading it ends the process.
+        and (int(value.storage_offset()) + extent(value)) * value.element_size()
+        <= value.untyped_storage().nbytes()
     )
 
 
@@ -252,7 +256,7 @@ def refuse_misfits(
         if not is_readable(given[name]):
             raise ValueError(
                 f"the state does not fit: of the {kind}, {name} is {_described(given[name])}. Give a dense "
-                "tensor that holds its values, not one that is sparse, meta or of a library's own class."
+                "tensor that holds its values: not sparse, on meta, freed or of a library's own class."
             )
         if given[name].shape != shape:
             raise ValueError(

@@ -153,7 +153,14 @@ def fake(tensor: Tensor) -> Tensor:
     return FakeTensorMode().from_tensor(tensor)
 
 
+def freed(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
 UNREADABLE = {
+    "freed": freed,
     "on meta": lambda tensor: tensor.to("meta"),
     "sparse": lambda tensor: tensor.to_sparse(),
     "fake": fake,

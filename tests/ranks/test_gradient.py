@@ -213,8 +213,8 @@ def different_models(env: WorkerEnv) -> list[str]:
         model["a"].requires_grad_(False)
         return model
 
-    def conv(memory_format: torch.memory_format) -> nn.Module:
-        return nn.Conv2d(2, 2, 3).to(memory_format=memory_format)
+    def conv(memory_format: torch.memory_format, size: int = 3) -> nn.Module:
+        return nn.Conv2d(2, 2, size).to(memory_format=memory_format)
 
     cases = [
         (nn.ReLU, plain),
@@ -229,6 +229,8 @@ def different_models(env: WorkerEnv) -> list[str]:
         with pytest.raises(ValueError, match="different models or settings") as caught:
             Stepper(odd() if env.rank == 1 else usual(), SGD(0.1), group=env.group)
         errors.append(str(caught.value))
+    formats = torch.contiguous_format, torch.channels_last
+    Stepper(conv(formats[env.rank == 1], size=1), SGD(0.1), group=env.group)  # the same order in memory
     return errors
 
 
