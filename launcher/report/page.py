@@ -153,9 +153,8 @@ def _overflows(run: RunRecord) -> str:
         }
         for record in records.all()[:MAX_OVERFLOWS]
     ]
-    left_out = records.count - len(rows)
-    more = listing([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])
-    return table("Skipped steps", rows, texts=("first parameters",)) + more
+    more = _left_out(records.count - len(rows))
+    return table("Skipped steps", rows, texts=("first parameters",)) + listing(more)
 
 
 def _stragglers(run: RunRecord) -> str:
@@ -176,8 +175,11 @@ def _stragglers(run: RunRecord) -> str:
 def _warnings(run: RunRecord) -> str:
     records = run.recording.of(WarningEvent)
     texts = [f"step {one.step:,}: {one.text}" for one in records.all()]
-    left_out = records.count - len(texts)
-    return listing([*texts, *([f"and {left_out:,} more, in {FILE_NAME}"] if left_out else [])])
+    return listing([*texts, *_left_out(records.count - len(texts))])
+
+
+def _left_out(number: int) -> list[str]:
+    return [f"and {number:,} more, in {FILE_NAME}"] if number else []
 
 
 def _details(run: RunRecord) -> str:

@@ -119,12 +119,12 @@ def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
             {
                 "setting": setting.label,
                 "runs done": f"{len(done)} of {len(setting.runs)}",
-                metric_title(name): _spread(
+                metric_title(name): spread(
                     [run.metric for run in done if run.metric_name == name], partial(metric, name)
                 ),
-                "loss, training": _spread([run.recording.steps["loss"].last for run in done], number),
-                "samples / s": _spread([run.samples_per_s for run in done], number),
-                "time": _spread([run.seconds for run in done], duration),
+                "loss, training": spread([run.recording.steps["loss"].last for run in done], number),
+                "samples / s": spread([run.samples_per_s for run in done], number),
+                "time": spread([run.seconds for run in done], duration),
             }
         )
     return rows
@@ -138,7 +138,7 @@ def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> 
     return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
 
 
-def _spread(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
+def spread(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
     """Mean ± standard deviation of what was measured."""
     known = [value for value in values if value is not None]
     if not known:

@@ -13,7 +13,7 @@ import pytest
 from launcher.report import comparison, curve, pictures, recording
 from launcher.report.charts.chart import Chart
 from launcher.report.charts.run_charts import mean_of
-from launcher.report.comparison import is_sweep, job_directories, job_of, settings_of
+from launcher.report.comparison import is_sweep, job_directories, settings_of
 from launcher.report.curve import Curve
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_json
@@ -63,16 +63,16 @@ def sweep(tmp_path) -> Path:
 
 
 def test_runs_that_differ_in_the_seed_alone_belong_together_in_the_order_they_ran(sweep) -> None:
-    jobs = [job_of(run) for run in runs_of(sweep)]
-    assert [job.run.directory.name.split("_")[0] for job in jobs] == [str(number) for number in range(12)]
+    jobs = runs_of(sweep)
+    assert [job.directory.name.split("_")[0] for job in jobs] == [str(number) for number in range(12)]
     settings = settings_of(jobs)
-    assert [(setting.label, len(setting.jobs)) for setting in settings] == [("fp32", 6), ("fp16", 6)]
+    assert [(setting.label, len(setting.runs)) for setting in settings] == [("fp32", 6), ("fp16", 6)]
 
 
 def test_several_keys_are_named_and_equal_runs_are_one_setting(tmp_path) -> None:
     for number, (lr, wd) in enumerate([(1, 2), (1, 3), (2, 2)]):
         write_job(tmp_path, number, [f"optim.lr={lr}", f"optim.weight_decay={wd}"])
-    jobs = [job_of(run) for run in runs_of(tmp_path)]
+    jobs = runs_of(tmp_path)
     assert next(s.label for s in settings_of(jobs)) == "optim.lr=1, optim.weight_decay=2"
     assert [s.label for s in settings_of(jobs[:1])] == ["all"]
 
