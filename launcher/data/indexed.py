@@ -20,7 +20,6 @@ from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.reader import (
-    BadSample,
     Collate,
     Fetched,
     Indexed,
@@ -29,10 +28,10 @@ from launcher.data.reader import (
 )
 from launcher.data.references import ByReference, References
 from launcher.data.tensors import Batch, transformed
-from launcher.errors import DataError
 
 log = logging.getLogger("launcher")
 
+CORRECT = "Correct or remove it, or set data.max_bad=N to leave out up to N of them."
 LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
 
 
@@ -71,13 +70,10 @@ class IndexedData:
 
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
-        if fetched.failure:
-            failure = DataError(f"the {self.kind} set: {fetched.failure}")
-            failure.traceback = fetched.traceback
-            raise failure
+        fetched.refuse_failure(f"{self.kind} set")
         for bad in fetched.bad:
             if self.how.max_bad == 0:
-                raise refusal(bad, self.kind)
+                raise bad.refusal(f"{self.kind} set", CORRECT)
             log.warning("the %s set: left out %s\n%s", self.kind, bad, bad.details)
         if fetched.batch is None:
             return None
@@ -236,14 +232,3 @@ class _Requests:
             Request(epoch, part.start, tuple(order[part.start : part.stop].tolist()))
             for part in self._plan.micro_positions(step)
         ]
-
-
-def refusal(bad: BadSample, kind: str) -> DataError:
-    """The error for a sample that could not be read and may not be left out."""
-    error = DataError(
-        f"the {kind} set: {bad}{'' if bad.error.endswith('.') else '.'} Correct or remove it, or set "
-        "data.max_bad=N to leave out up to N of them."
-    )
-    error.add_note(bad.details)
-    error.traceback = bad.traceback
-    return error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,8 +74,26 @@ class BadSample:
         details = "".join(traceback.format_exception(error))
         return cls(index, in_words(error), place_of(error), details, unforeseen(error))
 
+    def refusal(self, name: str, advice: str) -> DataError:
+        """The error for a sample that may not be left out. `name` is that of the data."""
+        error = _data_error(
+            f"the {name}: {self}{'' if self.error.endswith('.') else '.'} {advice}", self.traceback
+        )
+        error.add_note(self.details)
+        return error
+
     def __str__(self) -> str:
         return f"sample {self.index}{f' at {self.place}' if self.place else ''}: {self.error}"
+
+
+@dataclass(frozen=True)
+class InStream:
+    """Where a stream stands after a micro-batch, in the process that made it."""
+
+    process: int
+    skipped: int  # samples before the first of this process
+    seconds: float  # since the process began
+    state: dict[str, Any] | None  # None of a stream without state_dict()
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,12 @@ class Fetched:
     bad: tuple[BadSample, ...] = ()
     failure: str = ""  # of the collation; empty if there was none
     traceback: str = ""  # of the failure, short, where nobody has foreseen it
-    more: dict[str, Any] = field(default_factory=dict)  # of a stream: where it stands
+    stands: InStream | None = None  # of a stream whose samples could be collated
+
+    def refuse_failure(self, name: str) -> None:
+        """Raise DataError where the batch could not be collated. `name` is that of the data."""
+        if self.failure:
+            raise _data_error(f"the {name}: {self.failure}", self.traceback)
 
     def pin_memory(self) -> Fetched:
         """The same in memory that a GPU copies from by itself; torch's DataLoader calls it."""
@@ -336,6 +359,12 @@ def in_words(error: BaseException) -> str:
 def unforeseen(error: BaseException) -> str:
     """The short traceback of an error whose text is not for users."""
     return error.traceback if isinstance(error, LauncherError) else short_traceback(error)
+
+
+def _data_error(text: str, traceback: str) -> DataError:
+    error = DataError(text)
+    error.traceback = traceback
+    return error
 
 
 def _at(error: BaseException) -> str:

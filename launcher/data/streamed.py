@@ -28,10 +28,11 @@ from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
-from launcher.data.reader import RAISED, BadSample, Collate, Fetched, collated, in_words, unforeseen
+from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated, in_words, unforeseen
 from launcher.data.tensors import Batch, transformed
-from launcher.errors import ConfigError, DataError, counted
+from launcher.errors import ConfigError, counted
 
+CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."
 REPORTED_S = 1.0  # a resume that skips for longer says so
 
 
@@ -166,12 +167,11 @@ class StreamReader(IterableDataset[Fetched]):
     def _made(
         self, samples: list[Any], part: range, at: int, number: int, skipped: int, seconds: float
     ) -> Fetched:
-        more: dict[str, Any] = {"process": number, "skipped": skipped, "seconds": seconds}
-        if callable(state_dict := getattr(self._stream, "state_dict", None)):
-            more["state"] = {"at": at, "stream": state_dict()}
-        kept = tuple(range(len(samples)))
+        state_dict = getattr(self._stream, "state_dict", None)
+        state = {"at": at, "stream": state_dict()} if callable(state_dict) else None
+        stands = InStream(number, skipped, seconds, state)
         try:
-            return Fetched(collated(samples, self._collate), kept, more=more)
+            return Fetched(collated(samples, self._collate), range(len(samples)), stands=stands)
         except RAISED as error:
             failure = f"samples {part.start} to {at - 1}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
@@ -213,17 +213,9 @@ class StreamData:
     def usable(self, fetched: Fetched) -> Batch:
         """The batch, on the device. Raises DataError where there is none."""
         for bad in fetched.bad:
-            error = DataError(
-                f"the {self.kind} stream: {bad}{'' if bad.error.endswith('.') else '.'} A stream ends with "
-                "an error: catch it in the stream, and leave the sample out there."
-            )
-            error.add_note(bad.details)
-            error.traceback = bad.traceback
-            raise error
-        if fetched.batch is None:
-            error = DataError(f"the {self.kind} stream: {fetched.failure}")
-            error.traceback = fetched.traceback
-            raise error
+            raise bad.refusal(f"{self.kind} stream", CATCH)
+        fetched.refuse_failure(f"{self.kind} stream")
+        assert fetched.batch is not None, "without a failure there is one"
         if self.how.labels is not None:
             self.how.labels.refuse_others(fetched, f"{self.kind} stream")
         return batch_to_device(fetched.batch, self.how.device)
@@ -351,10 +343,11 @@ class StreamBatches:
         self._pool = self._data.pool(self._share, parts, self._stands)
         self._fetched = iter(self._pool)
         self._ahead = next(self._fetched, None)
-        if self._ahead is not None and self._ahead.more.get("seconds", 0.0) > REPORTED_S:
-            skipped, seconds = self._ahead.more["skipped"], self._ahead.more["seconds"]
-            if skipped and self._stands.step:
-                self._report(f"the stream was skipped forward over {skipped} samples in {seconds:.0f} s")
+        stands = None if self._ahead is None else self._ahead.stands
+        if stands is not None and stands.seconds > REPORTED_S and stands.skipped and self._stands.step:
+            self._report(
+                f"the stream was skipped forward over {stands.skipped} samples in {stands.seconds:.0f} s"
+            )
 
     def _take(self) -> list[tuple[Fetched, Tensor]]:
         if self._pool is None:
@@ -367,11 +360,10 @@ class StreamBatches:
                 break
             offset = part.start - stands.step * self.plan.batch_size
             taken.append((self._ahead, noise[offset : offset + len(self._ahead.kept)]))
-            more = self._ahead.more
-            if "process" in more:
-                stands = replace(stands, next_process=(more["process"] + 1) % max(stands.processes, 1))
-            if "state" in more:
-                stands = replace(stands, states={**stands.states, str(more["process"]): more["state"]})
+            if made := self._ahead.stands:
+                stands = replace(stands, next_process=(made.process + 1) % max(stands.processes, 1))
+                if made.state is not None:
+                    stands = replace(stands, states={**stands.states, str(made.process): made.state})
             self._ahead = next(self._fetched, None)
         self._stands = replace(stands, step=stands.step + 1)
         return taken
