@@ -37,18 +37,13 @@ from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import first_line, nearest, show, suggestion
 from launcher.config.overrides import code_problem
-from launcher.config.trees import leaves, paths_of, replaced, texts
+from launcher.config.trees import leaves, paths_of, replaced, texts, value_at
 from launcher.errors import ConfigError
 
 HYDRA_VERSION = "1.3"
-PATH_KEYS = (
-    ("data", "path"),
-    ("data", "csv"),  # of some data sets
-    ("recipes", "path"),
-    ("checkpoint", "resume"),
-)
+PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # csv: of some data sets
 # The first is made where it does not exist, and a run that resumes does not need the second.
-UNCHECKED_PATH_KEYS = (("data", "cache"), ("model", "weights"))
+UNCHECKED_PATH_KEYS = ("data.cache", "model.weights")
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 MISSING_KEY = re.compile(r"Interpolation key '([^']+)'")  # of OmegaConf's error
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -186,21 +181,21 @@ def checked_tree(composed: DictConfig) -> Resolved:
 
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """Make the user's paths absolute: a run's records must not depend on its working directory."""
-    resolved = dict(tree)
-    for section, key in (*PATH_KEYS, *UNCHECKED_PATH_KEYS):
-        path = tree[section].get(key)
-        if key not in tree[section] or path in NOT_PATHS or not isinstance(path, str | None):
-            continue
-        if path and is_hub_name(tree, section, key):
-            continue
-        resolved[section] = {**resolved[section], key: absolute(path) if path else None}
-    return resolved
+    paths = user_paths(tree, (*PATH_KEYS, *UNCHECKED_PATH_KEYS))
+    return replaced(tree, {key: absolute(path) if path else None for key, path in paths})
 
 
-def is_hub_name(tree: Mapping[str, Any], section: str, key: str) -> bool:
+def user_paths(tree: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those of the keys that hold a path, neither a word nor a name of the Hugging Face hub, with it."""
+    for key in keys:
+        path = value_at(tree, key)
+        if isinstance(path, str) and path not in NOT_PATHS and not is_hub_name(tree, key, path):
+            yield key, path
+
+
+def is_hub_name(tree: Mapping[str, Any], key: str, path: str) -> bool:
     """Whether a path names a data set of the Hugging Face hub, user/name, and nothing that is here."""
-    path = tree[section][key]
-    if (section, key) != ("data", "path") or tree[section].get("name") != "hf" or path.startswith("."):
+    if key != "data.path" or value_at(tree, "data.name") != "hf" or path.startswith("."):
         return False
     return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
 

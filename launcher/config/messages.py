@@ -33,6 +33,11 @@ def unknown_key(written: str, path: str, valid: Iterable[str]) -> str:
     return f"{shortened(written)}: there is no such key.{suggestion(nearest(path, valid))}"
 
 
+def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
+    """The message for a name of a registry that has only these."""
+    return f"{what} is not known.{suggestion(nearest(name, known))} Known: {', '.join(known) or 'none'}."
+
+
 def suggestion(candidates: Iterable[str]) -> str:
     listed = ", ".join(candidates)
     return f" Nearest: {listed}." if listed else ""

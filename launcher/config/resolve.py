@@ -23,14 +23,13 @@ from hydra.errors import HydraException
 from launcher.config import messages as texts
 from launcher.config import parameter_groups, validation
 from launcher.config.composition import (
-    NOT_PATHS,
     PATH_KEYS,
     Composer,
     Request,
     Resolved,
     absolute,
     hydra_initialised,
-    is_hub_name,
+    user_paths,
     with_absolute_paths,
 )
 from launcher.config.groups import choice_values, recipes_dir
@@ -212,16 +211,12 @@ def tree_problems(
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
     yield from validation.find_problems(validation.gather_options(tree), found.recorded)
     yield from unregistered_names(tree, found.recorded)
-    for section, key in PATH_KEYS:
-        path = tree[section].get(key) if isinstance(tree.get(section), dict) else None
-        if not isinstance(path, str) or path in ("", *NOT_PATHS) or "\0" in path:
-            continue
-        if is_hub_name(tree, section, key):
-            continue
-        if not os.path.exists(Path(path).expanduser()):  # False also for a name that is too long
-            written = found.recorded.get(f"{section}.{key}")
+    for key, path in user_paths(tree, PATH_KEYS):
+        # False also for a name that is too long; a NUL has been reported as a wrong value.
+        if path and "\0" not in path and not os.path.exists(Path(path).expanduser()):
+            written = found.recorded.get(key)
             where = f"{path}: there is no such file or directory ({absolute(path)})."
-            yield f"{section}.{key}={where if written is None else f'{written}: there is no such file.'}"
+            yield f"{key}={where if written is None else f'{written}: there is no such file.'}"
 
 
 def unregistered_names(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+from launcher.config.messages import unknown_name
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.engine import ParameterGroup
@@ -18,7 +19,7 @@ from launcher.recipe.checks import (
     without_empty_sets,
 )
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
-from launcher.recipe.registry import Registry, look_up, registry_of, unknown, unmarked
+from launcher.recipe.registry import Registry, look_up, registry_of, unmarked
 from launcher.recipe.training_aids import with_training_aids
 
 
@@ -73,5 +74,7 @@ def model_builder(config: Config, **facts: Any) -> ModelBuilder:
     options = [name for name in inspect.signature(build).parameters if name not in facts]
     for name in config.model.options:
         if name not in options:
-            raise ConfigError(unknown(f"model.{name} (an option of {config.model.name})", name, options))
+            raise ConfigError(
+                unknown_name(f"model.{name} (an option of {config.model.name})", name, sorted(options))
+            )
     return ModelBuilder(config.model.name, functools.partial(build, **facts, **config.model.options))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from launcher.config.groups import recipes_dir
-from launcher.config.messages import nearest
+from launcher.config.messages import unknown_name
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
@@ -204,12 +204,5 @@ def unmarked(user_path: str | None, name: str) -> str:
 
 def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
     if name not in known:
-        raise ConfigError(f"{unknown(f'{key}={name}', name, known)} {TOP_LEVEL}")
+        raise ConfigError(f"{unknown_name(f'{key}={name}', name, sorted(known))} {TOP_LEVEL}")
     return known[name]
-
-
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    choices = sorted(known)
-    close = nearest(name, choices)
-    advice = f"Did you mean {' or '.join(close)}? " if close else ""
-    return f"{what} is not known. {advice}Known: {', '.join(choices) or 'none'}."

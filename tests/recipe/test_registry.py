@@ -44,7 +44,7 @@ def test_a_class_of_torch_is_an_optimizer_with_its_options(tmp_path):
         ("newton", {}, "Newton cannot be used here: it evaluates the loss several times per step"),
         ("plain", {"momentum": 0.9}, "Plain has no option 'momentum'"),
         ("made", {}, "TorchOptimizer was given <function made"),
-        ("plane", {}, "optim.name=plane is not known. Did you mean plain?"),
+        ("plane", {}, "optim.name=plane is not known. Nearest: plain"),
     ],
 )
 def test_what_cannot_be_an_optimizer_is_refused_in_words(tmp_path, name, options, text):

@@ -6,7 +6,6 @@ the same set. The modules `parquet`, `folder` and `hugging_face` beside it read 
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import importlib.util
 import io
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.config.messages import install_line
+from launcher.config.messages import install_line, unknown_name
 from launcher.config.rules import whole
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
@@ -45,11 +44,8 @@ DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
 def load_images(config: DataConfig) -> ImageSet:
     """Load the set `config.name`. Raises ConfigError for a wrong config, DataError for unusable data."""
     if config.name not in IMAGE_SETS:
-        nearest = difflib.get_close_matches(config.name, IMAGE_SETS, n=1)
-        advice = f"Did you mean {nearest[0]}? " if nearest else ""
-        raise ConfigError(
-            f"data.name={config.name} is not a known image set. {advice}Known: {', '.join(IMAGE_SETS)}."
-        )
+        what = f"data.name={config.name} as a set of images"
+        raise ConfigError(unknown_name(what, config.name, list(IMAGE_SETS)))
     images = IMAGE_SETS[config.name](config)
     if isinstance(images.train, TensorData) and isinstance(images.validation, TensorData):
         train, validation = (replace(each, name=config.name) for each in (images.train, images.validation))

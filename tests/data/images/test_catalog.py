@@ -343,7 +343,7 @@ def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
         (data_config("digits", size=3), r"data\.size is not an option of data=digits"),
         (
             data_config("digist"),
-            r"data\.name=digist .* Did you mean digits\? Known: digits, synthetic, cifar10",
+            r"data\.name=digist .* Nearest: digits\. Known: digits, synthetic, cifar10",
         ),
         (data_config("synthetic", image_sise=3), r"data\.image_sise .* It has num_samples, num_classes"),
         (data_config("synthetic", channels=0), r"data\.channels=0: must be a whole number"),
