@@ -268,6 +268,7 @@ def run_as_follower(
 def receive(
     store: dist.Store, number: int, wait_s: float, rank: int, failure: Exception | None
 ) -> dict[str, Any]:
+    """The message of this number from rank 0. Raises `failure`, or else StalledError, if none comes."""
     what = "the job" if number == 0 else "the next job"
     message = json.loads(awaited(store, f"message/{number}", wait_s, rank, what, failure))
     assert isinstance(message, dict)
