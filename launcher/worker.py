@@ -38,8 +38,9 @@ from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
-from launcher.training import build
 from launcher.training.answers import Answers
+from launcher.training.device import apply_switches, seed_generators
+from launcher.training.ends import announce, finish
 from launcher.training.failures.rank_failure import (
     failure_of,
     of_another_rank,
@@ -57,9 +58,9 @@ from launcher.training.parts.relief import Relief
 from launcher.training.progress import Course, Start
 from launcher.training.recorded_steps import recorded
 from launcher.training.requests import Requests, heeded
-from launcher.training.results import announce, finish
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
+from launcher.training.setup import build
 from launcher.training.setup.compilation import compiled
 from launcher.training.setup.data_check import compare_data
 from launcher.training.setup.initial_weights import Loaded, load_weights
@@ -143,7 +144,7 @@ def _join_and_run(
         watchdog.announcing(),
         loader_processes(),
     ):
-        build.apply_switches(config)
+        apply_switches(config)
         if env.device.type == "cpu":
             keep_freed_memory()
         peers = meet(config, env, store, job)
@@ -171,7 +172,7 @@ def _assemble(
     config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, requests: Requests
 ) -> tuple[Job, Loaded | None]:
     """The job, and the weights of the file that the config names."""
-    build.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
+    seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
     with requests.ending_at_once(env.group is None):
@@ -188,7 +189,7 @@ def _assemble(
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
-    build.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
+    seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     average = build.weight_average(config, stepper)
     run = Run(config, env, stepper, telemetry, heartbeat, requests, average)
     host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)

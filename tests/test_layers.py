@@ -44,6 +44,20 @@ ENGINE_LAYERS = (
     {"step_graph", "weight_average"},
     {"__init__"},
 )
+TRAINING_LAYERS = (
+    {"votes", "progress", "requests", "occurrences", "memory", "warning_log"},
+    {"recorded_config", "device", "digests", "step_times", "answers", "model_folder", "chosen_metric"},
+    {"reports", "replicas", "results"},
+    {"run", "moments", "failures"},
+    {"steps", "after_evaluation", "divergence"},
+    {"setup"},
+    {"job"},
+    {"resume"},
+    {"parts"},
+    {"part_list", "task", "ends"},
+    {"loop", "recorded_steps"},
+    {"__init__"},
+)
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}
 WITHOUT_TORCH = (
     "torch",
@@ -109,6 +123,7 @@ FILES = sorted(
     file for file in (ROOT / "launcher").rglob("*.py") if file != ROOT / "launcher" / "__init__.py"
 )
 OF_ENGINE = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "engine")]
+OF_TRAINING = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "training")]
 
 
 def room_of(file: Path, house: Path) -> str:
@@ -135,6 +150,7 @@ def layer_of(room: str, layers: tuple[set[str], ...]) -> int:
 HOUSES = [
     *((file, ROOT / "launcher", LAYERS) for file in FILES),
     *((file, ROOT / "launcher" / "engine", ENGINE_LAYERS) for file in OF_ENGINE),
+    *((file, ROOT / "launcher" / "training", TRAINING_LAYERS) for file in OF_TRAINING),
 ]
 
 
@@ -145,7 +161,12 @@ def test_a_room_imports_only_from_its_left(file: Path, house: Path, layers: tupl
 
 
 @pytest.mark.parametrize(
-    ("house", "layers"), [(ROOT / "launcher", LAYERS), (ROOT / "launcher" / "engine", ENGINE_LAYERS)]
+    ("house", "layers"),
+    [
+        (ROOT / "launcher", LAYERS),
+        (ROOT / "launcher" / "engine", ENGINE_LAYERS),
+        (ROOT / "launcher" / "training", TRAINING_LAYERS),
+    ],
 )
 def test_every_room_has_a_layer_and_no_layer_a_circle(house: Path, layers: tuple[set[str], ...]) -> None:
     uses: dict[str, set[str]] = {}

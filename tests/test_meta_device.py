@@ -28,7 +28,8 @@ from launcher.engine.limits import VOTES
 from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
-from launcher.training import build, results
+from launcher.training import results
+from launcher.training.setup import build
 from tests.configs import composed
 from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net

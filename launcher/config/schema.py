@@ -132,6 +132,14 @@ class EarlyStoppingConfig:
 
 
 @dataclass(frozen=True)
+class PlateauConfig:
+    factor: Annotated[float, number("above 0 and below 1", lambda value: 0 < value < 1)] | None
+    patience: CountOrZero
+    threshold: Share
+    metric: Text | None
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     decay: Share | None
     every_steps: Count
@@ -227,6 +235,7 @@ class Config:
     schedule: ScheduleConfig
     ema: EmaConfig
     early_stopping: EarlyStoppingConfig
+    plateau: PlateauConfig
     precision: PrecisionConfig
     wire: WireConfig
     checkpoint: CheckpointConfig

@@ -158,6 +158,12 @@ RELATIONS = (
         for key in ("precision.fp32_modules", "precision.rescue")
     ),
     Relation(
+        ("plateau.factor", "schedule.name", "schedule.warmup_fraction"),
+        lambda factor, schedule, warmup: factor is not None and (schedule != "constant" or warmup > 0),
+        "plateau.factor={}: excludes schedule={} with schedule.warmup_fraction={}, which sets the rate of "
+        "each step. Use schedule=constant without warm-up.",
+    ),
+    Relation(
         ("tracker.artifacts", "tracker.name"),
         lambda artifacts, trackers: artifacts != "none" and "wandb" not in (trackers, *trackers),
         "tracker.artifacts={}: needs tracker=wandb, which keeps them.",

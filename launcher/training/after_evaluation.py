@@ -30,10 +30,10 @@ from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
-from launcher.training.build import seed_generators
+from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
-from launcher.training.parts.replica_check import checksums
 from launcher.training.progress import Position
+from launcher.training.replicas import checksums
 from launcher.training.run import Run
 
 STILL_AT_WORK = b"..."  # no message

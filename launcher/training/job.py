@@ -11,10 +11,10 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import Batches
 from launcher.recipe.contract import Recipe, Used
 from launcher.training.answers import Answers
-from launcher.training.build import DataSets
 from launcher.training.moments import Parts
 from launcher.training.progress import Course
 from launcher.training.run import Run
+from launcher.training.setup.build import DataSets
 
 
 @dataclass

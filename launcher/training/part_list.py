@@ -21,6 +21,7 @@ from launcher.training.parts.first_step import FirstStep
 from launcher.training.parts.gradient_stats import GradientStats
 from launcher.training.parts.initial_weights import InitialWeights
 from launcher.training.parts.log import Log
+from launcher.training.parts.plateau import Plateau
 from launcher.training.parts.relief import Relief
 from launcher.training.parts.replica_check import ReplicaCheck
 from launcher.training.parts.rescue import Rescue
@@ -70,6 +71,7 @@ def parts_of(
         Relief(run, lambda: job.batches, job.answers),  # before the votes are cast again
         Evaluator(job, trained),
         EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,
+        Plateau(run, config.plateau, job.recipe) if config.plateau.factor is not None else None,
         Energy(gpus),
         Checkpoints(run, saved.directory, saved.take),  # last: saves what the others have made of a step
     ]

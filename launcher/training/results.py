@@ -1,19 +1,16 @@
 """The files that a run writes at its end: result.json, the report, the plots.
 
-Owns the summary of a finished run and the digest of its weights. A plot that cannot be written does not fail
+A plot that cannot be written does not fail
 the run; a result does.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from launcher.data.tensors import TensorData
 from launcher.errors import StorageError, in_words
 from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe
@@ -29,19 +26,11 @@ from launcher.report.pictures import (
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
-from launcher.run_dir.records import REPORT, write_environment, write_result
+from launcher.run_dir.records import REPORT, write_result
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
-from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
-from launcher.training.digests import weights_sha256
-from launcher.training.job import Job
-from launcher.training.model_folder import facts_for_prediction, write_model_folder
-from launcher.training.parts.evaluation import Evaluator
-from launcher.training.progress import Start
-from launcher.training.recorded_config import asked
-from launcher.training.setup.data_check import nan_warnings
-from launcher.training.setup.decisions import decisions
+from launcher.telemetry.events import ReportEvent
 
 SPLIT = "split.csv"
 PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
@@ -51,67 +40,6 @@ PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
     REPORT: write_report,
 }
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
-
-
-def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
-    """The content of result.json: what each run has, and what its parts add. A collective.
-
-    `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
-    """
-    run, stepper = job.run, job.run.stepper
-    counters = stepper.counters()
-    content: dict[str, Any] = {
-        "state": "done",
-        "exit": 0,
-        "recipe": run.config.recipe.name,
-        "model": job.used.model,
-        "data": job.used.data,
-        "precision": run.config.precision.name,
-        "world_size": run.env.world_size,
-        "applied_steps": counters["applied"],
-        "skipped_steps": counters["skipped"],
-        "scale": stepper.loss_scale,
-        "parameters": sum(p.numel() for p in stepper.model.parameters()),
-        "state_bytes": stepper.state_bytes(),
-        "weights_sha256": weights_sha256(stepper, run.env),
-        "steps": steps,
-        "steps_per_epoch": job.course.steps_per_epoch,
-        "seconds": seconds,
-    }
-    if run.env.device.type == "cuda":
-        content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(run.env.device)
-    return Result(**content | job.parts.result() | facts_for_prediction(job.recipe))
-
-
-def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
-    """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
-    run, run_dir = job.run, Path(job.run.config.run.dir)
-    result = result_of(job, since_step, steps, seconds)
-    applied = run.stepper.counters()["applied"]
-    if applied < steps / 2:
-        run.telemetry.warn(
-            f"only {applied} of {steps} steps were applied, the others skipped: lower "
-            "precision.scale.init, or start with precision.scale.mode=auto."
-        )
-    if run.env.is_leader:
-        write_files(run_dir, result, job.parts.of(Evaluator).confusion, run.telemetry)
-    run.telemetry.emit(
-        EndEvent(
-            steps,
-            state="done",
-            exit=0,
-            seconds=seconds,
-            since_step=since_step,
-            samples_per_s=result.samples_per_s,
-            metrics=result.metrics,
-            reason=job.parts.ends or None,
-            weights_sha256=result.weights_sha256,
-            step_time=result.step_time,
-        )
-    )
-    if run.env.is_leader:
-        mark_end(run_dir, "done", 0)
-        write_page(run_dir, run.telemetry)
 
 
 def write_files(run_dir: Path, result: Result, confusion: Confusion | None, telemetry: Telemetry) -> None:
@@ -135,34 +63,6 @@ def _tables(confusion: Confusion) -> dict[str, Any]:
         return {}
     matrix = confusion.counts.tolist()
     return {"table": confusion.table(), "classes": list(confusion.classes), "confusion_matrix": matrix}
-
-
-def announce(job: Job, devices: Sequence[str], start: Start) -> None:
-    """Report the decisions and the start of the run; record its environment."""
-    run, run_dir = job.run, Path(job.run.config.run.dir)
-    if run.env.is_leader:
-        write_environment(run_dir, devices)
-        write_split(run_dir, job.recipe)
-        write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
-        if isinstance(job.data.train, TensorData):
-            for text in nan_warnings(job.data.train):
-                run.telemetry.warn(text)
-    for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
-        run.telemetry.decision(topic, text)
-    run.telemetry.emit(
-        StartEvent(
-            start.step,
-            epochs=run.config.train.epochs,
-            steps_per_epoch=job.course.steps_per_epoch,
-            total_steps=job.course.total_steps,
-            world_size=run.env.world_size,
-            parameters=sum(p.numel() for p in job.model.parameters()),
-            model=job.used.model,
-            data=job.used.data,
-            compare_by=job.recipe.compare_by,
-            asked=asked(run.config),
-        )
-    )
 
 
 def write_split(run_dir: Path, recipe: Recipe) -> None:

@@ -42,7 +42,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
 from launcher.recipe import registry_of
-from launcher.training.parts.replica_check import check_replicas
+from launcher.training.replicas import check_replicas
 from scripts.bench.interleaved import Goal, goal_table, interleave, write
 
 PATIENCE_S = 15.0  # for which steps continue beside a write

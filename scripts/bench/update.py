@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
 from launcher.engine.optim.fused import Optimizer
 from launcher.process.allocator import keep_freed_memory
-from launcher.training.build import SECONDS_SAVED_PER_PARAMETER, SECONDS_TO_COMPILE
+from launcher.training.setup.build import SECONDS_SAVED_PER_PARAMETER, SECONDS_TO_COMPILE
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering
 from scripts.bench.group_of_one import collectives_of_one

@@ -46,9 +46,9 @@ def assert_each_step_once(ended: Ended) -> None:
 
 
 def kill_before_the_result() -> None:
-    from launcher.training import results
+    from launcher.training import ends
 
-    results.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    ends.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
 def kill_in_a_rewrite_of_status() -> None:

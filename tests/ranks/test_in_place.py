@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
-from launcher.training.parts.replica_check import check_replicas
+from launcher.training.replicas import check_replicas
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features, loss_sum
 from tests.ranks.harness import run_ranks

@@ -20,8 +20,9 @@ from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
 from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
-from launcher.training.build import apply_switches, batch_plan, build_model, compiles_update, rates_of
+from launcher.training.device import apply_switches
 from launcher.training.failures.recipe_errors import guarded
+from launcher.training.setup.build import batch_plan, build_model, compiles_update, rates_of
 from launcher.training.setup.decisions import decisions
 from tests.configs import composed
 from tests.models import mlp

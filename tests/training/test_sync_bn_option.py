@@ -12,7 +12,7 @@ import pytest
 from launcher.data.batch_plan import BatchPlan
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic import read_json
-from launcher.training.build import refuse_uneven_micro_batches
+from launcher.training.setup.build import refuse_uneven_micro_batches
 from tests.forked import launch_forked
 from tests.test_end_to_end import launch
 

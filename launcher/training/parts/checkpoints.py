@@ -15,8 +15,8 @@ from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, StorageError
 from launcher.telemetry.events import CheckpointEvent
-from launcher.training.parts.replica_check import check_replicas
 from launcher.training.progress import Measured, Position
+from launcher.training.replicas import check_replicas
 from launcher.training.run import Run
 from launcher.training.votes import Question
 

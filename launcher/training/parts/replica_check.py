@@ -1,28 +1,13 @@
-"""Checks that all ranks still hold the same bits.
-
-Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters, their average
-and optimizer states; and of buffers that have changed on some ranks only. Compares integers (sums of bit
-patterns), so that no NaN and no rounding can hide a difference.
-"""
+"""The ranks' replicas are compared every `consistency.every_steps` steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from launcher.distributed.collectives import gather, reduce
-from launcher.engine import Stepper, StepResult, WeightAverage
-from launcher.errors import ReplicaError, listed
+from launcher.engine import StepResult
 from launcher.training.progress import Course, Position
+from launcher.training.replicas import check_replicas
 from launcher.training.run import Run
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives
-SHOWN = 5  # names in an error; more would bury the rest
 
 
 @dataclass(frozen=True)
@@ -35,67 +20,3 @@ class ReplicaCheck:
     def after_launch(self, position: Position, result: StepResult) -> None:
         if self.course.checks_after(position.step):
             check_replicas(self.run.stepper, self.run.average)
-
-
-def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> None:
-    """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it."""
-    if stepper.group is None:
-        return
-    _refuse_lone_changes(stepper, stepper.group)
-    replicas = stepper.replicas() | ({} if average is None else average.replicas())
-    own = checksums(replicas)
-    extremes = torch.cat([own, -own])
-    reduce(extremes, stepper.group, dist.ReduceOp.MAX)
-    largest, smallest = extremes[: len(own)], -extremes[len(own) :]
-    # Every rank sees the same extremes, so all of them continue here, or none does.
-    if bool((largest != smallest).any()):
-        raise ReplicaError(_difference(list(replicas), own, stepper.group))
-
-
-def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
-    """Raise ReplicaError, on all ranks, for a buffer that has changed since the start on only some ranks.
-
-    Values may differ: BatchNorm statistics are those of each rank's own samples, until an evaluation. But a
-    buffer that training changes must have changed on every rank that trains. A collective.
-    """
-    changed = stepper.changed_buffers()
-    if not changed:
-        return
-    device = stepper.device
-    own = torch.tensor(list(changed.values()), dtype=torch.int64, device=device)
-    answers = torch.cat([own, -own])
-    if not stepper.has_trained:
-        answers.fill_(ABSTAINS)
-    reduce(answers, group, dist.ReduceOp.MAX)
-    some, not_all = answers[: len(own)] == 1, answers[len(own) :] == 0
-    odd = (some & not_all).nonzero().flatten().tolist()
-    if odd:
-        names = [list(changed)[index] for index in odd]
-        ranks = [rank for rank, row in enumerate(gather(own, group)) if bool(row[odd].any())]
-        raise ReplicaError(
-            f"the ranks no longer hold the same bits: buffers ({', '.join(names[:SHOWN])}) have changed on "
-            f"rank(s) {', '.join(map(str, ranks))} only. Look for a faulty device or for code that changes "
-            "them on one rank only, and start again."
-        )
-
-
-def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """int64 [tensors]: the sum of each tensor's bit patterns, whatever the order of its elements."""
-    sums = [flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64) for flat in tensors.values()]
-    return torch.stack(sums)
-
-
-def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
-    """Which ranks differ from the majority, and in which tensors. A collective."""
-    table = torch.stack(gather(own, group)).cpu()  # [rank, tensor]
-    usual = table.mode(dim=0).values
-    odd = table != usual
-    ranks = odd.any(dim=1).nonzero().flatten().tolist()
-    tensors = [names[index] for index in odd.any(dim=0).nonzero().flatten().tolist()]
-    return (
-        f"the ranks no longer hold the same bits: rank(s) {', '.join(map(str, ranks))} differ from the "
-        f"others in {len(tensors)} of {len(names)} tensors ({listed(tensors, SHOWN)}). With two ranks "
-        "either may be the wrong one. Nothing computed since the last check can be trusted: look "
-        "for a faulty device or for code that changes weights or the learning rate on one rank only, and "
-        "start again."
-    )

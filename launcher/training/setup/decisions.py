@@ -19,7 +19,7 @@ from launcher.distributed.process_group import own_thread_count
 from launcher.engine import Stepper
 from launcher.errors import counted, listed
 from launcher.recipe.contract import ONLY_SET, Recipe
-from launcher.training.build import (
+from launcher.training.setup.build import (
     compiles_update,
     named_schedule,
     peak_rate,

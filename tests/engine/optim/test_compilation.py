@@ -159,7 +159,7 @@ def run_launcher(directory: Path, environ: dict[str, str], seconds_to_compile: f
     code = f"""
 import json, sys
 from pathlib import Path
-from launcher.training import build
+from launcher.training.setup import build
 from launcher.cli import main
 build.SECONDS_TO_COMPILE = {seconds_to_compile}
 code = main({[*TINY, f"run.dir={directory}"]!r})

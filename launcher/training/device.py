@@ -1,0 +1,43 @@
+"""Switches and generators of a process, as the config says."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+
+import numpy
+import torch
+
+from launcher.config.schema import Config
+
+
+def apply_switches(config: Config) -> None:
+    """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # default: one per core, in each rank
+    if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
+        # Called only if needed: it imports the compiler, which takes a second and keeps the process group
+        # alive, so that other ranks would not notice at once that this one has failed.
+        torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:  # torch refuses matrix products on CUDA without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.train.tf32
+        # Matrix products accumulate in fp32.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        # Benchmarks once per process and shape. There are few shapes: micro-batches are of equal size.
+        torch.backends.cudnn.benchmark = not config.train.deterministic
+        # It advises flatten_parameters(), which would take the weights out of the Stepper's flat memory.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that recipes draw from without naming one: Python's, NumPy's and torch's."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # NumPy accepts no larger seed
+    torch.manual_seed(seed)

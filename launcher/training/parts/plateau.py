@@ -1,0 +1,82 @@
+"""Lowers the learning rate where the metric no longer improves: plateau.factor.
+
+As `torch.optim.lr_scheduler.ReduceLROnPlateau` with threshold_mode="rel" and without cooldown. All ranks take
+the decision from the same evaluation, and the check of the replicas compares their rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.checkpoint import Compared
+from launcher.config.schema import PlateauConfig
+from launcher.errors import ConfigError
+from launcher.evaluation.comparison import comparison
+from launcher.evaluation.evaluate import Evaluation
+from launcher.recipe.contract import Recipe
+from launcher.training.chosen_metric import refuse_none, refuse_unknown
+from launcher.training.progress import Measured, Position
+from launcher.training.run import Run
+
+
+class Plateau:
+    """Multiplies the constant rate by `factor` after `patience` evaluations in a row that were no better."""
+
+    def __init__(self, run: Run, config: PlateauConfig, recipe: Recipe) -> None:
+        if recipe.schedule is not None:
+            raise ConfigError(
+                "plateau.factor: excludes the recipe's own schedule, which sets the rate of each step."
+            )
+        self._run = run
+        self._config = config
+        self._compare_by = recipe.compare_by
+        self._rate = run.stepper.lr  # of the config
+        self._share = 1.0  # of it that is left
+        self._best: Compared | None = None
+        self._bad = 0  # evaluations in a row that were no better
+        self._step = 0  # of the latest evaluation, which a restarted run repeats
+
+    def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
+        refuse_none("plateau.factor", self._config.factor, evaluations)
+        refuse_unknown("plateau", self._config.metric, evaluations)
+
+    def after_evaluation(self, position: Position, measured: Measured) -> None:
+        if not measured.evaluations or position.step == self._step:
+            return
+        self._step = position.step
+        found = comparison(self._config.metric or self._compare_by, measured.evaluations)
+        if self._improves(found):
+            self._best, self._bad = found, 0
+            return
+        self._bad += 1
+        if self._bad > self._config.patience:
+            assert self._config.factor is not None
+            self._share, self._bad = self._share * self._config.factor, 0
+            self._set_rate()
+            text = (
+                f"{self._rate * self._share:g} from step {position.step + 1} on: {found.name} is at a plateau"
+            )
+            self._run.telemetry.decision("learning rate", text)
+
+    def _improves(self, found: Compared) -> bool:
+        """A value that is not a number improves nothing, and anything else is better than nothing."""
+        best = self._best
+        if best is None or not best.is_like(found):
+            return found.value == found.value
+        limit = best.value * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
+        return found.value < limit if best.lower_is_better else found.value > limit
+
+    def _set_rate(self) -> None:
+        self._run.stepper.lr = self._rate * self._share
+
+    def state(self) -> dict[str, Any]:
+        best = self._best
+        values = None if best is None else [best.name, best.value, best.lower_is_better]
+        return {"share": self._share, "best": values, "bad": self._bad, "step": self._step}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
+        self._best = None if values["best"] is None else Compared(*values["best"])
+        if self._share != 1.0:  # the rate is not part of the Stepper's state
+            self._set_rate()
