@@ -168,6 +168,17 @@ def _notes(error: BaseException) -> list[str]:
     return [visible(str(note)) for note in getattr(error, "__notes__", ())]
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the error's text that is not blank, else the name of its class."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def first_sentence(error: BaseException) -> str:
+    """`first_line` with a full stop, where it does not end a sentence."""
+    line = first_line(error)
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """`1 job`, `2 jobs`; `plural` is what the noun ends with where there are several."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -35,10 +35,10 @@ from launcher.config import search_path
 from launcher.config.environment_values import CALL, differing, escaped, refuse_missing, typed
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.messages import first_line, nearest, show, suggestion
+from launcher.config.messages import nearest, show, suggestion
 from launcher.config.overrides import code_problem
 from launcher.config.trees import leaves, paths_of, replaced, texts, value_at
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"
 PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # csv: of some data sets

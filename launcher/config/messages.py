@@ -94,7 +94,3 @@ def summary(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
     return "\n".join((f"{len(problems)} problems:", *(f"  {line}" for line in problems)))
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -46,7 +46,7 @@ from launcher.config.overrides import (
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
 from launcher.config.schema import Config, rules
 from launcher.config.trees import paths_of, value_at
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, first_line
 
 REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and the names that are built in
     "schedule.name": ("schedule", SCHEDULES),
@@ -101,7 +101,7 @@ def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> 
         return f"{line}: has no value. An override is key=value, for instance {key}=1."
     escaped = value.replace('"', r"\"")
     quoted = f'{key}="{escaped}"'
-    unreadable = f"{line}: cannot be read as key=value ({texts.first_line(error)})."
+    unreadable = f"{line}: cannot be read as key=value ({first_line(error)})."
     if value.startswith(("[", "{")) or "${" in value:  # with a mistake in it
         return unreadable
     try:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from launcher.data.labels import Labels
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
-from launcher.errors import DataError, LauncherError, LoaderKilledError, StalledError
+from launcher.errors import DataError, LauncherError, LoaderKilledError, StalledError, first_sentence
 from launcher.process.signals import HEEDED
 
 PREFETCHED = 2  # micro-batches per loader process
@@ -129,7 +129,7 @@ class Pool:
             # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
             codes = [each.exitcode or 0 for each in self._iterator._workers if each.pid in pids]
             killed = "killed by signal" in str(error) or any(code < 0 for code in codes)
-            return self._lost(mine, _first_line(error), killed)
+            return self._lost(mine, first_sentence(error), killed)
         if "DataLoader timed out" not in str(error):
             return None
         busy = [row for row in self._shared if row[READING] != -1]
@@ -162,7 +162,9 @@ class Pool:
         mine = [row for row in self._shared if int(row[PID]) in ended]
         codes = ", ".join(map(str, ended.values()))
         killed = any(code < 0 for code in ended.values())
-        return self._lost(mine, f"exit code {codes}, seen as {_first_line(error)}", killed) if mine else None
+        return (
+            self._lost(mine, f"exit code {codes}, seen as {first_sentence(error)}", killed) if mine else None
+        )
 
     def _lost(self, rows: Sequence[Any], how: str, killed: bool) -> DataError:
         return (LoaderKilledError if killed else DataError)(
@@ -264,8 +266,3 @@ def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
 
 def _as_it_is(fetched: Fetched) -> Fetched:
     return fetched
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).splitlines() or [type(error).__name__])[0].rstrip()
-    return line if line.endswith((".", "!", "?")) else f"{line}."

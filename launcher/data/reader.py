@@ -29,10 +29,11 @@ from launcher.data.random_state import (
     undrawn_since,
 )
 from launcher.data.tensors import Batch, time_first
-from launcher.errors import DataError, LauncherError, counted, described
+from launcher.errors import DataError, LauncherError, counted, described, listed
 
 # By a user's data set. Those that are no Exception end a loader process without a word.
 RAISED = (Exception, GeneratorExit, KeyboardInterrupt, SystemExit)
+SHOWN_SAMPLES = 8  # in an error
 TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
@@ -230,7 +231,7 @@ class Reader:
                 error = again
         indices = [request.indices[offset] for offset in samples]
         where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
-        failure = f"samples {_listed(indices)}{where}{_at(error)}: {in_words(error)}"
+        failure = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}: {in_words(error)}"
         return Fetched(None, (), tuple(bad), failure, unforeseen(error))
 
     def _alone(self, sample: Any) -> BaseException | None:
@@ -345,11 +346,6 @@ def columns(*names: str) -> Collate:
         return dict(zip(names, made if isinstance(first, tuple | list) else [made], strict=True))
 
     return collate
-
-
-def _listed(indices: Sequence[int], at_most: int = 8) -> str:
-    shown = ", ".join(map(str, indices[:at_most]))
-    return f"{shown} and {len(indices) - at_most} more" if len(indices) > at_most else shown
 
 
 def in_words(error: BaseException) -> str:

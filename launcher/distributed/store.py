@@ -14,9 +14,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launcher.config.messages import first_line
 from launcher.distributed.env import LaunchEnv
-from launcher.errors import PreflightError, StalledError
+from launcher.errors import PreflightError, StalledError, first_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist

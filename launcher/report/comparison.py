@@ -22,8 +22,9 @@ from launcher.config.groups import choice_file, conf_dir, description, group_cho
 from launcher.config.messages import program
 from launcher.report.pictures import draw_comparison
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
-from launcher.report.settings import REPEATED, RunSetting, higher_is_better, spread
+from launcher.report.settings import REPEATED, RunSetting, higher_is_better
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
+from launcher.report.spread import mean_and_deviation
 from launcher.run_dir.atomic import write_text
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 
@@ -177,9 +178,9 @@ def cells(setting: RunSetting, metric_name: str) -> list[str]:
     return [
         setting.label,
         ended,
-        spread([run.result.metric for run in done], partial(metric, metric_name)),
-        spread([run.result.metrics.get("loss") for run in done], number),
-        spread([run.recording.steps["loss"].last for run in done], number),
+        mean_and_deviation([run.result.metric for run in done], partial(metric, metric_name)),
+        mean_and_deviation([run.result.metrics.get("loss") for run in done], number),
+        mean_and_deviation([run.recording.steps["loss"].last for run in done], number),
         number(sum(run.result.skipped_steps or 0 for run in done)) if done else "-",
         duration(statistics.fmean(seconds)) if seconds else "-",
     ]

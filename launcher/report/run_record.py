@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.config.trees import leaves
+from launcher.errors import first_line
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
 from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
@@ -246,24 +248,18 @@ def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        first_line = str(error).partition("\n")[0]
-        warn(f"{run_dir / CONFIG} is damaged: not compared ({first_line})")
+        warn(f"{run_dir / CONFIG} is damaged: not compared ({first_line(error)})")
         return {}
-    return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+    return _texts(tree) if isinstance(tree, dict) else {}
 
 
 def _as_asked(config: dict[str, str], recording: Recording) -> dict[str, str]:
     """The config without what the run found out for itself, such as a micro-batch that fits."""
     start = recording.of(StartEvent).last
     wishes = (start.asked if start else None) or {}
-    return config | {key: text for key, text in _leaves(wishes, "") if key in config}
+    return config | {key: text for key, text in _texts(wishes).items() if key in config}
 
 
-def _leaves(tree: Mapping[Any, Any], prefix: str) -> Sequence[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found += _leaves(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", "null" if value is None else str(value)))
-    return found
+def _texts(tree: Mapping[str, object]) -> dict[str, str]:
+    """The values as YAML has them, by dotted key."""
+    return {key: "null" if value is None else str(value) for key, value in leaves(tree)}

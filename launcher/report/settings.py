@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from launcher.report.run_record import RunRecord
+from launcher.report.spread import mean_and_deviation
 from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
@@ -119,12 +120,14 @@ def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
             {
                 "setting": setting.label,
                 "runs done": f"{len(done)} of {len(setting.runs)}",
-                metric_title(name): spread(
+                metric_title(name): mean_and_deviation(
                     [run.metric for run in done if run.metric_name == name], partial(metric, name)
                 ),
-                "loss, training": spread([run.recording.steps["loss"].last for run in done], number),
-                "samples / s": spread([run.samples_per_s for run in done], number),
-                "time": spread([run.seconds for run in done], duration),
+                "loss, training": mean_and_deviation(
+                    [run.recording.steps["loss"].last for run in done], number
+                ),
+                "samples / s": mean_and_deviation([run.samples_per_s for run in done], number),
+                "time": mean_and_deviation([run.seconds for run in done], duration),
             }
         )
     return rows
@@ -136,13 +139,3 @@ def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> 
     if not keys or len(keys) > MAX_KEYS:
         return f"{names[0]} and {len(names) - 1} more"
     return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-
-
-def spread(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Mean ± standard deviation of what was measured."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    if len(known) == 1:
-        return shown(known[0])
-    return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"

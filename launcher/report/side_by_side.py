@@ -17,7 +17,7 @@ from typing import Any
 from launcher.config.messages import program
 from launcher.errors import counted
 from launcher.report.recording import Recording
-from launcher.report.spread import Spread, joined
+from launcher.report.spread import Spread, joined, mean_and_deviation
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import DecisionEvent, EndEvent
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
@@ -97,10 +97,7 @@ class Side:
 
     def spread(self, of: Callable[[Measured], float | None], shown: Callable[[float], str]) -> str:
         """Mean and standard deviation over the runs that are done."""
-        values = [value for run in self.done if (value := of(run)) is not None]
-        if len(values) < 2:
-            return shown(values[0]) if values else "-"
-        return f"{shown(statistics.fmean(values))} ± {shown(statistics.stdev(values))}"
+        return mean_and_deviation([of(run) for run in self.done], shown)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from launcher.report.curve import FloatArray
 
@@ -41,6 +42,14 @@ class Spread:
     def deviation(self) -> float:
         """The standard deviation of a sample; at least two values are needed."""
         return math.sqrt(self.squares / (self.count - 1))
+
+
+def mean_and_deviation(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
+    """Mean ± standard deviation of what was measured; a dash where nothing was."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return shown(known[0]) if known else "-"
+    return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"
 
 
 def joined(spreads: Iterable[Spread]) -> Spread:

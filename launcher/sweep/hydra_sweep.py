@@ -33,10 +33,9 @@ from launcher.config.composition import (
     hydra_initialised,
     quoted,
 )
-from launcher.config.messages import first_line
 from launcher.config.resolve import swept_keys
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError, StorageError, first_line
 from launcher.run_dir.atomic import write_json
 from launcher.run_dir.records import SWEEP
 

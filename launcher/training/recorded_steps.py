@@ -24,7 +24,7 @@ from launcher.engine import HostRead, NoMemory, RecordingError, StepGraph, StepR
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.engine.recorder import causes_of, recorder_of
 from launcher.engine.step_graph import waits_for_device
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, first_sentence
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Loss
@@ -186,7 +186,7 @@ def _recorded_sizes(steps: RecordedSteps, run: Run) -> tuple[list[int], str]:
     except RecordingError as error:
         raise ConfigError(
             f"train.cuda_graph={str(run.config.train.cuda_graph).lower()}: the step could not be "
-            f"recorded{_at(error)}: {_first_line(error)} Set train.cuda_graph=false."
+            f"recorded{_at(error)}: {first_sentence(error)} Set train.cuda_graph=false."
         ) from error
     finally:
         restore_states(before, device)
@@ -221,8 +221,3 @@ def _refuse_or_report(run: Run, reason: str) -> None:
 def _at(error: BaseException) -> str:
     place = next(filter(None, map(place_of, causes_of(error))), "")
     return f" at {place}" if place else ""
-
-
-def _first_line(error: BaseException) -> str:
-    line = (str(error).splitlines() or [type(error).__name__])[0].rstrip()
-    return line if line.endswith(".") else f"{line}."

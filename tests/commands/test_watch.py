@@ -329,7 +329,6 @@ def test_a_run_with_a_result_and_no_end_event_ends(run_dir):
     [
         ({"compare_by": "second/f1"}, "second/F1 0.7000"),
         ({"compare_by": None}, "accuracy 50.00 %"),
-        ({}, "mae 0.25"),  # of an older version: the first metric
     ],
 )
 def test_a_live_run_shows_the_metric_that_runs_are_compared_by(run_dir, compare_by, shown):

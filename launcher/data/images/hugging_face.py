@@ -18,11 +18,11 @@ import torch
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.images.folder import TRAIN, VALIDATION
-from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, first_line, offline_if_unreachable
+from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, offline_if_unreachable
 from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.split import parts
-from launcher.errors import ConfigError, DataError, listed
+from launcher.errors import ConfigError, DataError, first_line, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk

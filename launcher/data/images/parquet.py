@@ -25,7 +25,7 @@ from launcher.data.hub import reachable
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
-from launcher.errors import ConfigError, DataError, PreflightError
+from launcher.errors import ConfigError, DataError, PreflightError, first_line
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMN = "label"
@@ -260,7 +260,3 @@ def _tensors(images: UInt8Array, labels: Int64Array) -> TensorData:
 
 def _size(images: UInt8Array) -> str:
     return f"{images.shape[2]} x {images.shape[1]}"
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
