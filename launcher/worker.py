@@ -179,7 +179,7 @@ def _assemble(
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = guarded(load_recipe(config), logs)
         refuse_unknown(config.tracker)
-        data = build.data_sets(config, recipe, env)
+        data = build.data_sets(config, recipe, env, heartbeat.reading)
     heartbeat.beat("comparing the data")
     fingerprint = compare_data(recipe, data.train, data.validation, env)
     plan = build.batch_plan(config, recipe, data.train, env)
