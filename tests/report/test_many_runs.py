@@ -164,7 +164,9 @@ class TestInABrowser:
             order = opened.run(COLUMN + f"('{title}')").split(",")
             assert (order[0], order[-1], opened.run(state)) == (last, first, "descending")
         opened.run(press.format("time"))
-        assert opened.run(COLUMN + "('time')").split(",")[0] == "1:00"
+        assert opened.run(COLUMN + "('time')").split(",")[0] == "1:40", (
+            "of its process: the result has no training time"
+        )
 
     def test_curves_are_smoothed_and_drawn_on_logarithmic_axes(self, tmp_path: Path, opened: Browser) -> None:
         run = write_run(tmp_path / "a", steps=200)
