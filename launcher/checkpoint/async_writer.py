@@ -58,7 +58,7 @@ class Due:
         return self._every_steps is not None and step % self._every_steps == 0
 
     def by_clock(self) -> bool:
-        """By this rank's clock. Only the leader's value counts; it must be sent to all ranks."""
+        """Whether this rank's clock says to save. Only the leader's value counts; send it to all ranks."""
         now_s = time.monotonic()
         return now_s >= self._retry_s or (self._every_s is not None and now_s - self._last_s >= self._every_s)
 

@@ -192,7 +192,7 @@ def stage(
     memory: HostMemory,
     average: WeightAverage | None = None,
 ) -> Staged | None:
-    """As `take`, without waiting for the device to copy weights and optimizer states into `memory`.
+    """Take a snapshot as `take` does, without waiting for the copies of weights and states into `memory`.
 
     Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
     until `memory` is used again.

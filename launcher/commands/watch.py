@@ -150,7 +150,7 @@ class Sweep:
         return [*sweep_screen(views, columns, rows - len(rest)), *rest]
 
     def rest(self) -> list[str]:
-        """Of a sweep that has ended before its last job: what is left, and the command that runs it."""
+        """What is left of a sweep that has ended before its last job, and the command that runs it."""
         from launcher.report.watching import rest_of_sweep
 
         views = {path.name: run.view for path, run in self._runs.items()}

@@ -96,7 +96,7 @@ class Request:
 
     @property
     def search_path(self) -> str:
-        """As an override, because only an override takes precedence over a primary config."""
+        """The search path as an override: only an override takes precedence over a primary config."""
         listed = (quoted(f"file://{directory}") for directory in self.directories[1:])
         return f"hydra.searchpath=[{','.join(listed)}]"
 

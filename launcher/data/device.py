@@ -14,7 +14,7 @@ def batch_to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str,
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a stream of its own, so that the copy does not wait for what the device is still computing."""
+    """Copy on a separate stream, so that the copy does not wait for what the device is still computing."""
     if device.type != "cuda":
         return tensor.to(device)
     if device not in _streams:

@@ -52,7 +52,7 @@ class IndexedData:
 
     @property
     def name(self) -> str | None:
-        """Of a data set of the project."""
+        """The name of a data set of the project; None of any other."""
         return getattr(self.dataset, "name", None)
 
     def pool(self, requests: Sequence[Request] | _Requests) -> Pool:
@@ -183,10 +183,10 @@ class LoadedBatches:
         return False
 
     def begin_again(self) -> None:
-        """Not called."""
+        """Never called: only a stream comes to its end."""
 
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """By another plan: what was read ahead is dropped, and other loader processes begin at this step."""
+        """Divide by another plan: what was read ahead is dropped, and other loader processes begin here."""
         self.plan = plan
         if self._pool is not None:
             self._pool.end()

@@ -140,7 +140,7 @@ class Pool:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """For what is raised while a batch of this pool is awaited: no other pool's samples are meant."""
+        """Explain what is raised while a batch of this pool is awaited: no other pool's samples are meant."""
         try:
             try:
                 yield
@@ -206,7 +206,7 @@ class Pool:
         return f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full?)"
 
     def _begin(self, number: int) -> None:
-        """In a loader process, once. A signal to all processes of a job is for the worker to act on."""
+        """Set up a loader process, once. A signal to all processes of a job is for the worker to act on."""
         signal.set_wakeup_fd(-1)  # it is the worker's
         for each in HEEDED:
             signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)

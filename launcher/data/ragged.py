@@ -48,7 +48,7 @@ def _columns(sample: Any, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Of a tensor or an array; of a list its length, and the shape of its first element."""
+    """The shape of a tensor or an array; for a list its length, and the shape of its first element."""
     if hasattr(value, "shape"):
         return tuple(value.shape)
     if isinstance(value, list | tuple):

@@ -56,7 +56,7 @@ def sample_seeds(seed: int, epoch: int, position: int, number: int) -> list[int]
 
 
 class States(NamedTuple):
-    """Of the three generators. `python` and `numpy` are the same objects until something draws."""
+    """The states of the three generators. `python` and `numpy` are the same objects until something draws."""
 
     python: Any
     numpy: Any

@@ -38,7 +38,7 @@ REPORTED_S = 1.0  # a resume that skips for longer says so
 
 @dataclass(frozen=True)
 class Share:
-    """Of one rank. `divided` means that the stream divides itself among ranks and processes."""
+    """One rank's share of a stream. `divided`: the stream divides itself among ranks and processes."""
 
     rank: int
     world_size: int
@@ -57,7 +57,7 @@ class Standpoint:
     states: dict[str, Any] = field(default_factory=dict)  # of the processes, where the stream has such
 
     def as_text(self) -> str:
-        """As JSON; without the states where these are no values of JSON."""
+        """The position as JSON; without the states where these are no values of JSON."""
         try:
             return json.dumps(vars(self))
         except TypeError:
@@ -303,7 +303,7 @@ class StreamBatches:
         self._ahead = next(self._fetched, None)
 
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """By another plan: the stream is read again from this step on, as by a resume before it.
+        """Divide by another plan: the stream is read again from this step on, as by a resume before it.
 
         The samples of the step are the same, unless the stream divides itself among several processes.
         """

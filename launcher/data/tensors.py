@@ -112,10 +112,10 @@ class DeviceBatches:
         return False
 
     def begin_again(self) -> None:
-        """Not called."""
+        """Never called: only a stream comes to its end."""
 
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """By another plan."""
+        """Divide the following steps by another plan."""
         self.plan = plan
 
     def position(self) -> str:

@@ -54,7 +54,7 @@ class Beat:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of two ranks in one step, the one with the lower value is behind."""
+        """A value to compare two ranks by: the one with the lower value is behind."""
         return self.step, _NUMBERS[self.phase]
 
 

@@ -89,7 +89,7 @@ def _has_ipv6() -> bool:
 
 
 def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
-    """In Python, so that a signal ends it. Raises OSError."""
+    """Wait in Python, so that a signal ends it. Raises OSError."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

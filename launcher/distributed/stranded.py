@@ -88,7 +88,7 @@ def is_stranded(pid: int) -> bool:
 
 
 def _is_unanswered(row: list[str]) -> bool:
-    """By the kernel's count of retransmissions, or of probes if this host's link is down."""
+    """Whether the peer is silent: judged by retransmissions, or by probes if this host's link is down."""
     is_waiting = int(row[4].partition(":")[0], 16) > 0
     return is_waiting and max(int(row[6], 16), int(row[8])) >= REPEATED
 

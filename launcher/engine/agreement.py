@@ -113,7 +113,7 @@ def _row(texts: Sequence[str]) -> str:
 
 
 def _differences(own: dict[str, str], first: dict[str, str]) -> str:
-    """In what this rank differs from rank 0; empty if in nothing."""
+    """What differs between this rank and rank 0; empty if nothing does."""
     names = [name for name in own | first if own.get(name) != first.get(name)]
     found = [f"{name} is {own.get(name, 'absent')}, not {first.get(name, 'absent')}" for name in names]
     return listed(found, SHOWN, "; ")

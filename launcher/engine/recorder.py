@@ -67,7 +67,7 @@ class CudaRecorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """As `Recorder.aside`."""
+        """Run on the stream of the recordings; see `Recorder.aside`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -76,7 +76,7 @@ class CudaRecorder:
 
     @contextmanager
     def refusing_reads(self) -> Iterator[None]:
-        """As `Recorder.refusing_reads`.
+        """Raise HostRead where the context waits for the device; see `Recorder.refusing_reads`.
 
         A failed capture leaves streams and allocator in no defined state (CUDAGraph::reset says so), and its
         error names no cause. torch's check of synchronisations raises at the line that waits, without harm.
@@ -93,7 +93,7 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """As `Recorder.record`.
+        """Capture `work` in a CUDA graph; see `Recorder.record`.
 
         capture_error_mode "thread_local": under "global" a call of another thread that is unsafe in a capture
         makes it fail, and NCCL's watchdog and the threads that pin memory query events all the time.

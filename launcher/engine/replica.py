@@ -113,7 +113,7 @@ class Replica:
         return found
 
     def changed_buffers(self) -> dict[str, bool]:
-        """By name, whether a buffer has changed since the start, or since `load`."""
+        """Whether each buffer, by name, has changed since the start, or since `load`."""
         start, buffers = self._start_bits, named_buffers(self.model)
         if new := buffers.keys() - start.keys():
             raise UnusableError(

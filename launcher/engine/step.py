@@ -94,7 +94,7 @@ class Step:
         return self._parts.scale.over(self.reference.divisor)
 
     def calibrate(self, model: nn.Module, loss: Loss | None, agree_on_failure: bool) -> int | None:
-        """As `Stepper.calibrate`, where there is a loss scale."""
+        """Do what `Stepper.calibrate` says, where there is a loss scale."""
         parts, reference = self._parts, self.reference
         growth = max(1.0, parts.layout.world_size / parts.divisor) * reference.micro_batches
         gradients_of = parts.reducer.gradients_aside

@@ -213,7 +213,7 @@ def _in_a_graph(parameter: Tensor) -> bool:
 
 
 def _metadata_of(parameter: Tensor) -> dict[object, object]:
-    """Of its AccumulateGrad node."""
+    """The metadata of the parameter's AccumulateGrad node."""
     metadata: object = get_gradient_edge(parameter).node.metadata  # torch declares a method
     assert isinstance(metadata, dict)
     return metadata

@@ -200,7 +200,7 @@ class Stepper:
 
     @property
     def num_buckets(self) -> int:
-        """In how many messages the gradients of a step are sent."""
+        """The number of messages in which the gradients of a step are sent."""
         return len(self.reducer.buckets)
 
     def bucket_sizes(self) -> list[int]:
@@ -481,7 +481,7 @@ class Stepper:
         return self.layout.gradients()
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """As `reduced_gradients`, but only the elements that this rank updates: flat.
+        """The part of `reduced_gradients` that this rank updates, flat.
 
         With `Wire(shard=True)` WeightAverage.in_model() ends their validity, too.
         """
@@ -493,7 +493,7 @@ class Stepper:
         return self._parts.replica.has_trained
 
     def changed_buffers(self) -> dict[str, bool]:
-        """By name, whether a buffer has changed since the start, or since `load`."""
+        """Whether each buffer, by name, has changed since the start, or since `load`."""
         return self._parts.replica.changed_buffers()
 
     def state_bytes(self) -> int:

@@ -135,7 +135,7 @@ def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Te
 
 
 def _sums(gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Of this rank, over all but the channels: of the gradient, and of gradient * (x - mean). fp32."""
+    """This rank's sums by channel, fp32: of the gradient, and of gradient * (x - mean)."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if x.device.type in WITH_KERNELS:
@@ -160,7 +160,7 @@ def _gradient_of(
     shared: Tensor,
     count: Tensor,
 ) -> Tensor:
-    """Of the input; `shared` are `_sums` over all ranks, and `count` their samples per channel."""
+    """The gradient of the input; `shared` are `_sums` over all ranks, `count` their samples per channel."""
     if not x.numel():
         return torch.zeros_like(x)
     if x.device.type in WITH_KERNELS:

@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def unpacked(cls, packed: Tensor, num_ranks: int, num_parameters: int) -> Numbers:
-        """From what `judge` has packed, on the host."""
+        """Read on the host what `judge` has packed."""
         few, marks, sums = torch.split(
             packed, [len(packed) - num_ranks - num_parameters, num_ranks, num_parameters]
         )
@@ -218,7 +218,7 @@ class _OnDevice:
     def __call__(
         self, terms: Terms, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
     ) -> Verdict:
-        """As `judge`. The unit is known from the first step on, and changes only if that is abandoned."""
+        """Call `judge`. The unit is known from the first step on, and changes only if that is abandoned."""
         key = (terms, len(rates))
         if key not in self._rules:
             self._rules[key] = Rules.of(terms, len(rates), self._device)

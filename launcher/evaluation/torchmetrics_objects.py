@@ -42,7 +42,7 @@ class Fed:
 
     @property
     def higher_is_better(self) -> Any:
-        """As the object declares it; of a collection by name."""
+        """Whether more is better, as the object declares it; for a collection by name."""
         if isinstance(self.adapts, nn.ModuleDict):
             return {name: each.higher_is_better for name, each in self.adapts.items()}
         return self.adapts.higher_is_better

@@ -68,7 +68,7 @@ class Classification:
 
     @property
     def higher_is_better(self) -> dict[str, bool]:
-        """By name: all but the calibration error."""
+        """Whether more is better, by name: true of all but the calibration error."""
         return {name: not name.endswith("calibration_error") for name in self.names}
 
     def update(self, outputs: Outputs, batch: Batch) -> None:

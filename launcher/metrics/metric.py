@@ -70,12 +70,12 @@ class LossMetric(Protocol):
     """A number that follows from the loss over the whole set. `higher_is_better`, `names` as of a Metric."""
 
     def of_loss(self, loss_sum: float, count: float) -> Mapping[str, float]:
-        """From the sum of the losses in fp64 and the number of samples (or tokens) that carry loss."""
+        """Compute it from the fp64 sum of the losses and the number of samples (or tokens) with a loss."""
         ...
 
 
 def name_of(metric: object) -> str:
-    """By which errors name a metric: its class, or that of the object that it adapts."""
+    """The name of a metric in errors: its class, or that of the object that it adapts."""
     return type(getattr(metric, "adapts", metric)).__name__
 
 

@@ -17,7 +17,7 @@ class Perplexity:
     higher_is_better = False
 
     def of_loss(self, loss_sum: float, count: float) -> Mapping[str, float]:
-        """From the sum over all tokens and their number."""
+        """exp of the mean loss of a token."""
         try:
             return {"perplexity": math.exp(loss_sum / count)}
         except OverflowError:

@@ -23,7 +23,7 @@ Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of some samples, a column for each target: fp64 [targets], but for their number."""
+    """Sums over some samples, a column for each target: fp64 [targets], but for their number."""
 
     samples: int
     absolute: Tensor  # sum of |error|
@@ -43,7 +43,7 @@ class _Sums:
 
     @classmethod
     def none(cls) -> _Sums:
-        """Of no samples."""
+        """The sums over no samples, to which those over any number of targets can be added."""
         return cls(0, *(torch.zeros(0, dtype=torch.float64),) * 6)
 
     def __add__(self, other: _Sums) -> _Sums:
@@ -86,7 +86,7 @@ class Regression:
 
     @property
     def higher_is_better(self) -> dict[str, bool]:
-        """By name: r2 alone."""
+        """Whether more is better, by name: true of r2 alone."""
         return {name: name.endswith("r2") for name in self.names}
 
     def update(self, outputs: Outputs, batch: Batch) -> None:

@@ -150,7 +150,7 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str) -> str:
 
 
 def best_first(settings: Sequence[RunSetting], metric_name: str) -> list[RunSetting]:
-    """By the mean of what the runs are compared by; those without it are last, in the order they ran."""
+    """Sort by the mean of what the runs are compared by; those without it are last, in the order they ran."""
     results = [run.result for setting in settings for run in setting.runs]
     sign = -1.0 if higher_is_better(results, metric_name) else 1.0
     means = {setting.label: mean_metric(setting) for setting in settings}

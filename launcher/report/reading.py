@@ -34,7 +34,7 @@ def bounded(value: Any) -> Any:
 
 
 def silent(text: str) -> None:
-    """For callers that have already warned."""
+    """Warn of nothing: callers pass it that have already warned."""
 
 
 def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class RunRecord:
         now: float | None = None,
         warn: Warn = silent,
     ) -> RunRecord:
-        """What changes while a run goes on: no config, environment or report. Raises OSError.
+        """What changes while a run is under way: no config, environment or report. Raises OSError.
 
         `process` is that of the run, found before `recording` was read.
         """

@@ -66,7 +66,7 @@ class RunState:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that has ended; `EXIT_KILLED` if it could not write one."""
+        """The exit code of a run that has ended; `EXIT_KILLED` if it could not write one."""
         code = None if self.ending is None else self.ending.exit
         return code if code is not None and 0 <= code < 256 else EXIT_KILLED
 
@@ -129,5 +129,5 @@ class RunState:
 
 
 def _time(seconds: float) -> str:
-    """In days where that is shorter."""
+    """A time as text, in days from two days on."""
     return f"{seconds / DAY_S:,.0f} days" if seconds >= 2 * DAY_S else duration(seconds)

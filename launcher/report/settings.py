@@ -38,7 +38,7 @@ class RunSetting:
 
 
 def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
-    """In the order of their first runs. Runs without a config are settings of their own."""
+    """Group runs by setting, in the order of first runs. A run without a config is a setting by itself."""
     keys = [key for key in differing_keys(runs) if key != REPEATED]
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for place, run in enumerate(runs):
@@ -73,7 +73,7 @@ def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
-    """By directory: the last part of its path, or as many parts as make it distinct."""
+    """A short name for each directory: the last part of its path, or as many parts as make it distinct."""
     paths = [run.directory.absolute() for run in runs]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]

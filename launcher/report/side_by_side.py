@@ -87,7 +87,7 @@ class Side:
         return {part: self.mean(part_of(part)) or 0.0 for part in PARTS}
 
     def share(self, part: str) -> float:
-        """Of a step, spent in this part of it."""
+        """The share of a step's time that this part of it takes."""
         return self.parts_ms()[part] / (self.mean(lambda run: run.step_ms) or math.inf)
 
     @property
@@ -342,7 +342,7 @@ def metric_name_of(side: Side) -> str:
 
 
 def signed(name: str, difference: float) -> str:
-    """With its sign; shares in percentage points."""
+    """A difference as text with its sign; that of shares in percentage points."""
     if metric(name, 0.5).endswith("%"):
         return f"{100 * difference:+.2f} points"
     return f"{difference:+.4g}"
@@ -369,7 +369,7 @@ def measured(
     config: Mapping[str, Any],
     words: tuple[str, ...] = (),
 ) -> Measured:
-    """From a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
+    """Read a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
     data = config.get("data")
     end, decisions = recording.of(EndEvent).last, recording.of(DecisionEvent).all()
     _, memory = recording.steps["memory_bytes"].points()  # thinned without losing peaks

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of values seen so far; `squares` is the sum of the squared deviations from their mean."""
+    """Count and spread of some values; `squares` is the sum of squared deviations from their mean."""
 
     count: int = 0
     mean: float = 0.0
@@ -30,7 +30,7 @@ class Spread:
         return cls(int(values.size), mean, float(((values - mean) ** 2).sum()))
 
     def plus(self, other: Spread) -> Spread:
-        """Of the values of both (Chan, Golub and LeVeque, 1979)."""
+        """The spread of the values of both (Chan, Golub and LeVeque, 1979)."""
         count = self.count + other.count
         if not count:
             return self

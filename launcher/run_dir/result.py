@@ -23,7 +23,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of a run that is done; reading that of one that is not gives only `state`, `exit` and `error`."""
+    """The result of a run that is done; of one that is not, the file has only `state`, `exit` and `error`."""
 
     state: str
     exit: int

@@ -123,7 +123,7 @@ def is_of_another(departure: Departure) -> bool:
 def _innocence(
     fate: Fate, fates: Sequence[Fate], first_failure: int | None, stall_s: float
 ) -> tuple[int, float, int]:
-    """Of two ranks, the one with the lower value is the more likely cause.
+    """A value to compare ranks by: the one with the lowest value is the most likely cause.
 
     SIGABRT is often a consequence: NCCL's watchdog and Gloo's threads abort a process when another rank is
     lost. SIGSEGV and similar signals are a rank's own fault, unless other ranks have found that the ranks

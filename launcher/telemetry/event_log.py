@@ -228,7 +228,7 @@ def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
 
 
 def time_of(event: Record) -> float:
-    """Of an event that may be from a file: 0 if it has no valid time."""
+    """The time of an event that may be from a file: 0 if it has no valid one."""
     time_s = event.get("time")
     return float(time_s) if isinstance(time_s, int | float) else 0.0
 

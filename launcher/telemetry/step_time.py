@@ -123,7 +123,7 @@ class TimeTotals:
 def averaged(
     first: tuple[int, Mapping[str, float]] | None, steps: int, sums: Mapping[str, float]
 ) -> TimeShares | None:
-    """From the sums over the `steps` after the first event, whose steps and averages are `first`.
+    """Average the sums over the `steps` after the first event, whose steps and averages are `first`.
 
     They count only where there is nothing else. None where there is nothing at all.
     """

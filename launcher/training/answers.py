@@ -49,7 +49,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class Answers:
-    """Of a recipe with classes: the training samples whose largest logit was that of the label.
+    """Counts, for a recipe with classes, the training samples whose largest logit was that of the label.
 
     Counts nothing where the loss returns other outputs than logits [n, classes, ...] or predicted classes
     [n, ...], or where the labels are no whole numbers (mixed ones, say). Labels below 0 are left out.

@@ -12,7 +12,7 @@ from launcher.run_dir.records import write_config
 
 
 def asked(config: Config) -> dict[str, Any]:
-    """By key: the user's values of what `RecordedConfig` may replace, so that reports compare runs by them.
+    """The user's values of what `RecordedConfig` may replace, by key, so that reports compare runs by them.
 
     Without model.weights_sha256: weights of other content are another start.
     """

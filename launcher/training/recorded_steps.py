@@ -58,7 +58,7 @@ class RecordedSteps:
 
     @property
     def network(self) -> nn.Module:
-        """As `Learner.network`."""
+        """The network of the recorded task."""
         return self.task.network
 
     def record(self, total_steps: int) -> list[int]:
@@ -86,7 +86,7 @@ class RecordedSteps:
         free_memory(self.task.stepper.device)
 
     def train_on(self, position: Position) -> StepResult:
-        """As `Task.train_on`. All ranks replay the same steps: the size of the whole batch decides."""
+        """Train like `Task.train_on`. All ranks replay the same steps: the whole batch's size decides."""
         relief, plan = self.task.relief, self.batches.plan
         if self._plan is not None and self._plan is not plan:
             self.release()

@@ -58,7 +58,7 @@ def write_files(run_dir: Path, result: Result, confusion: Confusion | None, tele
 
 
 def _tables(confusion: Confusion) -> dict[str, Any]:
-    """For the trackers. Of many classes only the text: result.json has the matrix."""
+    """The confusion matrix for the trackers; none for many classes: result.json has it."""
     if len(confusion.classes) > MOST_CLASSES:
         return {}
     matrix = confusion.counts.tolist()

@@ -77,7 +77,7 @@ class FolderListing:
 
     @cached_property
     def labels(self) -> list[int]:
-        """Of each file, as the index of its class."""
+        """The label of each file: the index of its class."""
         numbers = {name: number for number, name in enumerate(self.classes)}
         return [numbers[file.label] for file in self.files]
 

@@ -54,7 +54,7 @@ class Listing(Protocol):
 
     @property
     def labels(self) -> Sequence[int]:
-        """Of each photograph, as the index of its class."""
+        """The label of each photograph: the index of its class."""
 
     @property
     def key(self) -> str:
@@ -151,7 +151,7 @@ class PhotographSet(ByReference):
         return self._with_pixels(self.reference(index, generator))
 
     def reference(self, index: int, generator: torch.Generator) -> Sample:
-        """As `sample`, with "stored", the number of the image in the cache, in place of one that is there."""
+        """The sample; of an image that is in the cache "stored", its number there, in place of the image."""
         number = self.indices[index]
         label = self.listing.labels[number]
         draws = torch.rand(DRAWS + 1, generator=generator).tolist() if self._training else []

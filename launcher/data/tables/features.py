@@ -101,7 +101,7 @@ class Features:
 
     @classmethod
     def fit(cls, table: Table, names: Sequence[str], categorical: Sequence[str]) -> Features:
-        """Of the columns `names`. Raises DataError where none of them has two values in the training rows."""
+        """Fit the columns `names`. Raises DataError where none of them has two values in the training set."""
         kinds = {name: name not in categorical and is_numeric(table, name) for name in names}
         fitted = cls(
             tuple(Numeric.fit(table, name) for name in names if kinds[name]),

@@ -90,7 +90,7 @@ class SentenceSet:
 
     @property
     def validation_sets(self) -> TokenRows | dict[str, TokenRows]:
-        """As a recipe takes them: a single set without its name, none as no sets."""
+        """The validation sets as a recipe takes them: a single set without its name, none as no sets."""
         only = len(self.validation) == 1
         return next(iter(self.validation.values())) if only else dict(self.validation)
 

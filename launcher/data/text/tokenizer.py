@@ -30,7 +30,7 @@ class SentenceTokenizer:
     definition: str
     pad: int  # the token that fills up a batch
     pads_left: bool = False
-    has_types: bool = True  # whether the model is told which sentence a token is of
+    has_types: bool = True  # whether the model's input says which sentence a token is of
 
     @property
     def vocab_size(self) -> int:
@@ -39,7 +39,7 @@ class SentenceTokenizer:
         return 1 + max(numbers)
 
     def encode(self, sentences: Sequence[Any], max_length: int) -> Iterator[Encoded]:
-        """Of texts or pairs of texts. The longer one of a pair is cut where both do not fit."""
+        """Encode texts or pairs of texts. The longer one of a pair is cut where both do not fit."""
         tokenizer = self.library_object()
         tokenizer.no_padding()
         tokenizer.enable_truncation(max_length, strategy="longest_first")
@@ -98,7 +98,7 @@ def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> Sente
 
 
 def _of_vocabulary(vocabulary: dict[str, int], normalizer: Any, splitter: Any) -> SentenceTokenizer:
-    """Of the same tokens, of which those of SPECIAL alone are special."""
+    """A tokenizer of this vocabulary, in which those of SPECIAL alone are special tokens."""
     library = tokenizers_library()
     tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter

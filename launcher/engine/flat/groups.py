@@ -82,7 +82,7 @@ class Grouping:
         return cls(distinct, index, frozenset(frozen))
 
     def rates_of(self, name: str) -> Rates:
-        """Of a trained parameter."""
+        """The rates of a trained parameter."""
         return self.rates[self.index[name]] if self.rates else Rates()
 
 

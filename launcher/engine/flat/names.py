@@ -15,7 +15,7 @@ _WRAPPED = "_orig_mod"  # the one child of a module that torch.compile made
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, in the order of registration; a tied parameter has the first of its names."""
+    """The parameters by name, in the order of registration; a tied one has the first of its names."""
     plain = plain_names(model)
     return {plain(name): p for name, p in model.named_parameters()}
 
@@ -31,7 +31,7 @@ def all_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """By name, in the order of registration; a shared buffer has the first of its names."""
+    """The buffers by name, in the order of registration; a shared one has the first of its names."""
     plain = plain_names(model)
     return {plain(name): buffer for name, buffer in model.named_buffers()}
 

@@ -41,7 +41,7 @@ class Scalars:
     narrow: tuple[Tensor, Tensor, Tensor] | None = None
 
     def for_fused_kernel(self) -> Scalars:
-        """With rate, number and skip flag as such a kernel reads them on a GPU."""
+        """The same with rate, number and skip flag as a fused kernel reads them on a GPU."""
         own = self.narrow or tuple(tensor_of(each).float() for each in (self.lr, self.number, self.skip))
         return replace(self, lr=own[0], number=own[1], found_inf=own[2])
 
@@ -119,7 +119,7 @@ class SGD:
         return ("momentum",) if self.momentum else ()
 
     def with_weight_decay(self, weight_decay: float) -> SGD:
-        """As `Optimizer.with_weight_decay`."""
+        """The same optimizer with another weight decay."""
         return replace(self, weight_decay=weight_decay)
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ class SGD:
         return (lr,) if scalars.weight_decay is None else (lr, scalars.weight_decay.float())
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        """As `Optimizer.update`."""
+        """Update `master` and `states` in place; see `Optimizer.update`."""
         lr, *weight_decay = scalars.factors
         if weight_decay:
             grad.addcmul_(master, weight_decay[0])
@@ -146,7 +146,7 @@ class SGD:
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
-        """As `Optimizer.fused`."""
+        """Update with torch's fused kernel; see `Optimizer.fused`."""
         torch._fused_sgd_(
             masters,
             grads,
@@ -187,7 +187,7 @@ class AdamW:
         return ("exp_avg", "exp_avg_sq")
 
     def with_weight_decay(self, weight_decay: float) -> AdamW:
-        """As `Optimizer.with_weight_decay`."""
+        """The same optimizer with another weight decay."""
         return replace(self, weight_decay=weight_decay)
 
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
@@ -201,7 +201,7 @@ class AdamW:
         return keep.float(), (lr / correction1).float(), correction2.rsqrt().float()
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        """As `Optimizer.update`."""
+        """Update `master` and `states` in place; see `Optimizer.update`."""
         exp_avg, exp_avg_sq = states
         beta1, beta2 = self.betas
         keep, rate, widen = scalars.factors
@@ -215,7 +215,7 @@ class AdamW:
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
-        """As `Optimizer.fused`."""
+        """Update with torch's fused kernel; see `Optimizer.fused`."""
         exp_avgs, exp_avg_sqs = states
         beta1, beta2 = self.betas
         torch._fused_adamw_(

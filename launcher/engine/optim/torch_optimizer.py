@@ -273,7 +273,7 @@ class AdaptedUpdater:
         return key.partition("/")[2] in self._masters
 
     def _examples(self, updated: bool) -> dict[str, Any]:
-        """By `state/parameter`, what a new optimizer of this kind keeps for parameters like these.
+        """What a new optimizer of this kind keeps for parameters like these, by `state/parameter`.
 
         That is found out: each optimizer has its own names, shapes and dtypes, and counts its steps on the
         device or on the host.

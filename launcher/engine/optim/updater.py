@@ -206,13 +206,13 @@ class _GroupFactors:
         return cls(scales.to(device), own)
 
     def rates(self, scalars: Scalars) -> list[Scalars]:
-        """By group, with its learning rate."""
+        """The scalars of each group, with its learning rate."""
         return [replace(scalars, lr=lr) for lr in (scalars.lr * self.scales).unbind()]
 
     def factors(
         self, optimizer: Optimizer, scalars: Scalars, factors_of: Callable[..., tuple[Tensor, ...]]
     ) -> list[Scalars]:
-        """By group, with the optimizer's factors."""
+        """The scalars of each group, with the optimizer's factors."""
         whole = replace(scalars, lr=scalars.lr * self.scales, weight_decay=self.weight_decay)
         columns = (factor.expand(len(self.scales)).unbind() for factor in factors_of(optimizer, whole))
         return [replace(scalars, factors=factors) for factors in zip(*columns, strict=True)]

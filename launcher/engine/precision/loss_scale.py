@@ -228,7 +228,7 @@ class Transitions:
 
     @classmethod
     def of(cls, scaling: Scaling) -> Transitions:
-        """From `next_fields`, so that the rule is written once."""
+        """The table of `next_fields` for all answers, so that the rule is written once."""
         low, high, due = _exponent(scaling.min), _exponent(scaling.max), scaling.growth_interval - 1
         bounds = [(-math.inf, math.inf)] * len(LossScale.FIELDS)
         bounds[0] = (math.ldexp(1.0, low + 1), math.inf)  # outside: it cannot fall

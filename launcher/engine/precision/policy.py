@@ -130,7 +130,7 @@ def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = N
 
 
 def _on_gpu(kind: str, capability: tuple[int, int]) -> Emulation:
-    """By compute capability: `torch.cuda.is_bf16_supported` also counts bf16 that torch emulates.
+    """Decide by compute capability: `torch.cuda.is_bf16_supported` also counts bf16 that torch emulates.
 
     fp16 is native in any case: without matrix units its products still accumulate in fp32.
     """

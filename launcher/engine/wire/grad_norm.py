@@ -97,7 +97,7 @@ class SumOfSquares:
         return lambda: _sums_of(kernel(blocks, wide).double(), lengths)
 
     def _chunked(self, part: Tensor, wide: torch.dtype) -> Tensor:
-        """Of fp32 in fp32, and again in fp64 if squares may have left its range."""
+        """Sum squares of fp32 in fp32, and again in fp64 if squares may have left its range."""
         if part.dtype == torch.float32:
             total = self._dots(part, torch.float32)
             if UNDERFLOWS < total.item() < math.inf:  # nearly always: widening takes three times as long

@@ -128,12 +128,12 @@ def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None
 
 
 def _exact(gradients: list[Tensor], kept: torch.dtype) -> list[Tensor]:
-    """In fp32, unless `kept` is their dtype: a product of halves would be rounded to half first."""
+    """The gradients, in fp32 unless `kept` is their dtype: a product of halves would be rounded to half."""
     return gradients if gradients[0].dtype == kept else [gradient.float() for gradient in gradients]
 
 
 def _laid_out(gradient: Tensor, slot: Slot) -> Tensor:
-    """With the slot's strides: torch may use other ones for a dimension of one element.
+    """The gradient with the slot's strides: torch may use other ones for a dimension of one element.
 
     On a GPU one kernel copies many gradients if all strides are equal; else each needs its own kernel.
     """

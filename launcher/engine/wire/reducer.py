@@ -134,7 +134,7 @@ class Reducer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In launch order."""
+        """The buckets in launch order."""
         return self._parts.buckets
 
     @contextlib.contextmanager
@@ -275,7 +275,7 @@ class Reducer:
         self._sending = _Sending()
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """By parameter name, the elements of the reduced gradient that this rank owns, flat.
+        """The elements of the reduced gradient that this rank owns, flat, by parameter name.
 
         Each element has one owner. Scaled; valid from step() to the next backward.
         """

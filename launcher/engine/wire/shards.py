@@ -51,7 +51,7 @@ class Shards:
         return {slot.name: slot.shape for slot in self._layout.slots}
 
     def stretches(self) -> list[list[Stretch]]:
-        """By piece, the elements that are updated alike, counted from the piece's start."""
+        """The elements that are updated alike, by piece, counted from the piece's start."""
         return [
             [own for stretch in stretches if (own := stretch.within(part)) is not None]
             for segment in self._layout.segments

@@ -77,7 +77,7 @@ class Transport:
         raise NotImplementedError
 
     def join(self) -> None:
-        """On CUDA: make the current stream wait for the results of the buckets waited for."""
+        """Make the current stream wait for the results of the buckets waited for; only on CUDA."""
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         """The reduced gradient as this rank holds it, flat, by slot of the bucket."""

@@ -48,7 +48,7 @@ class Confusion:
 
     @property
     def shares(self) -> FloatArray:
-        """Of the true class, in each cell. Their root is drawn, so that a few mistakes of many still show."""
+        """Each cell's share of its true class. The root of it is drawn, so that rare mistakes still show."""
         counts = np.array(self.counts, np.float64)
         shares: FloatArray = counts / np.maximum(counts.sum(axis=1)[:, None], 1)
         return shares

@@ -61,7 +61,7 @@ class _Panel:
         canvas.text((middle, self._y + self._height - 12), chart.x_title, 12, "mm", SOFT)
 
     def _placed(self, shape: FloatArray | Sequence[object]) -> FloatArray:
-        """From the unit square to pixels, whose y grows downwards."""
+        """Map the unit square to pixels, whose y grows downwards."""
         found: FloatArray = self._corner + (np.asarray(shape, float) * (1, -1) + (0, 1)) * self._size
         return found
 

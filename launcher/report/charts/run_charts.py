@@ -26,7 +26,7 @@ OfRun = Callable[[RunRecord], Curve | None]
 
 
 def run_charts(settings: Sequence[RunSetting]) -> dict[str, Chart]:
-    """By name: loss, of several runs also "held out", each metric, lr, scale, samples_per_s, grad_norm."""
+    """Charts by name: loss, of several runs "held out", each metric, lr, scale, samples_per_s, grad_norm."""
     return _RunCharts(settings).charts()
 
 

@@ -26,7 +26,7 @@ OF_WANDB = ("online", "offline")  # what its decision says
 
 
 def lacking(run_dir: Path, decisions: Iterable[DecisionEvent], last_event_s: float) -> dict[str, float]:
-    """By tracker: the seconds before the last event of a killed run whose events it lacks; inf for all.
+    """How many of the last seconds of a killed run each tracker lacks, by its name; inf for all of them.
 
     Without those that lack a few seconds, as most do. `decisions` are the run's events of that name.
     """

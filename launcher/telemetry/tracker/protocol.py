@@ -29,7 +29,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Text:
-    """To be shown as it is, line by line."""
+    """A text to be shown as it is, line by line."""
 
     content: str
 
@@ -87,7 +87,7 @@ class DirectedTracker(Tracker, Protocol):
     """A tracker that uses which way a metric is better."""
 
     def directions(self, higher_is_better: Mapping[str, bool]) -> None:
-        """By the names of the next `log`; without the metrics that do not declare it."""
+        """Take which way is better, by the names of the next `log`, of the metrics that declare it."""
 
 
 @runtime_checkable

@@ -117,7 +117,7 @@ class DivergenceInspector:
         return Overflow(module, text) if first.order < NOTHING and text else None
 
     def _first_overflow(self, position: Position) -> Evidence:
-        """As `name of the module\ntext`; without text where something else than a module is the cause."""
+        """Evidence `name of the module\ntext`; without text where the cause is something else."""
         found = Evidence(NOTHING, "")
         for number, batch in enumerate(self._batches.step(position.epoch, position.step_of_epoch)):
             origin = self._run(batch)[0].origin  # of all micro-batches: collectives within modules match

@@ -97,7 +97,7 @@ def _disagreement(
 def of_another_rank(
     error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, words: LastWords | None
 ) -> BaseException:
-    """For rank 0's files: the error of the rank whose connection was lost, if it recorded one."""
+    """The error for rank 0's files: that of the rank whose connection was lost, if it recorded one."""
     if launch.rank != 0 or store is None or not is_loss(error):
         return error
     release_frames(error)  # or the others that wait for this rank would not notice

@@ -133,7 +133,7 @@ class Evaluator:
 
     @property
     def confusion(self) -> Confusion | None:
-        """Of the first set; None where no classes were measured, and on all ranks but 0."""
+        """The confusion matrix of the first set; None without classes, and on all ranks but 0."""
         return next((found.confusion for found in self.latest.values()), None)
 
     def _plain(self) -> AbstractContextManager[object]:

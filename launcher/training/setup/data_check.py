@@ -183,7 +183,7 @@ def spread_positions(length: int, count: int) -> list[int]:
 
 
 def digest(values: Tensor) -> str:
-    """Of the bits of a tensor."""
+    """A digest of the bits of a tensor."""
     content = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()[:12]
 

@@ -102,7 +102,7 @@ def _merged(found: Mapping[str, ParameterGroup]) -> list[ParameterGroup]:
 
 
 def layers_of(model: nn.Module, decay: float | None) -> list[Layer]:
-    """From the lowest to the highest; none where `decay` is None. ConfigError for fewer than two."""
+    """The layers, lowest first; none where `decay` is None. ConfigError for fewer than two."""
     if decay is None:
         return []
     names = list(named_parameters(model))
@@ -123,7 +123,7 @@ def layers_of(model: nn.Module, decay: float | None) -> list[Layer]:
 
 
 def _layer_keys(names: Sequence[str]) -> Iterator[str]:
-    """By name, in their order, which layer it belongs to."""
+    """Which layer each name belongs to, in the order of the names."""
     numbered = [position for position, name in enumerate(names) if _up_to_number(name)]
     key = BOTTOM
     for position, name in enumerate(names):
