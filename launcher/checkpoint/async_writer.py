@@ -98,6 +98,7 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._awaited.set()
+        # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
     def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:

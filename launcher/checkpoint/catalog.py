@@ -118,6 +118,7 @@ def retain(
     deleted = [path for path in good[keep:] if path != best]
     try:
         for path in deleted:
+            # Renamed first: a kill within rmtree would leave half a checkpoint under the name of a whole one.
             shutil.rmtree(path.rename(path.with_name(DELETED + path.name)))
         for rest in (*directory.glob(f"{UNFINISHED}*"), *directory.glob(f"{DELETED}*")):
             shutil.rmtree(rest)

@@ -62,6 +62,7 @@ def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
         _make_directory(directory)
         temporary.mkdir()
         _write_files(temporary, snapshot, run)
+        # The names of its files must be on disk before the directory gets its final name.
         sync_directory(temporary)
         if os.path.lexists(final) and verify(final):
             set_aside(final, DAMAGED)
@@ -71,6 +72,7 @@ def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
             shutil.rmtree(temporary)
         else:
             os.rename(temporary, final)  # raises where a different state of that step exists
+        # Then the new name itself: after a power failure either it is there, complete, or not at all.
         sync_directory(directory)
     return final
 
@@ -162,6 +164,7 @@ def _write_files(directory: Path, snapshot: Snapshot, run: Run) -> None:
         OPTIMIZER: write_tensors(directory / OPTIMIZER, _rest(snapshot), metadata, run),
         STATE: write_bytes(directory / STATE, state.encode()),
     }
+    # Last, because it lists the digests of the others.
     write_bytes(directory / MANIFEST, manifest_of(snapshot.progress.step, files))
 
 
@@ -297,4 +300,5 @@ def _exchange(new: Path, old: Path) -> None:
 def _make_directory(directory: Path) -> None:
     if not directory.is_dir():
         directory.mkdir(parents=True)
+        # Or a power failure could lose the new directory with all that is written into it.
         sync_directory(directory.parent)

@@ -38,6 +38,7 @@ def restore_states(saved: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(saved["cpu"])
     if "python" in saved:
         *words, position, has_normal, normal = _unpacked(saved["python"])
+        # 3 is the version of Python's own state.
         random.setstate((3, (*words, position), normal if has_normal else None))
     if "numpy" in saved:
         *words, position, has_normal, normal = _unpacked(saved["numpy"])

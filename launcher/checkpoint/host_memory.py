@@ -13,7 +13,9 @@ from torch import Tensor
 
 from launcher.engine.flat.aliases import extent
 
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = (
+    64  # a multiple of every element size: bytes are viewed as a wider dtype only at such an offset
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class HostMemory:
         """Queue the copies after the work already queued, concurrent with later work."""
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        # blocking: the thread that waits for it sleeps and does not spin beside the training.
         ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             for stretch, home in zip(stretches, homes, strict=True):

@@ -202,6 +202,7 @@ def stage(
     buffers = _buffers_by_rank(state.buffers, env)
     averages = None if average is None else average.state(LEADER, memory.allocate)
     averaged_buffers = {} if averages is None else _buffers_by_rank(averages.buffers, env)
+    # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_leader:
         return None
     weights = {f"weights/{name}": tensor for name, tensor in state.weights.items()}

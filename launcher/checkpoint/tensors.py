@@ -35,7 +35,7 @@ _WORDS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGNMENT_BYTES = 8
+_ALIGNMENT_BYTES = 8  # to which the safetensors library pads its header
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream = _streams[device]
     with torch.cuda.stream(stream):
+        # From memory that is not pinned the copy would make the host wait.
         moved = tensor.pin_memory().to(device, non_blocking=True)
     current = torch.cuda.current_stream(device)
     current.wait_stream(stream)
+    # It was allocated on the other stream: its memory may be reused only after this one has read it.
     moved.record_stream(current)
     return moved

@@ -75,6 +75,7 @@ class Pool:
         reader.reading = how.reading
         self._requests = requests
         self._how = how
+        # 24 bytes: three int64 per process, in memory that a forked process shares.
         self._shared = numpy.frombuffer(mmap.mmap(-1, 24 * max(how.workers, 1)), numpy.int64).reshape(-1, 3)
         self._shared[:, READING] = -1
         self._number = -1  # of this loader process; -1 in any other
@@ -95,6 +96,7 @@ class Pool:
             pin_memory=how.device.type == "cuda",
             timeout=how.timeout_s,
             worker_init_fn=self._begin,
+            # A recipe's data set need not be pickled, and no process imports torch again.
             multiprocessing_context="fork",
             generator=torch.Generator(),  # or it would draw from that of the dropout
         )
@@ -177,6 +179,7 @@ class Pool:
         """End the processes, also those that hang."""
         if self._iterator is None:
             return
+        # First: a loader process ignores SIGTERM unless its pool ends.
         self._shared[:, ENDS] = 1
         pids = set(self._shared[:, PID].tolist()) - {0}
         children = [child for child in multiprocessing.active_children() if child.pid in pids]

@@ -29,6 +29,7 @@ class Alone:
     def __enter__(self) -> None:
         if dist.is_available():
             self._group = dist.GroupMember.WORLD
+            # Not destroyed: the ranks need the group again, and a new one would be a collective.
             dist.GroupMember.WORLD = None
 
     def __exit__(

@@ -38,6 +38,7 @@ class LaunchEnv:
         Raises PreflightError for variables that contradict each other.
         """
         if "RANK" not in environ:
+            # RANK alone decides, whatever else a scheduler has set.
             return cls()
         numbers = {}
         for key, default in (

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
-PRINT_S = 0.3
+PRINT_S = 0.3  # for rank 0 to print why it failed: torchrun ends it once another rank has ended
 LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
 OWN_RANK = re.compile(r"\brank ?\d+")
 
@@ -203,6 +203,7 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
     key = left_key(job)
     with suppress(DistError):
         store.set(key.format(launch.rank), json.dumps(asdict(departure)))
+        # Or rank 0 would wait for this rank to confirm the end.
         store.set(f"heard/{launch.rank}", "")
         awaited_in_vain(store, key, range(1, launch.world_size), ASSEMBLE_S)
         time.sleep(PRINT_S)

@@ -177,6 +177,7 @@ class Leader:
         if store is None:
             return [own]
         key = left_key(job)
+        # In training the collectives of the others time out after stall_s; 5 s more for them to leave.
         wait_s = min(self._patience.leave_s, stall_s + 5 if own.error else self._patience.leave_s)
         soon_s = min(wait_s, self._patience.lost_s) if own.lost else wait_s
         self._gone = awaited_in_vain(store, key, self._others, soon_s)

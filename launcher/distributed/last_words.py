@@ -43,6 +43,7 @@ class LastWords:
         """Record how a rank leaves; returns whether there was room for the text."""
         said = text.encode()
         if fits := len(said) <= ROW_BYTES - _TEXT_AT:
+            # The text first: a reader takes it for complete once there is a length.
             self._write(rank, _TEXT_AT, said)
             self._write(rank, _FAILED_S.size, _LENGTH.pack(len(said)))
         return fits

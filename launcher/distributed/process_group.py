@@ -43,6 +43,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     if store is None:
         yield WorkerEnv(0, 1, 0, 1, device, None)
         return
+    # Before the group is opened: NCCL and Gloo read the environment when they start.
     nccl.prepare(os.environ, one_machine=launch.local_world_size == launch.world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -51,6 +52,7 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
+        # Opens NCCL's communicator now, on this device, instead of within the first collective.
         device_id=device if device.type == "cuda" else None,
     )
     group = dist.group.WORLD

@@ -124,6 +124,7 @@ def limit_silence(seconds: float) -> None:
     for descriptor in map(int, os.listdir("/proc/self/fd") if port else ()):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                # A copy: the socket object closes its descriptor, and the store keeps using its own.
                 _limit_silence(os.dup(descriptor), int(port), seconds)
 
 
@@ -132,6 +133,8 @@ def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
     with socket.socket(fileno=descriptor) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # Probes begin after a third of the time; TCP_USER_TIMEOUT decides when unanswered ones end the
+            # connection.
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                 end.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 3)))
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
@@ -177,5 +180,6 @@ def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
         waited_s = time.monotonic() - began
         if waited_s >= wait_s:
             return False
+        # Often at first, seldom later: each check is a message to rank 0's machine, from every rank.
         time.sleep(min(0.02 + waited_s / 50, 0.5))
     return True

@@ -42,6 +42,7 @@ def watch(environ: Mapping[str, str]) -> None:
 
     handle = os.pidfd_open(agent)  # its pid cannot be reused while this child exists
     subprocess.Popen(
+        # Isolated and without site-packages, so that it starts quickly.
         [sys.executable, "-I", "-S", __file__, str(agent), str(handle)],
         # Without the variable by which this process's guardian would find it.
         env={key: value for key, value in environ.items() if key != VARIABLE},
@@ -83,6 +84,7 @@ def is_stranded(pid: int) -> bool:
         tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
     except OSError:
         return False
+    # Columns of /proc/net/tcp: 3 state, 4 tx_queue:rx_queue, 6 retransmissions, 8 probes, 9 inode.
     rows = (row.split() for table in tables for row in table.splitlines()[1:])
     return any(row[9] in inodes and row[3] == ESTABLISHED and _is_unanswered(row) for row in rows)
 

@@ -47,11 +47,11 @@ SILENT_POLLS = 7  # polls during one call of the store: longer than a roll call 
 LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, with more details
 SETTLE_S = 3.0  # the same, after another rank has failed
 UNRESPONSIVE_S = 5.0  # without a heartbeat after a signal: a slow rank is not lost
-ASK_AGAIN_S = 5.0
+ASK_AGAIN_S = 5.0  # between two roll calls of this rank, one of which takes up to ANSWER_S
 CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
 PAUSE_S = 3.0  # after a longer pause this process itself was stopped
 SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
-WRITE_S = 10.0
+WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
 
 log = logging.getLogger("launcher")
 
@@ -88,6 +88,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         # If there is a parent, it monitors the heartbeats of all ranks and ends them.
         if self._store is not None and not self._heartbeat.watched:
+            # Python accepts only a descriptor that does not block for signal numbers.
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._woken_before = _wake(self._write)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -258,6 +259,7 @@ class Watchdog:
 
     def _leave(self, verdict: Ending, store: dist.Store | None) -> None:
         """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""
+        # In C, without the GIL: ends the process even if a write below never returns.
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
         rank = self._launch.rank
         with contextlib.suppress(OSError):
@@ -278,6 +280,7 @@ class Watchdog:
             leave_word(store, self._job, self._launch, verdict.text, verdict.exit_code)
         log.error("rank %d: %s Stacks: %s", rank, verdict.text, stacks_path(self._run_dir, rank))
         for child in multiprocessing.active_children():
+            # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
         with contextlib.suppress(OSError):
             stranded.watch(os.environ)

@@ -38,8 +38,10 @@ def refuse_differences(
         return
     own = dict(_texts(model, settings))
     data = json.dumps(own, sort_keys=True).encode()  # the order of keywords means nothing
+    # 7 bytes: the number and its negative both fit int64.
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    # One MAX of x and of -x gives the largest and the smallest: opposite only if x is the same on all ranks.
     agreed = torch.tensor([digest, -digest, len(data)], dtype=torch.int64, device=device)
     works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
     largest, negative, length = agreed.tolist()

@@ -182,6 +182,7 @@ def refuse_attribute(owner: object, base: type, parts: frozenset[str], name: str
     arguments = list(inspect.signature(base).parameters)
     known = ["lr", *arguments]
     derived = type(owner) is not base
+    # 0.6 is difflib's own default.
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=NEAR if derived else 0.6)
     if derived and not (name in parts or hasattr(base, name)) and (hasattr(type(owner), name) or not nearest):
         return

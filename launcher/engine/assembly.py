@@ -72,6 +72,7 @@ class Parts:
         policy, wire, optimizer = choices.policy, choices.wire, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
+        # Before the layout moves the parameters: a refused model is unchanged.
         refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
         regroups = _may_regroup(wire, policy, world_size)
         self.layout = layout = Layout(
@@ -80,6 +81,7 @@ class Parts:
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
         self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
         self.buffers = Buffers(model, group)
+        # Once all is in flat memory: one broadcast per segment instead of one per parameter.
         take_values_of_rank_0(layout, model, self.buffers, group)
         self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)

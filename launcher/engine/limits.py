@@ -16,7 +16,7 @@ from launcher.engine.errors import UnusableError
 LARGEST_RATE = 1e30  # a step computes in fp32, whose largest number is 3.4e38
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
 LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
-LARGEST_COUNT = 2**53
+LARGEST_COUNT = 2**53  # up to it fp64 holds every int: a device keeps its counters so
 VOTES = 10  # questions on which ranks can vote in a step; the caller defines their meaning
 
 
@@ -81,7 +81,7 @@ two_shares = Rule(
 flag = Rule("True or False", lambda value: isinstance(value, bool))
 loss_scale = power_of_two(LARGEST_SCALE)
 predivide = power_of_two(LARGEST_PREDIVIDE)
-a_reference_count = power_of_two(2**62)
+a_reference_count = power_of_two(2**62)  # the largest power of two of int64, in which a state saves it
 question = Rule(f"an int from 0 to {VOTES - 1}", lambda value: is_whole(value) and 0 <= value < VOTES)
 
 

@@ -88,6 +88,7 @@ class Replica:
                 p.data.copy_(state.weights[name])
         for name, buffer in named_buffers(self.model).items():
             buffer.copy_(state.buffers[name])
+        # Else a skipped step would return to the buffers from before the load.
         self.buffers.snapshot()
         self._start()
         return self.scale.restore(state.counters, state.scale_mode)

@@ -165,6 +165,7 @@ def refuse_numbers(state: EngineState) -> None:
     """Raise ValueError for counters no loss scale can have, and for an unknown mode or reference count."""
     refuse_other_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
     for name, value in state.counters.items():
+        # Lives fall below 0 where overflows follow each other: only a clean step restores them.
         signed = name in ("exponent", "lives")
         if not is_whole(value) or abs(value) > LARGEST_COUNT or not (signed or value >= 0):
             raise ValueError(f"the state does not fit: its counter {name} is {value!r}.")

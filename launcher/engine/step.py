@@ -96,6 +96,7 @@ class Step:
     def calibrate(self, model: nn.Module, loss: Loss | None, agree_on_failure: bool) -> int | None:
         """Do what `Stepper.calibrate` says, where there is a loss scale."""
         parts, reference = self._parts, self.reference
+        # The wire carries the sum over ranks and micro-batches, less the divisor; never less than one's own.
         growth = max(1.0, parts.layout.world_size / parts.divisor) * reference.micro_batches
         gradients_of = parts.reducer.gradients_aside
         try:
@@ -110,6 +111,7 @@ class Step:
                 raise UnusableError(NO_COUNT)
             reference.expect(dry.count)
             reference.agree()
+            # Keeps this n0 even if the first step is abandoned: it was not taken from that step.
             reference.restart()
         if dry.octave is None or reference.count is None:
             return None
@@ -122,10 +124,13 @@ class Step:
         self.failed = True  # until the pass has finished
         if not self.done:
             self._begin(count)
+        # Before the pass: the tally is sent ahead of the first bucket, which may go within it.
         parts.tally.add(loss_sum, count)
+        # A step may end with fewer passes than that: finish() then sends every bucket.
         last = self.done + 1 == self.reference.micro_batches
         with self.during_backward(), parts.reducer.receiving(last, self._sends_early):
             loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
+            # Within the context, whose end drains p.grad.
             if not parts.reducer.has_received:
                 self.failed = False
                 parts.tally.take_back()
@@ -156,11 +161,15 @@ class Step:
         if not self.failed:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
         failed, self.failed = self.failed, True  # until the step has finished
+        # A rank without a pass agrees on n0 here, the others did in _begin(): on each it comes before any
+        # bucket.
         correction = self.reference.agree()
         parts.clock.mark(COMPUTE)
         parts.reducer.flush(failed, correction)
+        # From here on other ranks can apply the step without this one.
         self.exchanged = True
         reduced = parts.reducer.finish()
+        # After finish(): with a sharded optimizer its collective of the norms brings the tally, too.
         tally = parts.tally.totals()
         parts.in_place.take()
         parts.clock.mark(WIRE)
@@ -171,6 +180,8 @@ class Step:
         parts.updater.step(
             Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
         )
+        # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
+        # it.
         parts.shards.gather_weights()
         if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
             parts.in_place.count_update()
@@ -179,6 +190,7 @@ class Step:
         else:
             parts.buffers.restore_if(verdict.skip)
         parts.scale.become(verdict.state)
+        # Only where this rank had samples; its weights move in any case.
         if self.done:
             parts.replica.count_update(verdict.skip)
         parts.clock.mark(UPDATE)
@@ -195,6 +207,7 @@ class Step:
 
     def forget(self) -> None:
         """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
+        # Nothing was sent, so no other rank waits for these buckets.
         self._parts.reducer.forget_step()
         self._parts.buffers.restore()
         self.restart()
@@ -203,6 +216,8 @@ class Step:
     def holding_averages(self) -> Iterator[None]:
         """The context in which the model has averages: no graph may go over its start or its end."""
         parts = self._parts
+        # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
+        # reverse.
         with parts.attachment.holding_others():
             parts.in_place.count_update()
             try:
@@ -218,6 +233,7 @@ class Step:
         return self._terms
 
     def _wait_for_readers(self) -> None:
+        # A checkpoint may still be copying the weights and states that the update overwrites.
         read, self.read = self.read, None
         if read is not None:
             torch.cuda.current_stream(self._parts.layout.device).wait_event(read)

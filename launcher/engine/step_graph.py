@@ -125,6 +125,7 @@ class StepGraph:
 
         The recorded backward pass would end on that stream, which a capture refuses without the cause.
         """
+        # A dead graph in a reference cycle is alive until it is collected, and would be reported for nothing.
         gc.collect()
         parameters = self._stepper.layout.parameters.items()
         name = next((name for name, parameter in parameters if _in_a_graph(parameter)), "")
@@ -145,6 +146,7 @@ class StepGraph:
                 failure = self._own(error)
                 if failure is None or not self._stepper.can_abandon:
                     raise
+                # The same collectives as the step() of the other ranks.
                 self._stepper.abandon()
         self._agree(failure)
 

@@ -106,6 +106,7 @@ class Stepper:
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
         refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, capturable, groups)
+        # After the kinds are known: it reads the parameters of `model`.
         refuse_lent(model)
         policy = policy or Policy.fp16()
         choices = Choices(
@@ -133,7 +134,9 @@ class Stepper:
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
         self._step = Step(choices, parts, self.group)
+        # Names that a subclass must not overwrite later; what it has set before is not among them.
         self._names_set = frozenset(vars(self).keys() - before)
+        # Last: from here on __setattr__ refuses what nothing would read.
         self._built = True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -396,8 +399,12 @@ class Stepper:
         self._step.refuse_within("load()")
         self._parts.attachment.check()
         start = self._parts.replica.load(state)
+        # A graph over the old weights must raise in its backward pass, as after an update.
         self._parts.in_place.count_update()
+        # Masters and weights were set together: there is no change to copy from one to the other.
         self._parts.in_place.forget()
+        # An n0 that was given, or agreed on since, takes precedence: what was scaled with it stays
+        # comparable.
         self._step.reference.count = self._step.reference.count or state.reference_count
         return start
 
@@ -506,4 +513,5 @@ class Stepper:
             return
         if self.layout.world_size == 1:
             raise UnusableError(NO_BACKWARD)
+        # No error: this rank may have no samples in this step, and the others are in the step's collectives.
         self._parts.notices.warn(NO_BACKWARD, stacklevel=3)

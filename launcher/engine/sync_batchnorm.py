@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
             original.momentum,
             original.affine,
             original.track_running_stats,
-            device="meta",
+            device="meta",  # no memory: the next line takes the original's parameters and buffers
         )
         self._parameters, self._buffers = original._parameters, original._buffers
         self.training = original.training
@@ -66,6 +66,7 @@ class SyncBatchNorm(_BatchNorm):
             return
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
+            # A single sample has no unbiased variance: no division by 0.
             unbiased = variance * (count / (count - 1).clamp(min=1))
             if self.momentum is not None:
                 self.running_mean.lerp_(mean, self.momentum)
@@ -122,6 +123,7 @@ def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Te
     zeros = x.new_zeros(x.shape[1], dtype=torch.float32)
     own_mean, own_variance = zeros, zeros
     if x.numel() and x.device.type in (*WITH_KERNELS, "cpu"):
+        # The kernel wants running statistics: with a momentum of 0 it leaves these as they are.
         own_mean, own_variance = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
     elif x.numel():
         own_variance, own_mean = torch.var_mean(x.float(), _others(x), correction=0)

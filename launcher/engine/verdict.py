@@ -80,6 +80,7 @@ class Numbers(NamedTuple):
         elif len(found) == 1 and not squares < math.inf:
             found = torch.full_like(found, CULPRIT)  # one rank alone sends no mark
         count, loss_sum, *_ = tally
+        # Without samples 0 * inf: nan, as 0 / 0 is in torch, where Python would raise.
         mean = loss_sum / count if count else loss_sum * math.inf
         norm = unscale * math.sqrt(squares)
         return cls([mean, norm, scale, lr, skipped, *tally, *after], found, sums)
@@ -159,6 +160,7 @@ def judge(
     multiplier = unscale
     if rules.clip_norm is not None:
         multiplier = unscale * _clip_factor(rules.clip_norm, unscale * seen[-2].sqrt())
+    # Clamped to the end of the table: its last rate holds from then on.
     lr = rates if len(rates) == 1 else rates.index_select(0, within[APPLIED : APPLIED + 1].long())
     marks = rules.no_mark if marks is None else marks
     packed = torch.cat([multiplier.view(1), lr, skipped, after, unscale.view(1), seen, marks, sums])
@@ -189,8 +191,10 @@ def judge_on_host(
     squares = total.item()
 
     bad_loss = bad_losses > 0
+    # False for nan, too.
     finite = squares < math.inf
     overflow = not (finite or bad_loss)
+    # A count that is nan compares false, and so skips.
     skip = abandoned or not (finite and not bad_loss and 0 < count < math.inf)
 
     scale = math.ldexp(1.0, state[0])
@@ -198,6 +202,8 @@ def judge_on_host(
     multiplier = unscale
     if terms.clip_norm is not None:
         norm = unscale * total.sqrt().item()  # math.sqrt's may differ by an ulp
+        # torch computes number / tensor as the reciprocal times the number: dividing here would give other
+        # bits.
         factor = terms.clip_norm * _over(1.0, norm + 1e-6)
         multiplier *= 1.0 if factor > 1.0 else factor  # not min(): nan stays
     lr = rates[min(state[APPLIED], len(rates) - 1)]

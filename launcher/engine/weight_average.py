@@ -121,6 +121,7 @@ class WeightAverage:
         finally:  # without a collective, because one rank may be alone here
             for flat, values in kept:
                 flat.copy_(values)
+            # average_buffers() has remembered the averages as the values to return to after a skipped step.
             buffers.snapshot()
 
     def state(self, rank: int | None = None, allocate: Allocate = on_host) -> AverageState:
@@ -202,6 +203,7 @@ class WeightAverage:
     def _pass_on_host(self, applied: int, before: int, at_pass: int) -> None:
         if applied == before:
             return
+        # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
         weight = 1 - min(self._decay, (1 + applied) / (10 + applied)) ** (applied - at_pass)
         for average, values in self._pairs():
             average.lerp_(values, weight)

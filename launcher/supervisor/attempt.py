@@ -28,7 +28,7 @@ OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks comp
 # For rank 0 to finish its tracker, unless it ends sooner: after the kill of another rank, and after an error,
 # which may come before the tracker has started.
 TRACKED_S, TRACKED_AFTER_ERROR_S = 1.0, 4.0
-STACKS_S = 0.5
+STACKS_S = 0.5  # for live workers to write their stacks, before they are killed
 PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
@@ -111,6 +111,7 @@ class Generation:
     def _judge(self) -> Verdict:
         fates = self._killed or self._fates()
         self.kill()
+        # Read after the kill: what a rank has recorded until its end counts.
         words = self._work.heartbeats.words
         fates = [_with_departure(fate, words.of(fate.rank)) for fate in fates]
         return judge(fates, words.first_failure(), self._limits.stall_s)

@@ -81,6 +81,7 @@ def be_a_rank(work: Work) -> NoReturn:
         store = dist.FileStore(f"/proc/self/fd/{work.store}")
         departure = _run(work, launch, store)
         for loader in multiprocessing.active_children():
+            # os._exit runs no exit handlers, which would end the loader processes.
             loader.terminate()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

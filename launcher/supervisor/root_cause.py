@@ -148,6 +148,7 @@ def _innocence(
 def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
     """Whether a live rank has kept others waiting so long that they have given up."""
     gave_up = [other for other in fates if other.blames_another]
+    # About as long as those have waited that gave up after stall_s.
     long = fate.beat.age_s >= max(stall_s - 2, stall_s / 2)
     return long and bool(gave_up) and all(fate.beat.order < other.beat.order for other in gave_up)
 

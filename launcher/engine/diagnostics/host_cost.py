@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-REPEATS = 15
+REPEATS = 15  # the first ones also warm up; their median leaves those out
 
 
 def host_ms_per_layer(

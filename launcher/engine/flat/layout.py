@@ -29,7 +29,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
 FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
-MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
+MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20  # 25 MB is also the default of DDP's bucket_cap_mb
 FINER = 4  # by how much runs are smaller than messages, where messages may be regrouped
 
 
@@ -329,6 +329,7 @@ def default_run_bytes(total_bytes: int, at_least: int) -> int:
 
 def _first_limit(run_numel: int) -> int:
     """Elements of the first run, which is small, so that communication starts early in backward."""
+    # 2 bytes per element of a half wire; over an fp32 one the first run is twice as large.
     return min(run_numel, FIRST_RUN_BYTES // 2)
 
 

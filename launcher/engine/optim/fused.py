@@ -223,7 +223,7 @@ class AdamW:
             grads,
             exp_avgs,
             exp_avg_sqs,
-            [],
+            [],  # max_exp_avg_sqs, of amsgrad only
             [_steps(scalars.number)] * len(masters),
             lr=scalars.lr,
             beta1=beta1,

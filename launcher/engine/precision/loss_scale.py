@@ -32,7 +32,7 @@ class Scaling:
     """
 
     mode: ScaleMode = "dynamic"
-    init: int = 65536
+    init: int = 65536  # this and the next are the defaults of torch.amp.GradScaler
     growth_interval: int = 2000
     hysteresis: int = 1
     min: int = 1

@@ -85,7 +85,9 @@ class Bucketing:
     ) -> Bucketing:
         """The same memory in messages of about so many bytes, where there is a group. Between steps only."""
         totals = {
-            segment.name: total for segment, total in zip(layout.segments, self.accumulated, strict=False)
+            # Not strict: there are no accumulators for one micro-batch per step.
+            segment.name: total
+            for segment, total in zip(layout.segments, self.accumulated, strict=False)
         }
         return Bucketing.of(layout, transports, sums, totals, True, message_bytes, self.whole)
 

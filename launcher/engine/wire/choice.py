@@ -107,6 +107,7 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         return None
     timeout = timeout_of(group)
     ranks = dist.get_process_group_ranks(group)
+    # Only the members call this: otherwise torch would wait for all ranks of the job.
     made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made

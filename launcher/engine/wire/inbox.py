@@ -66,6 +66,7 @@ class Inbox:
             gradients.append(gradient if gradient.stride() == slot.stride else _laid_out(gradient, slot))
             self._filled.add(slot.index)
             parameter.grad = None
+        # Totals are multiplied once, when complete() rounds them.
         factor = self._factor if self._totals is None else 1.0
         if first[0]:
             _write(*first, factor)

@@ -116,6 +116,7 @@ class Reducer:
         self._parts = Bucketing.of(layout, transports, self._sums, totals, travels=group is not None)
         self.arrivals = Arrivals(self.buckets)
         self._sending = _Sending()
+        # Before the hooks are registered: those of an older reducer would take the same gradients.
         _take_over(self, layout)
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
         self._hooks = [] if stays else _register_hooks(self, layout)
@@ -261,6 +262,8 @@ class Reducer:
                 marks = torch.full((1,), ABANDONED, dtype=torch.float64, device=sums.device)
         else:
             last = self.buckets[-1]
+            # The transport has multiplied the marks like the gradients before them; `after` is a power of
+            # two.
             marks = last.tail.double() / self._transports[last.segment.name].after
         reduced = Reduced(sums, marks, self._sending.bytes)
         self.arrivals.seen.clear()

@@ -202,6 +202,7 @@ class Shards:
         world_size, whole = dist.get_world_size(self._group), None
         if rank is None or rank == dist.get_rank(self._group):
             whole = allocate(segment.numel, self._layout.device.type == "cuda")
+        # CHUNK counts the elements of all ranks, which arrive together.
         step = max(1, CHUNK // world_size)
         for run, tensor in zip(segment.runs, own, strict=True):
             rows = None if whole is None else whole[run.start : run.end].view(world_size, -1)

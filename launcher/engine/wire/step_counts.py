@@ -225,6 +225,7 @@ class Reference:
         if self._is_new and bool(abandoned):
             self.count = None
         self._is_new, self._expected = False, 0.0
+        # 0: no rank had a sample, so the next step agrees again.
         self.count = self.count or None
 
 
