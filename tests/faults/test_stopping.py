@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from launcher.run_dir.result import Result
 from launcher.telemetry.event_log import read_events
 from tests.faults.launching import EPOCH, RECIPE, WORDS, Ended, Started, run
 from tests.faults.parent import is_alive
@@ -121,15 +122,15 @@ def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_next_start(tmp_pat
 
 
 def signal_in_the_result() -> None:
-    from launcher.training import results
+    from launcher.training import ends
 
-    result = results.result
+    result_of = ends.result_of
 
-    def signalled(*arguments: Any) -> dict[str, Any]:
+    def signalled(*arguments: Any) -> Result:
         os.kill(os.getpid(), signal.SIGTERM)
-        return result(*arguments)
+        return result_of(*arguments)
 
-    results.result = signalled
+    ends.result_of = signalled
 
 
 def test_a_stop_while_the_result_is_written_leaves_a_complete_run(tmp_path: Path, undisturbed) -> None:

@@ -11,6 +11,7 @@ import torch
 from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
+from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.training.moments import Parts
 from launcher.training.parts.divergence import DivergenceCheck
@@ -45,8 +46,8 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[dict] = []
 
-    def write(self, record) -> None:
-        self.events.append(dict(record))
+    def write(self, event: Event) -> None:
+        self.events.append(record_of(event))
 
     def close(self) -> None:
         pass
