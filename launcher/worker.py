@@ -92,6 +92,7 @@ def run(
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
     with (
+        # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
         heeded(alone, saving_stops(config.launch.preempt_signals)) as requests,
         rank_log(run_dir, launch.rank, config.launch.log_level),
         _telemetry(config, launch) as telemetry,
@@ -104,6 +105,7 @@ def run(
                 warn_if_unchecked(torch.__version__)
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
+            # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
             claim_first_failure(store, job, launch.rank, heartbeat.words)
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
             beat = heartbeat.latest
@@ -139,6 +141,8 @@ def _join_and_run(
     heartbeat.beat("meeting the other ranks")
     timeout_s = config.launch.init_timeout_s + _leeway_s(heartbeat)
     with (
+        # Left in reverse: the loader processes end, a failure is recorded for the other ranks, the group is
+        # closed.
         Watchdog(config, launch, store, job, heartbeat) as watchdog,
         join(launch, store, job, timeout_s) as env,
         watchdog.announcing(),

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from launcher.engine.flat.aliases import extent
 
-ALIGNMENT_BYTES = (
-    64  # a multiple of every element size: bytes are viewed as a wider dtype only at such an offset
-)
+ALIGNMENT_BYTES = 64  # a multiple of every element size, as offsets of bytes viewed as a wider dtype must be
 
 
 @dataclass(frozen=True)

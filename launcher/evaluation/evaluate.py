@@ -142,6 +142,7 @@ def evaluate(
         own.halvings = halvings
         total = own.over_ranks(env)
         reduce(seen, env.group)
+        # After both collectives, on all ranks alike: they hold the same sums.
         if total.stopped:
             raise EvaluationStopped
         check_every_sample_once(seen, env.world_size)

@@ -95,6 +95,7 @@ def _start_of(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    # starttime, field 22 of proc(5): the list begins with field 3, the state.
     return "" if fields[0] in "ZX" else fields[19]
 
 

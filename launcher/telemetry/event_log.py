@@ -138,6 +138,7 @@ class EventLog:
                         begin = kept.pop()[0]
                     kept.append((begin, size_bytes))
             if kept != [(0, size_bytes)] and size_bytes:
+                # On the disk before it replaces the file, which is the only record of these events.
                 write_chunks(self._path, _ranges(file, kept), durable=True)
                 self._file.close()
                 self._file = self._opened()

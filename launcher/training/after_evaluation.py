@@ -37,7 +37,7 @@ from launcher.training.replicas import checksums
 from launcher.training.run import Run
 
 STILL_AT_WORK = b"..."  # no message
-BEATS_PER_STALL = 4.0
+BEATS_PER_STALL = 4.0  # several within launch.stall_s, because calls of the model may be far apart  # several within launch.stall_s, because calls of the model may be far apart
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 
@@ -76,6 +76,8 @@ class AfterEvaluation:
         assert self.recipe.after_evaluation is not None
         device, model = self.run.env.device, self.model
         generators, before = states(device), _digests(model)
+        # By the step, so that a resumed run shows the same.
+        # By the step, so that a resumed run shows the same.
         seed_generators(self.run.config.seed + position.step)
         hook = model.register_forward_pre_hook(_SignOfLife(self.run))
         try:

@@ -109,4 +109,5 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     )
     if run.env.is_leader:
         results.mark_end(run_dir, "done", 0)
+        # Last: the page is drawn from the files of the run, in which its end must stand.
         results.write_page(run_dir, run.telemetry)

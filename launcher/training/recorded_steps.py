@@ -190,6 +190,7 @@ def _recorded_sizes(steps: RecordedSteps, run: Run) -> tuple[list[int], str]:
         ) from error
     finally:
         restore_states(before, device)
+    # The reason of the lowest rank that has one: all ranks decide alike.
     return sizes, next(filter(None, exchange_texts(run.env, reason)), "")
 
 

@@ -124,6 +124,7 @@ def _momentary(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
     return {
         "utilisation_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
         "memory_bytes": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+        # NVML gives mW.
         "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
         "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         "sm_clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
@@ -143,6 +144,7 @@ def _limits(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
 
 def _counters(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
     return {
+        # NVML gives mJ.
         "energy_j": lambda gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
         "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
             gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -153,6 +155,7 @@ def _counters(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
 
 def _rates(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
     return {
+        # NVML gives KB per second.
         "pcie_tx_bytes_per_s": lambda gpu: (
             nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES) * 1e3
         ),
@@ -165,6 +168,7 @@ def _rates(nvml: ModuleType) -> dict[str, Callable[[Any], Any]]:
 def _fields(nvml: ModuleType) -> dict[str, tuple[Any, float]]:
     """Name -> NVML's number (with a scope, where it has one), and the factor to the unit of the name."""
     of_reason = "CLOCKS_EVENT_REASON_{}"
+    # Factors: times are counted in ns, NVLink's data in KiB, PCIe's in bytes.
     known = {
         "throttled_sw_power_cap_s": (of_reason.format("SW_POWER_CAP"), 1e-9),
         "throttled_sync_boost_s": (of_reason.format("SYNC_BOOST"), 1e-9),

@@ -136,6 +136,7 @@ class TrackerSink:
         with self._arrived:
             self._ending = True
             self._arrived.notify()
+        # A few seconds more than the limits that the tracker itself was given.
         limit_s = self._patience.init_s + self._patience.finish_s + 5
         self._thread.join(limit_s)
         if self._thread.is_alive():

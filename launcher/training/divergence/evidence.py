@@ -69,6 +69,7 @@ def evidence_of(
     if diagnosis.parameters:
         parts.append(f"weights not finite: {listed(diagnosis.parameters, MAX_NAMES)}")
     position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
+    # By micro-batch first, then by position in its pass, which is below 2^32.
     return Evidence((number << 32) + position, "; ".join(parts))
 
 

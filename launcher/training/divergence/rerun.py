@@ -96,6 +96,7 @@ class DivergenceInspector:
         try:
             own = self._inspect(epoch, (step - 1) % plan.steps_per_epoch, backward)
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
+            # After what other ranks have found, but before those that found nothing, so that it is shown.
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
         found = exchange(own, self._group, self._stepper.device)
         return told_by_rank(found, suspected_ranks)

@@ -109,6 +109,7 @@ class Checkpoints:
         self.run.reports.flush()  # raises if the run has diverged, which is then not saved
         self.run.telemetry.flush()
         self.run.heartbeat.beat("consistency check")
+        # Before anything is copied: a difference between the ranks ends the run, and is never saved.
         check_replicas(self.run.stepper, self.run.average)
         self.run.heartbeat.beat("checkpoint")
         self._report(self.writer.publish(lambda: self.take(position, metric)))

@@ -16,4 +16,5 @@ class Energy:
     def result(self) -> dict[str, Any]:
         if self._gpus is None or (joules := self._gpus.finish()) is None:
             return {}
+        # 1 kWh is 3.6e6 J.
         return {"energy_kwh": joules / 3.6e6} | ({"energy_incomplete": True} if self._gpus.incomplete else {})

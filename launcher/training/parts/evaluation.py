@@ -67,6 +67,7 @@ class Evaluator:
         """
         if not self.data:
             return Measured() if self.job.course.ends_with(position.step) else None
+        # First: a run that has diverged ends here and is not evaluated.
         self.run.reports.drain()
         self.run.stepper.average_buffers()
         trained = self.training.metrics()

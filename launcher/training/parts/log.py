@@ -77,4 +77,5 @@ def _memory_bytes(device: torch.device) -> int:
     """The largest amount of memory in use so far: on the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux gives it in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

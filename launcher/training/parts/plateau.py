@@ -63,6 +63,7 @@ class Plateau:
         """A value that is not a number improves nothing, and anything else is better than nothing."""
         best = self._best
         if best is None or not best.is_like(found):
+            # False for nan.
             return found.value == found.value
         limit = best.value * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
         return found.value < limit if best.lower_is_better else found.value > limit

@@ -121,6 +121,7 @@ class Trials:
             if not failure:
                 raise
             frames.release(error)
+        # Whether it fitted or not: all ranks drop the step, by the same collectives.
         run.stepper.abandon()
         restore_states(generators, run.env.device)
         free_memory(run.env.device)
