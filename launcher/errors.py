@@ -12,7 +12,7 @@ from collections.abc import Sequence
 LONGEST = 2_000  # characters of an exception's text; the rank's log has all of it
 LONGEST_OF_OURS = 4 * LONGEST  # of a message that names several ranks, each with an exception
 DIVERGED = 5
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, as of a program that the signal ends
 STOPPED = frozenset({75, *range(129, 193)})  # exit codes of a run that a signal ended, saved or not
 
 

@@ -40,7 +40,7 @@ from launcher.config.overrides import code_problem
 from launcher.config.trees import leaves, paths_of, replaced, texts, value_at
 from launcher.errors import ConfigError, first_line
 
-HYDRA_VERSION = "1.3"
+HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
 PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # csv: of some data sets
 # The first is made where it does not exist, and a run that resumes does not need the second.
 UNCHECKED_PATH_KEYS = ("data.cache", "model.weights")

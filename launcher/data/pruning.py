@@ -15,7 +15,7 @@ import stat
 import time
 from pathlib import Path
 
-KEPT_DAYS = 30
+KEPT_DAYS = 30  # each change of an option leaves a cache behind, of gigabytes for photographs
 OURS = re.compile(r"[0-9a-f]{32}(\.\w+)?\.(images|partial|safetensors)")
 
 log = logging.getLogger("launcher")

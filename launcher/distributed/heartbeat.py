@@ -35,6 +35,7 @@ PHASES = (
     "done",
 )
 IN_A_STEP = frozenset(STEP_PARTS)
+# Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _ROW = struct.Struct("=qqd?")  # phase, step, seconds of the machine's monotonic clock, Beat.under_way

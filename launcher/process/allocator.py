@@ -11,7 +11,7 @@ import ctypes
 import os
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt(3)
-LARGEST = 2**31 - 1
+LARGEST = 2**31 - 1  # mallopt takes an int
 OWN_CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
 
 

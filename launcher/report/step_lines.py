@@ -22,8 +22,8 @@ from launcher.run_dir.atomic import restored
 
 PREFIX = b'{"event": "step", '  # of the lines that a run writes
 MAX_STEP = 1 << 53  # exact in a float
-NUMERALS = b"0123456789.+-eE"
-SPELLED_NUMERALS = NUMERALS + b"NAIF"
+NUMERALS = b"0123456789.+-eE"  # what a number of JSON is written with
+SPELLED_NUMERALS = NUMERALS + b"NAIF"  # with NAN and INF
 SPELLED = ((b"null", b"NAN"), (b'"nan"', b"NAN"), (b'"inf"', b"INF"), (b'"-inf"', b"-INF"))
 KEY = re.compile(rb'"([^"\\]*)": ')
 PLAIN_KEY = re.compile(rb"[a-z_]+")  # what `MARKUP` removes
@@ -106,6 +106,7 @@ def _spelled_as_numbers(text: bytes) -> bytes:
 
 def _numbers(text: bytes, num_rows: int, num_columns: int) -> FloatArray | None:
     """The numbers of lines of one shape, [rows, columns]; None where one of them is none."""
+    # MARKUP, which is removed next, has the small e of an exponent.
     text = text.replace(b"e-", b"E-").replace(b"e+", b"E+")
     row = text.translate(None, MARKUP)[1:].decode("ascii")  # without the comma after the event's name
     with warnings.catch_warnings():

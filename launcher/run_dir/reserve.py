@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher.run_dir.atomic import open_plain
 
 RESERVE = ".reserve"
-SIZE_BYTES = 64 * 1024
+SIZE_BYTES = 64 * 1024  # room for the temporary files of result.json and status.json
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -44,6 +44,7 @@ class OneMachine(RendezvousHandler):
         return "none"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        # Only torch wants an address: the ranks meet in a file, and nothing listens.
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:

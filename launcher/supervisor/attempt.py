@@ -179,6 +179,7 @@ def _ask_for_stacks(pid: int) -> None:
 def _is_stopped(process: BaseProcess) -> bool:
     with contextlib.suppress(OSError, IndexError):
         stat = Path(f"/proc/{process.pid}/stat").read_text()
+        # T: stopped by a signal, t: by a debugger. The name before ")" may hold spaces.
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
     return False
 

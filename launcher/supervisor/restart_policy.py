@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from launcher.errors import NoProgressError
 from launcher.supervisor.root_cause import STALLED, UNEXPECTED, RunFailed, Verdict
 
-REPLICAS_DIFFER = 9
+REPLICAS_DIFFER = 9  # exit code of a ReplicaError
 RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
 FRUITLESS = 3  # generations in a row without a new checkpoint that end a run
 

@@ -37,7 +37,7 @@ from launcher.training.replicas import checksums
 from launcher.training.run import Run
 
 STILL_AT_WORK = b"..."  # no message
-BEATS_PER_STALL = 4.0  # several within launch.stall_s, because calls of the model may be far apart  # several within launch.stall_s, because calls of the model may be far apart
+BEATS_PER_STALL = 4.0  # several within launch.stall_s, because calls of the model may be far apart
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 

@@ -23,7 +23,6 @@ def apply_switches(config: Config) -> None:
         # alive, so that other ranks would not notice at once that this one has failed.
         torch.use_deterministic_algorithms(config.train.deterministic)
     if config.train.deterministic:  # torch refuses matrix products on CUDA without it
-        # One of the two values that torch accepts; the other, ":16:8", gives cuBLAS less memory.
         # One of the two values that torch accepts: 24 MiB more on the GPU, where ":16:8" may be slower.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.cuda.is_available():

@@ -29,7 +29,7 @@ from launcher.errors import DataWarning
 from launcher.run_dir.atomic import open_plain
 
 MAGIC = b"fp16-launcher images 1\n"
-PAGE = 4096
+PAGE = 4096  # bytes: the header fills one, the states end at the border of one
 ABSENT, STORED, UNREADABLE = 0, 1, 2  # the byte of an image
 MOST_OF_DISK = 0.5  # of the free space
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -69,6 +69,7 @@ class ImageCache:
         self._first_absent = 0  # no image before this one is absent
         self._descriptor = self._open()
         weakref.finalize(self, os.close, self._descriptor)
+        # A copy on write: what a recipe writes into an image stays in its process.
         content = np.frombuffer(mmap.mmap(self._descriptor, self._size, access=mmap.ACCESS_COPY), np.uint8)
         self._states = content[PAGE : PAGE + count]
         self._pixels = content[self._first_pixel :].reshape(count, *shape)
@@ -153,6 +154,7 @@ class ImageCache:
         return descriptor
 
     def _require_space(self, descriptor: int) -> None:
+        # Less what the file has on the disk already; st_blocks counts units of 512 bytes.
         needed = self._size - 512 * os.fstat(descriptor).st_blocks
         usable = MOST_OF_DISK * shutil.disk_usage(self._partial.parent).free
         if needed > usable:

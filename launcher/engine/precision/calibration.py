@@ -20,7 +20,7 @@ from launcher.engine.errors import refuse_count
 
 FP16_MAX = 65504.0
 HEADROOM = 4.0  # two octaves: gradients grow in the first steps
-UNKNOWN = -(2**31)
+UNKNOWN = -(2**31)  # below every octave: the MAX over the ranks drops it, and keeps its negative
 FAILED = 2**32  # above every octave and -UNKNOWN: the MAX over the ranks keeps it
 
 

@@ -18,7 +18,7 @@ import launcher.engine.works as works
 from launcher.engine.limits import VOTES
 from launcher.engine.precision.loss_scale import nearest_power_of_two
 
-FIELDS = 3 + VOTES
+FIELDS = 3 + VOTES  # samples, sum of losses, bad losses, then the votes
 
 
 class HostTally:

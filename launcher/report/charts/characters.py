@@ -9,7 +9,7 @@ from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import Curve
 
 LABEL_WIDTH = 7
-BRAILLE = 0x2800
+BRAILLE = 0x2800  # the empty one of Unicode's braille patterns; each dot adds its bit
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of a character: [row, column]
 ASTERISK = np.array([[1]])
 

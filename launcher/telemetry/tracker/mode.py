@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from launcher.config.schema import TrackerConfig
 
-PROBE_S = 2.0
+PROBE_S = 2.0  # wandb itself takes 18 s to find out that a server cannot be reached, with init_timeout=8
 DEFAULT_SERVER = "https://api.wandb.ai"
 NO_KEY = "no API key (wandb login, then wandb sync DIR)"
 

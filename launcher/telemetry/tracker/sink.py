@@ -30,6 +30,7 @@ log = logging.getLogger("launcher")
 QUEUE_ROWS = 1_000  # that may wait while the tracker starts, is slow, or has used its share of the time
 # A thread that runs Python keeps the training thread waiting. Rows beyond this share of the time are logged
 # later, at the end of the run at the latest.
+# A tracker takes about 600 us of Python for a row.
 SHARE = 1 / 500
 ALLOWANCE_S = 0.05  # for the first rows
 

@@ -46,6 +46,7 @@ def start(
         tags=list(run.tags),
         notes=run.notes,
         config=dict(run.config),
+        # Otherwise a second run in this process, such as the next job of a sweep, would get the first one.
         reinit="finish_previous",
         settings=own_settings(system_metrics, patience, warn),
     )

@@ -40,7 +40,7 @@ from launcher.telemetry.tracker.wandb_session import (
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
-PREEMPTED = 75
+PREEMPTED = 75  # exit code of a PreemptedError
 
 
 @dataclass(frozen=True)
