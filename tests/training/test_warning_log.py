@@ -21,8 +21,8 @@ class Events:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def write(self, record) -> None:
-        self.texts.append(record["text"])
+    def write(self, event) -> None:
+        self.texts.append(event.text)
 
     def close(self) -> None:
         pass
