@@ -95,8 +95,8 @@ def list_rows(path: str, columns: Columns, val_fraction: float) -> HubListing:
     library = datasets_library("data=hf")
     where = f"data.path={path}"
     train, held_out = _splits(_loaded(library, path, columns), where)
-    image = _image_column(library, train, columns.image, where)
-    label = _label_column(library, train, columns.label, where)
+    image = _column(train, "image", columns.image, library.Image, IMAGE_COLUMNS, where)
+    label = _column(train, "label", columns.label, library.ClassLabel, LABEL_COLUMNS, where)
     rows = tuple(_undecoded(library, each, image) for each in (train, held_out) if each is not None)
     values = [_values(each, label, where) for each in rows]
     classes = _classes(train.features[label], values[0])
@@ -183,39 +183,22 @@ def _splits(loaded: Any, where: str) -> tuple[Any, Any | None]:
     return loaded[train], loaded[held_out]
 
 
-def _image_column(library: ModuleType, rows: Any, wish: str | None, where: str) -> str:
-    if wish is not None:
-        return _existing(rows, "image_column", wish, where)
-    found = [name for name, kind in rows.features.items() if isinstance(kind, library.Image)]
-    found = found or [name for name in IMAGE_COLUMNS if name in rows.features]
+def _column(rows: Any, what: str, wish: str | None, kind: type, usual: Sequence[str], where: str) -> str:
+    """The column that the config names, or the only one of this type, or the first with a usual name."""
+    if wish is not None and wish not in rows.features:
+        close = suggestion(nearest(wish, rows.features))
+        raise ConfigError(
+            f"data.{what}_column={wish}: {where} has no such column.{close} It has {_described(rows)}."
+        )
+    typed = [name for name, each in rows.features.items() if isinstance(each, kind)]
+    named = [name for name in usual if name in rows.features]
+    found = [wish] if wish is not None else typed if len(typed) == 1 else named[:1] or typed
     if len(found) != 1:
         raise DataError(
-            f"{where} has {len(found) or 'no'} columns of images. Its columns: {_described(rows)}. Choose "
-            "one with data.image_column."
+            f"{where} has {len(found) or 'no'} columns of {what}s. Its columns: {_described(rows)}. Choose "
+            f"one with data.{what}_column."
         )
     return str(found[0])
-
-
-def _label_column(library: ModuleType, rows: Any, wish: str | None, where: str) -> str:
-    if wish is not None:
-        return _existing(rows, "label_column", wish, where)
-    found = [name for name, kind in rows.features.items() if isinstance(kind, library.ClassLabel)]
-    found = (
-        found if len(found) == 1 else [name for name in LABEL_COLUMNS if name in rows.features][:1] or found
-    )
-    if len(found) != 1:
-        raise DataError(
-            f"{where} has {len(found) or 'no'} columns of labels. Its columns: {_described(rows)}. Choose "
-            "one with data.label_column."
-        )
-    return str(found[0])
-
-
-def _existing(rows: Any, key: str, name: str, where: str) -> str:
-    if name not in rows.features:
-        close = suggestion(nearest(name, rows.features))
-        raise ConfigError(f"data.{key}={name}: {where} has no such column.{close} It has {_described(rows)}.")
-    return name
 
 
 def _described(rows: Any) -> str:

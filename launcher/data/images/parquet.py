@@ -1,8 +1,8 @@
 """Labelled images from parquet files or the Hugging Face hub, decoded into uint8 tensors.
 
-Owns the reading of columns `img` (or `image`) and `label` through the `datasets` library, and the errors for
-invalid files. Streams the files and writes nothing beside them, so that read-only folders and several ranks
-at once need no cache. Only downloads from the hub are cached, by `datasets`.
+Owns the reading of columns `img` (or `image`) and `label`, and the errors for invalid files. Reads the files
+of a folder with `pyarrow` and writes nothing beside them, so that read-only folders and several ranks at once
+need no cache. Only downloads from the hub are cached, by `datasets`, which also reads the names of classes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import io
 import json
 import logging
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 
 from launcher.config.messages import install_line
 from launcher.data.hub import reachable
+from launcher.data.images.photograph import DAMAGED
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.tensor_cache import Stored, cache_folder, cached
 from launcher.data.tensors import TensorData
@@ -30,11 +32,8 @@ from launcher.errors import ConfigError, DataError, PreflightError, first_line
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMN = "label"
 SPLITS = ("train", "test")
-ROWS_PER_READ = 4096
 
 Splits = tuple[TensorData, TensorData]
-UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
-Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def load_parquet_splits(
@@ -69,18 +68,19 @@ def load_parquet_splits(
 
 
 def _decoded_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str, ...]]:
-    datasets = datasets_library("data=cifar10")
-    with _from_hub(datasets, hub_name) if path is None else _from_folder(datasets, path) as dataset:
-        parts = [_read_split(dataset[name], f"{path or hub_name} ({name})") for name in SPLITS]
-        classes = _class_names(dataset["train"], [labels for _, labels in parts])
-    for name, (images, labels) in zip(SPLITS, parts, strict=True):
-        _check_labels(labels, len(classes), f"{path or hub_name} ({name})")
-        if images.shape[1:] != parts[0][0].shape[1:]:
-            raise DataError(
-                f"{path or hub_name}: images are {_size(parts[0][0])} in train, {_size(images)} in {name}."
-            )
-    train, test = (_tensors(images, labels) for images, labels in parts)
-    return (train, test), classes
+    library = datasets_library("data=cifar10")
+    tables = _from_hub(library, hub_name) if path is None else _from_folder(Path(path).expanduser())
+    parts = {f"{path or hub_name} ({name})": tables[name] for name in SPLITS}
+    train, test = (_read_split(table, where) for where, table in parts.items())
+    sizes = [_size(part["image"]) for part in (train, test)]
+    if sizes[0] != sizes[1]:
+        raise DataError(f"{path or hub_name}: images are {sizes[0]} in train, {sizes[1]} in test.")
+    named = getattr(library.Features.from_arrow_schema(tables["train"].schema)[LABEL_COLUMN], "names", None)
+    highest = max(int(part["label"].max()) for part in (train, test))
+    classes = tuple(named or map(str, range(highest + 1)))
+    for where, part in zip(parts, (train, test), strict=True):
+        _check_labels(part["label"], len(classes), where)
+    return (TensorData(train), TensorData(test)), classes
 
 
 def datasets_library(user: str) -> ModuleType:
@@ -97,24 +97,15 @@ def datasets_library(user: str) -> ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def _from_folder(datasets: ModuleType, path: str) -> Iterator[Any]:
-    folder = Path(path).expanduser()
-    files = {name: [str(file) for file in _split_files(folder, name)] for name in SPLITS}
-    # A private cache folder: streaming stores no data in it, but needs a writable lock file.
-    with tempfile.TemporaryDirectory() as cache:
-        how = {"streaming": True, "cache_dir": cache, "batch_size": ROWS_PER_READ}
-        with _reading(str(folder)):
-            dataset = datasets.load_dataset("parquet", data_files=files, **how)
-        yield dataset
+def _from_folder(folder: Path) -> dict[str, Any]:
+    """The `pyarrow.Table` of each split."""
+    from pyarrow import parquet
 
-
-@contextlib.contextmanager
-def _reading(where: str) -> Iterator[None]:
+    files = {name: _split_files(folder, name) for name in SPLITS}
     try:
-        yield
+        return {name: parquet.read_table(paths) for name, paths in files.items()}
     except (OSError, ValueError) as error:  # pyarrow's errors are one of these
-        raise DataError(f"{where}: a parquet file cannot be read: {first_line(error)}") from error
+        raise DataError(f"{folder}: a parquet file cannot be read: {first_line(error)}") from error
 
 
 def _split_files(folder: Path, name: str) -> list[Path]:
@@ -130,16 +121,17 @@ def _split_files(folder: Path, name: str) -> list[Path]:
     return files
 
 
-@contextlib.contextmanager
-def _from_hub(datasets: ModuleType, hub_name: str) -> Iterator[Any]:
+def _from_hub(datasets: ModuleType, hub_name: str) -> dict[str, Any]:
+    """The `pyarrow.Table` of each split, which `datasets` has downloaded."""
     try:
         with offline_if_unreachable(datasets):
-            yield datasets.load_dataset(hub_name)
+            loaded = datasets.load_dataset(hub_name)
     except (OSError, ValueError) as error:  # no network, no such set, a damaged cache
         raise DataError(
             f"{hub_name} is not in the cache and cannot be downloaded from the hub: {first_line(error)}. "
             f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
         ) from error
+    return {name: loaded[name].data.table for name in SPLITS}
 
 
 @contextlib.contextmanager
@@ -159,104 +151,59 @@ def offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
             switch.HF_HUB_OFFLINE = value
 
 
-def _read_split(rows: Any, where: str) -> tuple[UInt8Array, Int64Array]:
-    """images uint8 [n, h, w, 3], labels int64 [n] of one split."""
-    image_column = _image_column(rows.column_names, where)
-    images: list[UInt8Array] = []
-    labels: list[Int64Array] = []
-    first_row = 0
-    for table in _tables(rows, where):
-        images.append(_decode_column(table.column(image_column).to_pylist(), first_row, where))
-        labels.append(_label_values(table.column(LABEL_COLUMN), where))
-        if images[-1].shape[1:] != images[0].shape[1:]:
-            raise DataError(
-                f"{where}: row {first_row} is {_size(images[-1])} pixels, row 0 {_size(images[0])}."
-            )
-        first_row += len(table)
-    if not images:
-        raise DataError(f"{where} has no rows.")
-    return np.concatenate(images), np.concatenate(labels)
-
-
-def _tables(rows: Any, where: str) -> Iterator[Any]:
-    with _reading(where):
-        yield from rows.with_format("arrow").iter(batch_size=ROWS_PER_READ)
-
-
-def _image_column(columns: list[str], where: str) -> str:
-    image_column = next((name for name in IMAGE_COLUMNS if name in columns), None)
-    if image_column is None or LABEL_COLUMN not in columns:
+def _read_split(table: Any, where: str) -> dict[str, Tensor]:
+    """The columns image, uint8 [n, 3, h, w], and label, int64 [n], of one split."""
+    image_column = next((name for name in IMAGE_COLUMNS if name in table.column_names), None)
+    if image_column is None or LABEL_COLUMN not in table.column_names:
         raise DataError(
-            f"{where} has columns {', '.join(columns)}. Required: {' or '.join(IMAGE_COLUMNS)} "
+            f"{where} has columns {', '.join(table.column_names)}. Required: {' or '.join(IMAGE_COLUMNS)} "
             f"(encoded images) and {LABEL_COLUMN} (class numbers)."
         )
-    return image_column
-
-
-def _decode_column(cells: list[Any], first_row: int, where: str) -> UInt8Array:
-    """uint8 [n, h, w, 3] from cells of {bytes, path} or bytes."""
-    decoded: UInt8Array | None = None
-    for index, cell in enumerate(cells):
-        pixels = _decode(cell, f"{where}, row {first_row + index}")
-        if decoded is None:
-            decoded = np.empty((len(cells), *pixels.shape), dtype=np.uint8)
-        if pixels.shape != decoded.shape[1:]:
+    if not len(table):
+        raise DataError(f"{where} has no rows.")
+    for row, cell in enumerate(table.column(image_column)):
+        pixels = _decode(cell.as_py(), f"{where}, row {row}")
+        if row == 0:
+            images = torch.empty(len(table), *pixels.shape, dtype=torch.uint8)
+        if pixels.shape != images.shape[1:]:
             raise DataError(
-                f"{where}: row {first_row + index} is {pixels.shape[1]} x {pixels.shape[0]} pixels, row "
-                f"{first_row} {_size(decoded)}. All images must have the same size: resize them first."
+                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}. All images must have "
+                "the same size: resize them first."
             )
-        decoded[index] = pixels
-    assert decoded is not None, "the reader returns no empty tables"
-    return decoded
+        images[row] = pixels
+    return {"image": images, "label": _labels(table.column(LABEL_COLUMN), where)}
 
 
-def _decode(cell: Any, where: str) -> UInt8Array:
-    from PIL import Image
-
+def _decode(cell: Any, where: str) -> Tensor:
+    """The pixels of a cell of {bytes, path} or bytes: uint8 [3, h, w]."""
     encoded = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(encoded, bytes):
         raise DataError(f"{where} is not an image: its bytes are {type(encoded).__name__}.")
     try:
         with Image.open(io.BytesIO(encoded)) as image:
-            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-    ) as error:  # SyntaxError: broken PNG
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except DAMAGED as error:
         raise DataError(f"{where} is an image that cannot be decoded: {first_line(error)}") from error
 
 
-def _label_values(column: Any, where: str) -> Int64Array:
+def _labels(column: Any, where: str) -> Tensor:
     if column.null_count or not str(column.type).startswith(("int", "uint")):
         raise DataError(
             f"{where}: column {LABEL_COLUMN} has type {column.type} and {column.null_count} empty rows. "
             f"Every row must hold a class number (an integer)."
         )
-    values: Int64Array = column.to_numpy().astype(np.int64)
-    return values
+    return torch.from_numpy(column.to_numpy().astype(np.int64))
 
 
-def _class_names(rows: Any, labels: list[Int64Array]) -> tuple[str, ...]:
-    """Class names from the schema's metadata; numbers where it has none."""
-    names = getattr(rows.features[LABEL_COLUMN], "names", None)
-    return tuple(names) if names else tuple(map(str, range(max(int(part.max()) for part in labels) + 1)))
-
-
-def _check_labels(labels: Int64Array, num_classes: int, where: str) -> None:
-    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
-    if len(wrong):
+def _check_labels(labels: Tensor, num_classes: int, where: str) -> None:
+    wrong = ((labels < 0) | (labels >= num_classes)).nonzero().flatten().tolist()
+    if wrong:
+        first = int(labels[wrong[0]])
         raise DataError(
             f"{where}: {len(wrong)} labels are outside 0..{num_classes - 1}, the first in row {wrong[0]}: "
-            f"{labels[wrong[0]]}.{f' {OF_UNLABELLED}' if labels[wrong[0]] == UNLABELLED else ''}"
+            f"{first}.{f' {OF_UNLABELLED}' if first == UNLABELLED else ''}"
         )
 
 
-def _tensors(images: UInt8Array, labels: Int64Array) -> TensorData:
-    channels_first = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
-    return TensorData({"image": torch.from_numpy(channels_first), "label": torch.from_numpy(labels)})
-
-
-def _size(images: UInt8Array) -> str:
-    return f"{images.shape[2]} x {images.shape[1]}"
+def _size(images: Tensor) -> str:
+    return f"{images.shape[-1]} x {images.shape[-2]}"
