@@ -40,6 +40,11 @@ class Stored:
     tensors: dict[str, Tensor]
     texts: dict[str, str]
 
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with "name/", by the rest of their names."""
+        start = f"{name}/"
+        return {key.removeprefix(start): each for key, each in self.tensors.items() if key.startswith(start)}
+
 
 def cache_folder(option: Any) -> Path | None:
     """The folder that data.cache=none|auto|DIR asks for; None: nothing is kept. Raises ConfigError."""
@@ -50,6 +55,12 @@ def cache_folder(option: Any) -> Path | None:
     if not isinstance(option, str) or not option.strip():
         raise ConfigError(f"data.cache={option!r} must be auto, none or a folder.")
     return Path(option).expanduser()
+
+
+def size_and_time(file: Path) -> tuple[int, int]:
+    """What a key holds of a file beside its name: its bytes and the time of its last change."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def cached(folder: Path | None, key: Mapping[str, Any], make: Callable[[], Stored]) -> Stored:

@@ -12,6 +12,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from launcher.config.messages import install_line
 from launcher.data.hub import reachable
 from launcher.data.images.photograph import DAMAGED
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
-from launcher.data.tensor_cache import Stored, cache_folder, cached
+from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError, first_line
 
@@ -44,43 +45,33 @@ def load_parquet_splits(
     path: a folder with train*.parquet and test*.parquet; None: `hub_name` from the hub or its cache.
     cache: where the decoded images of a folder are kept: none, auto or a folder.
     """
+    make = partial(_decoded, path, hub_name)
     if path is None:
-        return _decoded_splits(path, hub_name)
-    files = [file for name in SPLITS for file in _split_files(Path(path).expanduser(), name)]
-
-    def make() -> Stored:
-        splits, classes = _decoded_splits(path, hub_name)
-        tensors = {
-            f"{name}/{column}": values
-            for name, data in zip(SPLITS, splits, strict=True)
-            for column, values in data.columns.items()
-        }
-        return Stored(tensors, {"classes": json.dumps(classes)})
-
-    about = [(file, file.stat()) for file in files]
-    times = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in about]
-    stored = cached(cache_folder(cache), {"images of": times}, make)
-    train, test = (
-        TensorData({column: stored.tensors[f"{name}/{column}"] for column in ("image", "label")})
-        for name in SPLITS
-    )
+        stored = make()
+    else:
+        files = [file for name in SPLITS for file in _split_files(Path(path).expanduser(), name)]
+        about = [[str(file.resolve()), *size_and_time(file)] for file in files]
+        stored = cached(cache_folder(cache), {"images of": about}, make)
+    train, test = (TensorData(stored.part(name)) for name in SPLITS)
     return (train, test), tuple(json.loads(stored.texts["classes"]))
 
 
-def _decoded_splits(path: str | None, hub_name: str) -> tuple[Splits, tuple[str, ...]]:
+def _decoded(path: str | None, hub_name: str) -> Stored:
+    """The images and labels of both splits, and the names of the classes."""
     library = datasets_library("data=cifar10")
     tables = _from_hub(library, hub_name) if path is None else _from_folder(Path(path).expanduser())
-    parts = {f"{path or hub_name} ({name})": tables[name] for name in SPLITS}
-    train, test = (_read_split(table, where) for where, table in parts.items())
-    sizes = [_size(part["image"]) for part in (train, test)]
-    if sizes[0] != sizes[1]:
-        raise DataError(f"{path or hub_name}: images are {sizes[0]} in train, {sizes[1]} in test.")
-    named = getattr(library.Features.from_arrow_schema(tables["train"].schema)[LABEL_COLUMN], "names", None)
-    highest = max(int(part["label"].max()) for part in (train, test))
-    classes = tuple(named or map(str, range(highest + 1)))
-    for where, part in zip(parts, (train, test), strict=True):
-        _check_labels(part["label"], len(classes), where)
-    return (TensorData(train), TensorData(test)), classes
+    where = {name: f"{path or hub_name} ({name})" for name in SPLITS}
+    parts = {name: _read_split(tables[name], where[name]) for name in SPLITS}
+    in_train, in_test = (_size(part["image"]) for part in parts.values())
+    if in_train != in_test:
+        raise DataError(f"{path or hub_name}: images are {in_train} in train, {in_test} in test.")
+    names = getattr(library.Features.from_arrow_schema(tables["train"].schema)[LABEL_COLUMN], "names", None)
+    highest = max(int(part["label"].max()) for part in parts.values())
+    classes = list(names or map(str, range(highest + 1)))
+    for name, part in parts.items():
+        _check_labels(part["label"], len(classes), where[name])
+    tensors = {f"{name}/{column}": part[column] for name, part in parts.items() for column in part}
+    return Stored(tensors, {"classes": json.dumps(classes)})
 
 
 def datasets_library(user: str) -> ModuleType:

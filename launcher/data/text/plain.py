@@ -20,9 +20,9 @@ from launcher.config.rules import one_of, whole
 from launcher.config.schema import DataConfig
 from launcher.data.options import Known, cache, options_of
 from launcher.data.tables.files import read_text
-from launcher.data.tensor_cache import Stored, cache_folder, cached
+from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
-from launcher.data.text.vocabulary import TOKENIZERS, Vocabulary, vocabulary_from
+from launcher.data.text.vocabulary import TOKENIZERS, Vocabulary
 from launcher.errors import ConfigError, DataError
 
 NOT_LIBRARY = {  # folders beside the sources of the standard library
@@ -61,33 +61,26 @@ def load_text(config: DataConfig) -> TextSet:
     options, DataError for a text that cannot be read or is too short.
     """
     options = options_of(config, OPTIONS)
+    kind = TOKENIZERS[options["tokenizer"]]
     files, root = text_files(config.path)
     key = {
         "kind": "text",
-        "files": [(file.relative_to(root).as_posix(), *_stamp(file)) for file in files],
-        "tokenizer": TOKENIZERS[options["tokenizer"]].version(),
+        "files": [(file.relative_to(root).as_posix(), *size_and_time(file)) for file in files],
+        "tokenizer": kind.version(),
         "vocab_size": options["vocab_size"] if options["tokenizer"] == "bpe" else None,
         "val_fraction": config.val_fraction,
     }
     stored = cached(
         cache_folder(options["cache"]), key, lambda: tokenised(files, config.val_fraction, options)
     )
-    vocabulary = vocabulary_from(stored.texts)
+    vocabulary = kind(stored.texts["vocabulary"])
     where = config.path or "the standard library"
     size = options["block_size"]
-    parts = {name: stored.tensors[name] for name in ("train", "validation")}
-    train, validation = (
-        TensorData(
-            {
-                "tokens": tokens.new_empty(0, size + 1)
-                if name == "validation" and not config.val_fraction
-                else blocks(tokens, size, where)
-            },
-            config.name,
-        )
-        for name, tokens in parts.items()
-    )
-    return TextSet(train, validation, vocabulary, options["block_size"], options["sample_tokens"])
+    train = blocks(stored.tensors["train"], size, where)
+    held_out = stored.tensors["validation"]
+    held_out = blocks(held_out, size, where) if config.val_fraction else held_out.new_empty(0, size + 1)
+    train_set, validation_set = (TensorData({"tokens": rows}, config.name) for rows in (train, held_out))
+    return TextSet(train_set, validation_set, vocabulary, size, options["sample_tokens"])
 
 
 def text_files(path: str | None) -> tuple[list[Path], Path]:
@@ -117,7 +110,7 @@ def tokenised(files: Sequence[Path], val_fraction: float, options: dict[str, Any
         name: torch.from_numpy(vocabulary.encode(part))
         for name, part in zip(("train", "validation"), parts, strict=True)
     }
-    return Stored(tensors, vocabulary.texts())
+    return Stored(tensors, {"vocabulary": vocabulary.definition})
 
 
 def held_out(text: str, val_fraction: float) -> tuple[str, str]:
@@ -155,8 +148,3 @@ def _below(root: Path, suffixes: Collection[str], without: Collection[str] = ())
 
 def _ended(text: str) -> str:
     return text if text.endswith("\n") or not text else text + "\n"
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns

@@ -33,7 +33,7 @@ from launcher.data.tables.files import (
     read_table,
     split_files,
 )
-from launcher.data.tensor_cache import Stored, cache_folder, cached
+from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import Batch
 from launcher.data.text.library import tokenizers_library
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
@@ -152,7 +152,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     files = sentence_files(config.path, options["validation"], options["language"])
     key = {
         "kind": "sentences",
-        "files": {name: [str(file), *_stamp(file)] for name, file in files.items()},
+        "files": {name: [str(file), *size_and_time(file)] for name, file in files.items()},
         "options": {name: value for name, value in options.items() if name not in ("cache", "validation")},
         "val_fraction": config.val_fraction,
         "tokenizer": pretrained.definition if pretrained else None,
@@ -165,7 +165,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     if facts["notice"]:
         warnings.warn(facts["notice"], DataWarning, stacklevel=2)
     tokenizer = pretrained or SentenceTokenizer(stored.texts["tokenizer"], facts["pad"])
-    rows = {name: TokenRows(_part(stored, name), tokenizer, config.name) for name in facts["parts"]}
+    rows = {name: TokenRows(stored.part(name), tokenizer, config.name) for name in facts["parts"]}
     train = rows.pop("train")
     size = facts["vocab_size"]
     return SentenceSet(train, rows, tuple(facts["classes"]), size, tokenizer.pad, options["max_seq_len"])
@@ -250,8 +250,9 @@ def _tokenised(
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
 
 
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """An option that is null, one name or several, as a tuple."""
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def _column(table: Table, given: str | Sequence[str]) -> str:
@@ -274,10 +275,6 @@ def _training_table(file: Path, options: Mapping[str, Any], columns: Wanted) -> 
         raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
-def _unlabelled(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return () if options["unlabelled"] is None else _names(options["unlabelled"])
-
-
 def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
     """The rows of the language with a label.
 
@@ -285,7 +282,7 @@ def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
     """
     table = _of_language(table, options["language"])
     column = _column(table, options["label"])
-    labels, none = table.column(column), _unlabelled(options)
+    labels, none = table.column(column), _names(options["unlabelled"])
     kept = [row for row, label in enumerate(labels) if label is None or str(label) not in none]
     if not kept:
         found = " or ".join(sorted({repr(str(label)) for label in labels}))
@@ -360,7 +357,7 @@ def _notice(
     tables: Mapping[str, Table], kept: Mapping[str, Table], cut: Counter[str], options: Mapping[str, Any]
 ) -> str:
     """What became of the rows that are not used as they are; empty where all are."""
-    none = _unlabelled(options)
+    none = _names(options["unlabelled"])
     of_language = [_of_language(table, options["language"]) for table in tables.values()]
     dropped = sum(map(len, of_language)) - sum(map(len, kept.values()))
     parts = []
@@ -378,16 +375,6 @@ def _notice(
             f"data.max_seq_len={options['max_seq_len']} tokens and were cut"
         )
     return "; ".join(parts)
-
-
-def _part(stored: Stored, name: str) -> dict[str, Tensor]:
-    start = f"{name}/"
-    return {key.removeprefix(start): value for key, value in stored.tensors.items() if key.startswith(start)}
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _natural(label: str) -> list[tuple[int, str]]:

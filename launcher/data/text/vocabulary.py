@@ -1,14 +1,16 @@
 """The vocabularies of a plain text: its characters, bytes, or pieces of words by byte-pair encoding.
 
-Owns encoding and decoding. A vocabulary is a pure function of the text that it is fitted to; its own `texts`
-make it again.
+Owns encoding and decoding. A vocabulary is a pure function of the text that it is fitted to, and its own
+`definition` makes it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -19,74 +21,67 @@ Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 PIECE = 1 << 16  # characters that are encoded at a time
 
 
-class Vocabulary(Protocol):
-    """Tokens of a text, numbered from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of tokens."""
-        ...
-
-    def encode(self, text: str) -> Int32Array:
-        """The tokens of a text, all of which the vocabulary has."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; what is no text of its own becomes a replacement character."""
-        ...
-
-    def texts(self) -> dict[str, str]:
-        """What makes the vocabulary again: see `vocabulary_from`."""
-        ...
-
-
 @dataclass(frozen=True)
-class Characters:
-    """Each character of the text is a token, in the order of their code points."""
+class Vocabulary(ABC):
+    """Tokens of a text, numbered from 0. Equal definitions make equal vocabularies."""
 
-    name: ClassVar[str] = "characters"
-    characters: str
+    name: ClassVar[str]
+    definition: str
 
     @classmethod
-    def fitted(cls, text: str, train: str, size: int) -> Characters:
+    @abstractmethod
+    def fitted(cls, text: str, train: str, size: int) -> Self:
+        """The vocabulary of a text, of which `train` is the part that may be learned from."""
+
+    @classmethod
+    def version(cls) -> str:
+        """A text that changes with whatever may change the tokens of a text."""
+        return cls.name
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of tokens."""
+
+    @abstractmethod
+    def encode(self, text: str) -> Int32Array:
+        """The tokens of a text, all of which the vocabulary has."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens; bytes that are not UTF-8 become replacement characters."""
+
+
+class Characters(Vocabulary):
+    """Each character of the text is a token, in the order of their code points. They are the definition."""
+
+    name = "characters"
+
+    @classmethod
+    def fitted(cls, text: str, train: str, size: int) -> Self:
         """The characters of the whole text: of a character there is nothing to learn beforehand."""
         return cls("".join(map(chr, np.unique(_code_points(text)))))
 
-    @classmethod
-    def version(cls) -> str:
-        return cls.name
-
     @property
     def size(self) -> int:
-        return len(self.characters)
+        return len(self.definition)
 
     def encode(self, text: str) -> Int32Array:
-        found: Int32Array = np.searchsorted(_code_points(self.characters), _code_points(text)).astype(
-            np.int32
-        )
-        return found
+        return np.searchsorted(_code_points(self.definition), _code_points(text)).astype(np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self.characters[token] for token in tokens)
-
-    def texts(self) -> dict[str, str]:
-        return {"tokenizer": self.name, "vocabulary": self.characters}
+        return "".join(self.definition[token] for token in tokens)
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Each byte of the text in UTF-8 is a token."""
+class Bytes(Vocabulary):
+    """Each byte of the text in UTF-8 is a token. The definition is empty."""
 
-    name: ClassVar[str] = "bytes"
-    size: int = 256
+    name = "bytes"
+    size = 256
 
     @classmethod
-    def fitted(cls, text: str, train: str, size: int) -> Bytes:
-        return cls()
-
-    @classmethod
-    def version(cls) -> str:
-        return cls.name
+    def fitted(cls, text: str, train: str, size: int) -> Self:
+        return cls("")
 
     def encode(self, text: str) -> Int32Array:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -94,21 +89,21 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
-    def texts(self) -> dict[str, str]:
-        return {"tokenizer": self.name, "vocabulary": ""}
 
+class BytePairs(Vocabulary):
+    """Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) over bytes, as in GPT-2.
 
-class BytePairs:
-    """Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) over bytes, as in GPT-2."""
+    The definition is the JSON of the `tokenizers` package.
+    """
 
-    name: ClassVar[str] = "bpe"
+    name = "bpe"
 
-    def __init__(self, definition: str) -> None:
-        self._tokenizer = tokenizers_library().Tokenizer.from_str(definition)
-        self.size = int(self._tokenizer.get_vocab_size())
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return tokenizers_library().Tokenizer.from_str(self.definition)
 
     @classmethod
-    def fitted(cls, text: str, train: str, size: int) -> BytePairs:
+    def fitted(cls, text: str, train: str, size: int) -> Self:
         """At most `size` tokens, fitted to the training part. Raises ConfigError for fewer than 256."""
         if size < 256:
             raise ConfigError(
@@ -131,6 +126,10 @@ class BytePairs:
     def version(cls) -> str:
         return f"{cls.name} of tokenizers {tokenizers_library().__version__}"
 
+    @property
+    def size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
     def encode(self, text: str) -> Int32Array:
         with without_threads():
             parts = [np.array(self._tokenizer.encode(piece).ids, np.int32) for piece in _pieces(text)]
@@ -138,19 +137,6 @@ class BytePairs:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
-
-    def texts(self) -> dict[str, str]:
-        return {"tokenizer": self.name, "vocabulary": self._tokenizer.to_str()}
-
-
-def vocabulary_from(texts: Mapping[str, str]) -> Vocabulary:
-    """The vocabulary that gave these texts."""
-    made: Mapping[str, Callable[[str], Vocabulary]] = {
-        Characters.name: Characters,
-        Bytes.name: lambda text: Bytes(),
-        BytePairs.name: BytePairs,
-    }
-    return made[texts["tokenizer"]](texts["vocabulary"])
 
 
 def _code_points(text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -166,6 +152,4 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-TOKENIZERS: Mapping[str, type[Characters] | type[Bytes] | type[BytePairs]] = {
-    each.name: each for each in (Characters, Bytes, BytePairs)
-}
+TOKENIZERS: Mapping[str, type[Vocabulary]] = {each.name: each for each in (Characters, Bytes, BytePairs)}

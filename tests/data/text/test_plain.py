@@ -8,7 +8,7 @@ import torch
 
 from launcher.data import load_text
 from launcher.data.text.plain import held_out, text_files
-from launcher.data.text.vocabulary import TOKENIZERS, vocabulary_from
+from launcher.data.text.vocabulary import TOKENIZERS
 from launcher.errors import ConfigError, DataError
 from tests.configs import composed
 
@@ -54,7 +54,7 @@ def test_a_vocabulary_is_made_again_from_its_texts(kind):
     if kind == "bpe":
         pytest.importorskip("tokenizers")
     vocabulary = TOKENIZERS[kind].fitted(TEXT, TEXT, 300)
-    again = vocabulary_from(vocabulary.texts())
+    again = type(vocabulary)(vocabulary.definition)
     tokens = vocabulary.encode(TEXT)
     assert again.size == vocabulary.size
     assert again.encode(TEXT).tolist() == tokens.tolist()
@@ -67,7 +67,7 @@ def test_half_a_character_is_replaced():
 
 def test_pairs_are_fitted_alike_each_time():
     pytest.importorskip("tokenizers")  # whose tables begin with another random key each
-    made = {TOKENIZERS["bpe"].fitted(TEXT, TEXT, 400).texts()["vocabulary"] for _ in range(4)}
+    made = {TOKENIZERS["bpe"].fitted(TEXT, TEXT, 400).definition for _ in range(4)}
     assert len(made) == 1
 
 
