@@ -66,11 +66,12 @@ class ImageCache:
         self._first_pixel = PAGE + -(-count // PAGE) * PAGE
         self._size = self._first_pixel + count * self._image_bytes
         self._writable = False
-        self._first_absent = 0  # no image before this one is absent
+        self._first_absent = PAGE  # where the byte of the first absent image may be
         self._descriptor = self._open()
         weakref.finalize(self, os.close, self._descriptor)
         # A copy on write: what a recipe writes into an image stays in its process.
-        content = np.frombuffer(mmap.mmap(self._descriptor, self._size, access=mmap.ACCESS_COPY), np.uint8)
+        self._content = mmap.mmap(self._descriptor, self._size, access=mmap.ACCESS_COPY)
+        content = np.frombuffer(self._content, np.uint8)
         self._states = content[PAGE : PAGE + count]
         self._pixels = content[self._first_pixel :].reshape(count, *shape)
         self._publish()  # the run that stored the last image may have been killed before it did
@@ -169,12 +170,8 @@ class ImageCache:
 
     def _is_whole(self) -> bool:
         """Continues where the last call found an absent image, so that all calls together read each once."""
-        while self._first_absent < len(self._states):
-            absent = self._states[self._first_absent : self._first_absent + PAGE] == ABSENT
-            if absent[0]:
-                return False
-            self._first_absent += int(absent.argmax()) if absent.any() else len(absent)
-        return True
+        self._first_absent = self._content.find(bytes([ABSENT]), self._first_absent, PAGE + len(self._states))
+        return self._first_absent == -1
 
     def _publish(self) -> None:
         """Give a whole file its final name, once it is on the disk."""

@@ -23,7 +23,7 @@ from launcher.config.rules import whole
 from launcher.config.schema import DataConfig
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder
-from launcher.data.images.hugging_face import Columns, list_rows
+from launcher.data.images.hugging_face import list_rows
 from launcher.data.images.image_set import ImageSet, photographs
 from launcher.data.images.parquet import load_parquet_splits
 from launcher.data.images.photograph_set import photograph_options
@@ -110,8 +110,8 @@ def hf(config: DataConfig) -> ImageSet:
     options, own = photograph_options(config, ("image_column", "label_column"))
     if config.path is None:
         raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
-    columns = Columns(own["image_column"], own["label_column"])
-    return photographs(config.name, list_rows(config.path, columns, config.val_fraction), options)
+    listing = list_rows(config.path, own["image_column"], own["label_column"], config.val_fraction)
+    return photographs(config.name, listing, options)
 
 
 IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {

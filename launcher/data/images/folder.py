@@ -27,28 +27,12 @@ from launcher.data.split import numbered, stratified
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
-SUFFIXES = frozenset(
-    {
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".png",
-        ".bmp",
-        ".gif",
-        ".tif",
-        ".tiff",
-        ".webp",
-        ".ppm",
-        ".pgm",
-        ".tga",
-    }
-)
+KINDS = ("bmp", "gif", "jfif", "jpe", "jpeg", "jpg", "pgm", "png", "ppm", "tga", "tif", "tiff", "webp")
+SUFFIXES = frozenset(f".{kind}" for kind in KINDS)
 TRAIN = ("train", "training")  # parts of the names of folders, and words of a CSV, in any case
 VALIDATION = ("val", "valid", "validation", "dev", "test", "testing")  # likewise; the first that exists
-PART = re.compile(
-    rf"(?:(.*)[^a-z])?({'|'.join((*TRAIN, *VALIDATION))})(?:[^a-z](.*))?"
-)  # seg_train, TRAIN, ...
+# seg_train, TRAIN, ...
+PART = re.compile(rf"(?:(.*)[^a-z])?({'|'.join((*TRAIN, *VALIDATION))})(?:[^a-z](.*))?")
 COLUMNS = ("path", "label")
 SPLIT = "split"
 SHOWN = 5  # names in a message

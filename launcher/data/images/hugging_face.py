@@ -31,14 +31,6 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The names of the two columns; None where they are to be found by their types."""
-
-    image: str | None
-    label: str | None
-
-
-@dataclass(frozen=True)
 class HubListing:
     """The rows of one or two splits. Those that are held out come after those for training."""
 
@@ -58,16 +50,13 @@ class HubListing:
         for rows in self.rows:
             digest.update(f"{rows._fingerprint} {len(rows)}\n".encode())
         digest.update(repr(self.places).encode())
-        for index in range(len(self.places)) if self._names_files else ():
+        names_files = isinstance(self.source(0)[0], Path)
+        for index in range(len(self.places)) if names_files else ():
             source, _ = self.source(index)
             if isinstance(source, Path) and source.exists():
                 about = source.stat()
                 digest.update(f"{source}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
         return digest.hexdigest()
-
-    @property
-    def _names_files(self) -> bool:
-        return isinstance(self.source(0)[0], Path)
 
     def identity(self, index: int) -> str:
         """The place of its row."""
@@ -90,13 +79,18 @@ class HubListing:
         raise DataError(f"{name} has no image in column {self.image_column}: {type(content).__name__}.")
 
 
-def list_rows(path: str, columns: Columns, val_fraction: float) -> HubListing:
-    """The images and labels of a folder, a file, or a name of the hub. ConfigError or DataError."""
+def list_rows(
+    path: str, image_column: str | None, label_column: str | None, val_fraction: float
+) -> HubListing:
+    """The images and labels of a folder, a file, or a name of the hub. ConfigError or DataError.
+
+    Columns without a name are found by their types.
+    """
     library = datasets_library("data=hf")
     where = f"data.path={path}"
-    train, held_out = _splits(_loaded(library, path, columns), where)
-    image = _column(train, "image", columns.image, library.Image, IMAGE_COLUMNS, where)
-    label = _column(train, "label", columns.label, library.ClassLabel, LABEL_COLUMNS, where)
+    train, held_out = _splits(_loaded(library, path, named=image_column is not None), where)
+    image = _column(train, "image", image_column, library.Image, IMAGE_COLUMNS, where)
+    label = _column(train, "label", label_column, library.ClassLabel, LABEL_COLUMNS, where)
     rows = tuple(_undecoded(library, each, image) for each in (train, held_out) if each is not None)
     values = [_values(each, label, where) for each in rows]
     classes = _classes(train.features[label], values[0])
@@ -125,8 +119,11 @@ def list_rows(path: str, columns: Columns, val_fraction: float) -> HubListing:
     )
 
 
-def _loaded(library: ModuleType, path: str, columns: Columns) -> Any:
-    """What the library makes of it: a set, or a mapping of splits."""
+def _loaded(library: ModuleType, path: str, named: bool) -> Any:
+    """What the library reads: a set, or a mapping of splits.
+
+    `named`: the config names the column of images.
+    """
     place = Path(path)
     try:
         if any((place / name).is_file() for name in SAVED):
@@ -136,7 +133,7 @@ def _loaded(library: ModuleType, path: str, columns: Columns) -> Any:
         if place.is_dir():
             tables = [file for file in sorted(place.iterdir()) if file.suffix in READERS]
             # Images beside the tables would make the library choose the images, and ignore the columns.
-            if columns.image is not None and tables:
+            if named and tables:
                 return _read(library, tables, path)
             return library.load_dataset(path)
         if place.is_absolute():
