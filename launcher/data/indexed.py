@@ -19,14 +19,8 @@ from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
-from launcher.data.reader import (
-    Collate,
-    Fetched,
-    Indexed,
-    Reader,
-    Request,
-)
-from launcher.data.references import ByReference, References
+from launcher.data.reader import Collate, Fetched, Indexed, Reader, Request
+from launcher.data.references import ByReference
 from launcher.data.tensors import Batch, transformed
 
 log = logging.getLogger("launcher")
@@ -44,7 +38,6 @@ class IndexedData:
         self.kind = kind
         self._by_reference = dataset if collate is None and isinstance(dataset, ByReference) else None
         self._collate = collate if self._by_reference is None else self._by_reference.collate
-        self._read = dataset if self._by_reference is None else References(self._by_reference)
         self._evaluation: tuple[tuple[int, int, int], list[Request], Pool] | None = None
 
     def __len__(self) -> int:
@@ -66,7 +59,7 @@ class IndexedData:
         return reader.read_here(request)
 
     def _reader(self) -> Reader:
-        return Reader(self._read, self._collate, self.how.seed)
+        return Reader(self.dataset, self._collate, self.how.seed, self._by_reference)
 
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from launcher.data.random_state import (
     states,
     undrawn_since,
 )
+from launcher.data.references import ByReference
 from launcher.data.tensors import Batch, time_first
 from launcher.errors import DataError, LauncherError, counted, described, listed
 
@@ -134,15 +136,19 @@ class Reader:
     `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
     last of a request. All generators are seeded before each sample. A data set with `__getitems__(indices)`
     is asked for all samples of a request at once, as torch's DataLoader does, unless they draw random
-    numbers: these depend on the sample.
+    numbers: these depend on the sample. Of a set that is given as `by_reference` too the samples are its
+    references.
     """
 
-    def __init__(self, dataset: Indexed, collate: Collate | None, seed: int) -> None:
+    def __init__(
+        self, dataset: Indexed, collate: Collate | None, seed: int, by_reference: ByReference | None = None
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
         self.reading: Callable[[int], None] = lambda index: None
-        self._sample = self._from_generator if takes_generator(dataset) else self._seeded
+        self._drawing = by_reference.reference if by_reference else drawing(dataset)
+        self._sample = self._seeded if self._drawing is None else self._from_generator
         self._together = reads_together(dataset) and self._sample == self._seeded
         self._with_epochs = with_epochs(dataset)
 
@@ -202,7 +208,8 @@ class Reader:
         return _Read(samples, tuple(kept), [*bad.values()])
 
     def _from_generator(self, index: int, seed: int) -> Any:
-        return self._dataset.sample(index, torch.Generator().manual_seed(seed % 2**32))  # type: ignore[attr-defined]
+        assert self._drawing is not None
+        return self._drawing(index, torch.Generator().manual_seed(seed % 2**32))
 
     def _seeded(self, index: int, seed: int) -> Any:
         seed_all(seed)
@@ -244,15 +251,13 @@ class Reader:
         return None
 
 
-def takes_generator(dataset: Indexed) -> bool:
-    """Whether it has a method `sample(index, generator)`: then nothing is seeded, which is faster."""
+def drawing(dataset: Indexed) -> Callable[[int, torch.Generator], Any] | None:
+    """Its method `sample(index, generator)`, if it has one: then nothing is seeded, which is faster."""
     method = getattr(dataset, "sample", None)
-    if not inspect.isroutine(method):
-        return False
-    try:
-        return list(inspect.signature(method).parameters) == ["index", "generator"]
-    except (TypeError, ValueError):  # of C, without a signature
-        return False
+    with suppress(TypeError, ValueError):  # of C, without a signature
+        if inspect.isroutine(method) and list(inspect.signature(method).parameters) == ["index", "generator"]:
+            return method
+    return None
 
 
 def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:

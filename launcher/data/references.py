@@ -35,19 +35,3 @@ class ByReference(ABC):
 
         `pinned`: what is added is in memory that a GPU copies from by itself.
         """
-
-
-class References:
-    """A data set of references, for a `Reader`."""
-
-    def __init__(self, dataset: ByReference) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.sample(index, torch.default_generator)
-
-    def sample(self, index: int, generator: torch.Generator) -> Any:
-        return self._dataset.reference(index, generator)
