@@ -18,6 +18,8 @@ from launcher.distributed.handoff import Leader
 from launcher.errors import STOPPED, LauncherError, PreemptedError, escaped
 from launcher.process.shortage import shortage_of
 from launcher.process.terminal import columns_of, wrapped
+from launcher.run_dir.records import write_failure
+from launcher.run_dir.result import Failure
 from launcher.supervisor.worker_count import num_workers
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
     from launcher.run_dir.claim import claimed
-    from launcher.supervisor.supervise import supervise, write_down
+    from launcher.supervisor.supervise import supervise
 
     workers = num_workers(config.launch, leader.launch)
     with claimed(leader.recalled(config), overrides) as claim:
@@ -42,7 +44,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
             except JobFailed as error:
                 # Rank 0 may have written only that it lost a connection.
                 if error.exit_code != PreemptedError.exit_code:
-                    write_down(Path(claim.config.run.dir), error)
+                    write_failure(Path(claim.config.run.dir), Failure.of(error))
                 raise
         else:
             supervise(claim.config, workers)

@@ -36,8 +36,9 @@ from launcher.errors import LauncherError, PreemptedError, StalledError
 from launcher.process import guardian
 from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
-from launcher.run_dir.records import stacks_path, write_result
-from launcher.run_dir.status import FILE_NAME, mark_failed, state_since
+from launcher.run_dir.records import stacks_path, write_failure
+from launcher.run_dir.result import Failure
+from launcher.run_dir.status import FILE_NAME, state_since
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -269,10 +270,8 @@ class Watchdog:
         # A rank that has missed the end of the run must not write over it.
         ended = state_since(self._run_dir / FILE_NAME, self._began) in ("done", "preempted")
         if rank == verdict.writer and not ended:
-            with contextlib.suppress(OSError):
-                result = {"state": "failed", "exit": verdict.exit_code, "error": verdict.text}
-                write_result(self._run_dir, result)
-                mark_failed(self._run_dir / FILE_NAME, verdict.exit_code, self._heartbeat.steps_done)
+            failure = Failure("failed", verdict.exit_code, verdict.text)
+            write_failure(self._run_dir, failure, self._heartbeat.steps_done)
         if rank == verdict.writer or self._launch.local_rank == 0:
             with contextlib.suppress(OSError):
                 os.write(2, f"error: {verdict.text}\n".encode(errors="backslashreplace"))

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from launcher.run_dir.atomic import (
     write_json,
     write_text,
 )
+from launcher.run_dir.codec import encoded
 from launcher.run_dir.reserve import RESERVE, write_with_reserve
-from launcher.run_dir.status import FILE_NAME, Status
+from launcher.run_dir.result import Failure, Result
+from launcher.run_dir.status import FILE_NAME, Status, mark_ended
 
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
 METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"
@@ -162,9 +164,20 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
     )
 
 
-def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
+def write_result(run_dir: Path, result: Result | Failure) -> None:
     """Write result.json; it is on disk before this returns. Raises OSError."""
-    write_with_reserve(run_dir, lambda: write_json(run_dir / RESULT, result, durable=True))
+    write_with_reserve(run_dir, lambda: write_json(run_dir / RESULT, encoded(result), durable=True))
+
+
+def write_failure(run_dir: Path, failure: Failure, steps_done: int = 0) -> None:
+    """Write result.json and status.json of a run that is not done; an OSError leaves the file as it was.
+
+    `steps_done` is needed where the leader, which writes status.json, may have been killed.
+    """
+    with contextlib.suppress(OSError):
+        write_result(run_dir, failure)
+    with contextlib.suppress(OSError):
+        mark_ended(run_dir / FILE_NAME, failure.state, failure.exit, steps_done)
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

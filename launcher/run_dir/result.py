@@ -1,9 +1,11 @@
-"""The content of `result.json`: one class for whoever writes and whoever reads it."""
+"""The content of `result.json`: the classes with which it is written and read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from launcher.errors import LauncherError, PreemptedError, in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +23,25 @@ class StepTime:
     overhead_ms: float  # of the parts: what the host spends whatever the size of the batch
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The result of a run that is not done: it failed, or it was stopped and saved."""
+
+    state: str  # failed, preempted
+    exit: int
+    error: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The result of a run that this error ended."""
+        code = error.exit_code if isinstance(error, LauncherError) else 1
+        state = "preempted" if code == PreemptedError.exit_code else "failed"
+        return cls(state, code, in_words(error))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run that is done; of one that is not, the file has only `state`, `exit` and `error`."""
+    """The result of a run that is done; of another, the file has only the fields of `Failure`."""
 
     state: str
     exit: int

@@ -38,11 +38,6 @@ def state_since(path: Path, since: float) -> str:
     return ""
 
 
-def mark_failed(path: Path, exit_code: int, steps_done: int = 0) -> None:
-    """Mark the run as failed, for a leader that can no longer do so. See `mark_ended`."""
-    mark_ended(path, "failed", exit_code, steps_done)
-
-
 def mark_ended(path: Path, state: str, exit_code: int, steps_done: int = 0) -> None:
     """Mark the run as ended, also where its telemetry sink was dropped.
 

@@ -6,7 +6,6 @@ forked from it. It never touches a device and runs no user code. Importing this 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import threading
@@ -14,12 +13,12 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.errors import LauncherError, PreemptedError, in_words
+from launcher.errors import PreemptedError
 from launcher.process.lifetime import adopting
 from launcher.process.signals import saving_stops
 from launcher.process.torch_private import warn_if_unchecked
-from launcher.run_dir.records import write_result
-from launcher.run_dir.status import FILE_NAME, mark_ended
+from launcher.run_dir.records import write_failure
+from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals, heeded, held_back
 from launcher.supervisor.root_cause import RunFailed, Verdict
 
@@ -38,7 +37,8 @@ def supervise(config: Config, num_workers: int) -> None:
             _supervise(config, num_workers, signals, heartbeats)
     except Exception as error:
         if not isinstance(error, PreemptedError):  # that one the leader has written, with the checkpoint
-            write_down(Path(config.run.dir), error, heartbeats.steps_done())
+            # The leader may have been killed, or name the wrong cause.
+            write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
 
 
@@ -71,12 +71,3 @@ def warm_up() -> None:
     import torch
 
     warn_if_unchecked(torch.__version__)
-
-
-def write_down(run_dir: Path, error: Exception, steps_done: int = 0) -> None:
-    """Write the failure to the run's files: the leader may have been killed, or name the wrong cause."""
-    exit_code = error.exit_code if isinstance(error, LauncherError) else 1
-    with contextlib.suppress(OSError):
-        state = "preempted" if exit_code == PreemptedError.exit_code else "failed"
-        write_result(run_dir, {"state": state, "exit": exit_code, "error": in_words(error)})
-        mark_ended(run_dir / FILE_NAME, state, exit_code, steps_done)

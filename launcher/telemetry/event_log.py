@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from launcher.errors import listed
 from launcher.run_dir.atomic import json_line, open_plain, restored, write_chunks
 from launcher.run_dir.records import METRICS
-from launcher.telemetry.events import KINDS, Event, record_of
+from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import LIMIT, Record
 
 FILE_NAME = METRICS
@@ -32,7 +32,6 @@ MAX_LINE_BYTES = (
 BLOCK_BYTES = 1 << 20
 # The beginning of every line that `EventLog` writes: what decides whether the line is needed.
 HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d+)[,}]')
-PERIODIC = [name for name, kind in KINDS.items() if kind.is_periodic]  # of these, single ones may be lost
 TOO_LONG = b"a longer line\n"  # holds no event
 
 

@@ -265,6 +265,7 @@ class EndEvent(Event):
 
 
 KINDS: dict[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}
+PERIODIC = frozenset(name for name, kind in KINDS.items() if kind.is_periodic)
 
 
 def record_of(event: Event) -> dict[str, Any]:

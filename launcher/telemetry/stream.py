@@ -25,8 +25,7 @@ Record = Mapping[
     str, Any
 ]  # event, time (unix seconds), step (updates attempted so far), and the event's fields
 
-PERIODIC = frozenset({"step", "gradients", "gpu"})  # come all the time; only these may wait, or be lost
-LIMIT = 10_000  # of them that may wait, while a disk does not answer
+LIMIT = 10_000  # periodic events that may wait, while a disk does not answer
 
 log = logging.getLogger("launcher")
 

@@ -25,7 +25,6 @@ from launcher.report.pictures import (
 )
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT, write_result
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, mark_ended
@@ -49,7 +48,7 @@ def write_files(run_dir: Path, result: Result, confusion: Confusion | None, tele
             text = confusion.report()
             write_text(run_dir / "classification_report.txt", text)
             telemetry.emit(ReportEvent(result.steps or 0, text=text, **_tables(confusion)))
-        write_result(run_dir, encoded(result))
+        write_result(run_dir, result)
     except OSError as error:
         raise StorageError(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
@@ -75,13 +74,6 @@ def write_split(run_dir: Path, recipe: Recipe) -> None:
         write_text(run_dir / SPLIT, text())
     except OSError as error:
         raise StorageError(f"{run_dir / SPLIT} cannot be written: {error.strerror}") from error
-
-
-def write_failure(run_dir: Path, state: str, exit_code: int, error: BaseException) -> None:
-    """Write result.json of a run that failed or stopped. If that fails, the error is only in the log."""
-    with contextlib.suppress(OSError):
-        write_result(run_dir, {"state": state, "exit": exit_code, "error": in_words(error)})
-    mark_end(run_dir, state, exit_code)
 
 
 def mark_end(run_dir: Path, state: str, exit_code: int) -> None:

@@ -121,16 +121,15 @@ from launcher.config.schema import Config
 from launcher.distributed import watchdog
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.env import LaunchEnv
-from launcher.run_dir.records import write_result
-from launcher.run_dir.status import FILE_NAME, mark_ended
+from launcher.run_dir.records import write_failure
+from launcher.run_dir.result import Failure
 from tests.configs import composed
 from dataclasses import replace
 
 config = composed()
 config = replace(config, run=replace(config.run, dir=os.getcwd()))
 dog = watchdog.Watchdog(config, LaunchEnv(1, 2), None, "0", Heartbeat())
-write_result(Path.cwd(), {"state": sys.argv[1]})
-mark_ended(Path(FILE_NAME), sys.argv[1], 0)
+write_failure(Path.cwd(), Failure(sys.argv[1], 0, ""))
 dog._leave(watchdog.Ending("the store is gone", 6, writer=1), None)
 """
 

@@ -17,6 +17,8 @@ import yaml
 from launcher.config.schema import Config, RunConfig, to_dict
 from launcher.run_dir import atomic, records
 from launcher.run_dir.atomic import read_json
+from launcher.run_dir.codec import decoded
+from launcher.run_dir.result import Failure, Result
 from launcher.telemetry.event_log import EventLog
 from tests.configs import composed
 
@@ -108,8 +110,9 @@ def test_each_rank_has_its_log_while_it_runs(tmp_path):
 
 
 def test_the_result_replaces_an_older_one(tmp_path):
-    records.write_result(tmp_path, {"state": "failed"})
-    records.write_result(tmp_path, {"state": "done", "metric": 0.98, "metrics": {"loss": float("inf")}})
+    records.write_result(tmp_path, Failure("failed", 1, "no space"))
+    done = {"state": "done", "exit": 0, "metric": 0.98, "metrics": {"loss": float("inf")}}
+    records.write_result(tmp_path, decoded(Result, done))
     assert read_json(tmp_path / "result.json")["metrics"] == {"loss": float("inf")}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from launcher.run_dir.atomic import read_json
-from launcher.run_dir.status import mark_failed
+from launcher.run_dir.status import mark_ended
 from launcher.telemetry import Telemetry
 from launcher.telemetry.status import Pace, StatusFile
 from tests.telemetry.made import made
@@ -105,7 +105,7 @@ def test_a_leader_that_was_killed_leaves_its_way_and_gets_a_verdict(tmp_path, cl
     path, telemetry = opened(tmp_path, clock)
     telemetry.emit(made("start", 0, total_steps=40))
     telemetry.emit(made("eval", 10, epoch=0, accuracy=0.5))
-    mark_failed(path, 6, steps_done=9)
+    mark_ended(path, "failed", 6, steps_done=9)
     status = read_json(path)
     assert (status["state"], status["exit"], status["eta_s"]) == ("failed", 6, None)
     assert (status["step"], status["last"]["eval"]["accuracy"]) == (10, 0.5)
@@ -114,7 +114,7 @@ def test_a_leader_that_was_killed_leaves_its_way_and_gets_a_verdict(tmp_path, cl
 def test_a_verdict_knows_more_steps_than_the_file(tmp_path, clock):
     path, telemetry = opened(tmp_path, clock)
     telemetry.emit(made("start", 0, total_steps=40))
-    mark_failed(path, 6, steps_done=19)
+    mark_ended(path, "failed", 6, steps_done=19)
     assert read_json(path)["step"] == 19
 
 
@@ -123,7 +123,7 @@ def test_a_verdict_needs_no_file_of_the_leader(tmp_path, torn):
     path = tmp_path / "status.json"
     if torn is not None:
         path.write_text(torn)
-    mark_failed(path, 1)
+    mark_ended(path, "failed", 1)
     assert (read_json(path)["state"], read_json(path)["exit"], read_json(path)["step"]) == ("failed", 1, 0)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from launcher.config.user_code import place_of
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
-from launcher.telemetry.events import Event, record_of
-from launcher.telemetry.stream import PERIODIC, Record, SinkError
+from launcher.telemetry.events import PERIODIC, Event, record_of
+from launcher.telemetry.stream import Record, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of

@@ -27,13 +27,13 @@ from launcher.errors import (
     PreemptedError,
     UnexpectedError,
     described,
-    in_words,
 )
 from launcher.process import frames
 from launcher.process.shortage import shortage_of
+from launcher.run_dir.records import write_failure
+from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent
-from launcher.training import results
 from launcher.training.failures.recipe_errors import IN_LOG, recipe_failure
 
 if TYPE_CHECKING:
@@ -147,13 +147,11 @@ def report_failure(
     telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
 ) -> None:
     """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
-    code = error.exit_code if isinstance(error, LauncherError) else 1
     if isinstance(error, PreemptedError):
-        state = "preempted"
         log.info("rank %d: %s", launch.rank, error)
     else:
-        state = "failed"
         log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
-    telemetry.emit(EndEvent(steps, state=state, exit=code, error=in_words(error)))
+    failure = Failure.of(error)
+    telemetry.emit(EndEvent(steps, state=failure.state, exit=failure.exit, error=failure.error))
     if launch.rank == 0:
-        results.write_failure(run_dir, state, code, error)
+        write_failure(run_dir, failure)
