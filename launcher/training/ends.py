@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -58,27 +57,37 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
     """
     run, stepper = job.run, job.run.stepper
     counters = stepper.counters()
-    content: dict[str, Any] = {
-        "state": "done",
-        "exit": 0,
-        "recipe": run.config.recipe.name,
-        "model": job.used.model,
-        "data": job.used.data,
-        "precision": run.config.precision.name,
-        "world_size": run.env.world_size,
-        "applied_steps": counters["applied"],
-        "skipped_steps": counters["skipped"],
-        "scale": stepper.loss_scale,
-        "parameters": sum(p.numel() for p in stepper.model.parameters()),
-        "state_bytes": stepper.state_bytes(),
-        "weights_sha256": weights_sha256(stepper, run.env),
-        "steps": steps,
-        "steps_per_epoch": job.course.steps_per_epoch,
-        "seconds": seconds,
-    }
-    if run.env.device.type == "cuda":
-        content["peak_memory_bytes"] = torch.cuda.max_memory_allocated(run.env.device)
-    return Result(**content | job.parts.result() | facts_for_prediction(job.recipe))
+    device, facts = run.env.device, facts_for_prediction(job.recipe)
+    result = Result(
+        state="done",
+        exit=0,
+        recipe=run.config.recipe.name,
+        model=job.used.model,
+        data=job.used.data,
+        precision=run.config.precision.name,
+        world_size=run.env.world_size,
+        applied_steps=counters["applied"],
+        skipped_steps=counters["skipped"],
+        scale=stepper.loss_scale,
+        parameters=sum(p.numel() for p in stepper.model.parameters()),
+        state_bytes=stepper.state_bytes(),
+        weights_sha256=weights_sha256(stepper, run.env),
+        steps=steps,
+        steps_per_epoch=job.course.steps_per_epoch,
+        seconds=seconds,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        classes=facts.get("classes"),
+        normalisation=facts.get("normalisation"),
+        # What parts find out; a run without such a part has none.
+        metric_name=None,
+        metric=None,
+        metrics={},
+        samples_per_s=None,
+        training_seconds=None,
+        wire_bytes_per_step=None,
+        micro_batch=None,
+    )
+    return job.parts.add_to(result)
 
 
 def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from launcher.engine import StepResult
+from launcher.run_dir.result import Result
 from launcher.training.progress import Course, Measured, Position
 from launcher.training.reports import Reports
 
@@ -29,6 +30,14 @@ class Keeping(Protocol):
         """The inverse, before the first step. Not called where the checkpoint has nothing of this part."""
 
 
+@runtime_checkable
+class Adding(Protocol):
+    """A part that adds something to result.json."""
+
+    def add_to(self, result: Result) -> Result:
+        """The result with the part's own fields. May be a collective."""
+
+
 class Parts:
     """The parts of a run, each an object with some of these methods:
 
@@ -42,7 +51,7 @@ class Parts:
     - `at_end(position, measured)`: the run is about to be saved for the last time;
     - `end_step(position, measured)`: after everything else of a step; None where nothing was evaluated;
     - `retake(position)`: all ranks have dropped this step, which is taken again;
-    - `result()`: what the part adds to result.json.
+    - `add_to(result)`: the result with what the part adds to it.
 
     A part that keeps something has `state()` and `load_state(values)`. One that may end the run has `ends`,
     why it ends it, empty until then. One that is `silent` only keeps its state and adds to the result.
@@ -135,12 +144,12 @@ class Parts:
             if isinstance(part, Keeping) and (values := saved.get(_name_of(part))) is not None:
                 part.load_state(values)
 
-    def result(self) -> dict[str, Any]:
-        """What the parts add to result.json. A collective."""
-        found: dict[str, Any] = {}
-        for result in (getattr(part, "result", None) for part in self._parts):
-            found |= result() if result is not None else {}
-        return found
+    def add_to(self, result: Result) -> Result:
+        """The result of the run with what the parts add to it. A collective."""
+        for part in self._parts:
+            if isinstance(part, Adding):
+                result = part.add_to(result)
+        return result
 
 
 def _name_of(part: object) -> str:

@@ -6,13 +6,17 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pkgutil import iter_modules
+from typing import Any, get_type_hints
 
 import pytest
 
 from launcher import worker
 from launcher.distributed.env import LaunchEnv
+from launcher.run_dir.result import Result
+from launcher.training import parts as folder
 from launcher.training import results
 from launcher.training.job import Job
 from launcher.training.moments import Keeping, Parts
@@ -133,6 +137,18 @@ def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     unnamed = {name: found - OF_THIS_PROCESS.get(name, set()) for name, found in lost.items()}
     assert {name: found for name, found in unnamed.items() if found} == {}
     assert {"reports", "log", "divergence"} <= lost.keys(), "the test sees what changes"
+
+
+def test_a_part_adds_to_the_result_by_its_type() -> None:
+    """mypy sees a key that the result lacks; it does not see a part without types, or under another name."""
+    modules = [import_module(f"{folder.__name__}.{each.name}") for each in iter_modules(folder.__path__)]
+    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    adding = [
+        each for each in classes if each.__module__.startswith(folder.__name__) and hasattr(each, "add_to")
+    ]
+    assert len(adding) == 7
+    for each in adding:
+        assert get_type_hints(each.add_to) == {"result": Result, "return": Result}, each
 
 
 class Counting:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from launcher.engine import StepResult, WeightAverage
 from launcher.engine.replica import size_bytes
+from launcher.run_dir.result import Result
 from launcher.training.digests import ema_sha256
 from launcher.training.progress import Position
 from launcher.training.run import Run
@@ -21,11 +22,12 @@ class Averages:
     def after_launch(self, position: Position, result: StepResult) -> None:
         self._average.update(position.step)
 
-    def result(self) -> dict[str, Any]:
+    def add_to(self, result: Result) -> Result:
         """A collective."""
         stepper = self._run.stepper
-        return {
-            "evaluated_weights": "ema",
-            "ema_sha256": ema_sha256(stepper, self._average, self._run.env),
-            "state_bytes": stepper.state_bytes() + size_bytes(self._average.tensors()),
-        }
+        return replace(
+            result,
+            evaluated_weights="ema",
+            ema_sha256=ema_sha256(stepper, self._average, self._run.env),
+            state_bytes=stepper.state_bytes() + size_bytes(self._average.tensors()),
+        )

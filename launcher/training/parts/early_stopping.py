@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher.checkpoint import Compared
@@ -16,6 +16,7 @@ from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation
+from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
 from launcher.training.chosen_metric import refuse_none, refuse_unknown
 from launcher.training.progress import Course, Measured, Position
@@ -88,6 +89,6 @@ class EarlyStopping:
             if self._watched.waited >= self._patience:
                 self.ends = "it had ended when it was saved"
 
-    def result(self) -> dict[str, Any]:
+    def add_to(self, result: Result) -> Result:
         reason = {"reason": self.ends, **asdict(self._config)}
-        return {"stopped_early": reason} if self.ends else {}
+        return replace(result, stopped_early=reason) if self.ends else result

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
+from launcher.run_dir.result import Result
 from launcher.telemetry.gpu import GpuSampler
 
 
@@ -13,8 +14,8 @@ class Energy:
     def __init__(self, gpus: GpuSampler | None) -> None:
         self._gpus = gpus
 
-    def result(self) -> dict[str, Any]:
+    def add_to(self, result: Result) -> Result:
         if self._gpus is None or (joules := self._gpus.finish()) is None:
-            return {}
+            return result
         # 1 kWh is 3.6e6 J.
-        return {"energy_kwh": joules / 3.6e6} | ({"energy_incomplete": True} if self._gpus.incomplete else {})
+        return replace(result, energy_kwh=joules / 3.6e6, energy_incomplete=self._gpus.incomplete or None)

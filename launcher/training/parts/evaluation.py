@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from launcher.evaluation.rehearsal import rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import ONLY_SET, set_title
+from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.training.after_evaluation import AfterEvaluation
 from launcher.training.failures.recipe_errors import guarding
@@ -112,25 +113,24 @@ class Evaluator:
     def load_state(self, values: dict[str, Any]) -> None:
         self.best = None if values["best"] is None else Compared(**values["best"])
 
-    def result(self) -> dict[str, Any]:
+    def add_to(self, result: Result) -> Result:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
         found, compare_by = self.latest, self.recipe.compare_by
         if not found:
-            return {"metric_name": compare_by or "loss", "metric": None, "metrics": {}}
+            return replace(result, metric_name=compare_by or "loss")
         compared = comparison(compare_by, found)
         sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
-        result = {
-            "metric_name": compared.name,
-            "metric": compared.value,
-            "metrics": next(iter(sets.values())),
-        }
-        result["higher_is_better"] = not compared.lower_is_better
-        if ONLY_SET not in sets:
-            result["sets"] = sets
-        if (confusion := self.confusion) is not None:
-            result["classes"] = list(confusion.classes)
-            result["confusion_matrix"] = confusion.counts.tolist()
-        return result
+        confusion = self.confusion
+        return replace(
+            result,
+            metric_name=compared.name,
+            metric=compared.value,
+            metrics=next(iter(sets.values())),
+            higher_is_better=not compared.lower_is_better,
+            sets=None if ONLY_SET in sets else sets,
+            confusion_matrix=None if confusion is None else confusion.counts.tolist(),
+            classes=result.classes or (None if confusion is None else list(confusion.classes)),
+        )
 
     @property
     def confusion(self) -> Confusion | None:

@@ -8,6 +8,7 @@ from typing import Any
 from launcher.config.messages import program
 from launcher.engine.flat.names import named_parameters
 from launcher.errors import ConfigError, listed
+from launcher.run_dir.result import Result
 from launcher.training.run import Run
 from launcher.training.setup.initial_weights import SHOWN, Loaded
 
@@ -44,11 +45,11 @@ class InitialWeights:
         if self._started_from is not None and self._started_from[0] == model.weights:
             self._run.recorded.change(model=replace(model, weights_sha256=self._started_from[1]))
 
-    def result(self) -> dict[str, Any]:
+    def add_to(self, result: Result) -> Result:
         if self._started_from is None:
-            return {}
+            return result
         file, digest = self._started_from
-        return {"started_from": {"file": file, "sha256": digest}}
+        return replace(result, started_from={"file": file, "sha256": digest})
 
     def _report(self, loaded: Loaded) -> None:
         telemetry, model = self._run.telemetry, self._run.stepper.model

@@ -21,6 +21,7 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
+from launcher.run_dir.result import Result
 from launcher.telemetry.events import OutOfMemoryEvent
 from launcher.training.answers import Answers, Kept
 from launcher.training.job import Job
@@ -77,8 +78,8 @@ class Relief:
         saved = values["micro_batch"]
         self.micro_batch = None if saved is None else MicroBatch(**saved)
 
-    def result(self) -> dict[str, Any]:
-        return {"micro_batch": self._batches.plan.largest_micro_batch}
+    def add_to(self, result: Result) -> Result:
+        return replace(result, micro_batch=self._batches.plan.largest_micro_batch)
 
     def choose(self, job: Job, steps_left: bool) -> None:
         """Divide the batches as data.micro_batch says, as in the run so far, or as found by trying.

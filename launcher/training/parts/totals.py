@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.host_cost import num_layers
-from launcher.run_dir.result import StepTime
+from launcher.run_dir.result import Result, StepTime
 from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms
@@ -35,16 +36,17 @@ class Totals:
     def load_state(self, values: dict[str, Any]) -> None:
         self._samples, self._seconds = values["samples"], values["seconds"]
 
-    def result(self) -> dict[str, Any]:
+    def add_to(self, result: Result) -> Result:
         """A collective."""
-        found: dict[str, Any] = {
-            "samples_per_s": self._samples / self._seconds if self._seconds else None,
-            "training_seconds": self._seconds,  # `seconds` are those of the last process
-            "wire_bytes_per_step": self._wire_bytes_per_step,
-        }
+        result = replace(
+            result,
+            samples_per_s=self._samples / self._seconds if self._seconds else None,
+            training_seconds=self._seconds,  # `seconds` are those of the last process
+            wire_bytes_per_step=self._wire_bytes_per_step,
+        )
         job, stepper = self._job, self._job.run.stepper
         if (times := of_the_slowest(job.run.env, self._times)) is not None:
             passes = job.batches.plan.micro_batches
             added = overhead_ms(times, job.host_ms, num_layers(job.model), passes, stepper.num_trainable)
-            found["step_time"] = StepTime(**times, overhead_ms=added)
-        return found
+            result = replace(result, step_time=StepTime(**times, overhead_ms=added))
+        return result
