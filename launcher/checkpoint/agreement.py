@@ -68,6 +68,7 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Found:
     values = json.loads(content_of(send_to_all(env, own, LEADER)))
     damaged = tuple(Damage(name, tuple(problems)) for name, problems in values["damaged"])
     path = None if values["path"] is None else Path(values["path"])
+    # By this rank's own view of the directory, which may be mounted elsewhere than on rank 0.
     if path is not None and values["inside"]:
         path = directory / path.name
     with raised_on_all(env):

@@ -114,7 +114,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """Such as 1e400, which would be infinite: no run has written it."""
+    """A number of the file. Raises ValueError for one such as 1e400, which no run has written."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is no finite number")
@@ -249,7 +249,7 @@ def _whole(values: dict[str, Any]) -> dict[str, int]:
 
 
 def _of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those with the prefix, without it."""
+    """The tensors whose names have the prefix, by their names without it."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 

@@ -157,7 +157,7 @@ class Sweep:
         return rest_of_sweep(self._directory, views) if self._over else []
 
     def warnings(self) -> list[str]:
-        """None: `report` prints those of the jobs."""
+        """Return no warnings: `report` prints those of the jobs."""
         return []
 
     def lines(self) -> list[str]:

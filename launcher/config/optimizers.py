@@ -82,7 +82,7 @@ class OwnOptimConfig(CommonConfig):
 
     @property
     def weight_decay(self) -> float:
-        """That of parameters whose group has none."""
+        """The weight decay of parameters whose group has none."""
         return float(self.options.get("weight_decay", 0.0))
 
 

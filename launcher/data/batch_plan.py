@@ -91,7 +91,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """At least one: a set smaller than a batch is one step of all its samples, even with drop_last."""
+        """Steps of an epoch, at least one: a set smaller than a batch is one step, even with drop_last."""
         full_batches, rest = divmod(self.num_samples, self.batch_size)
         return max(1, full_batches) if self.drop_last or rest == 0 else full_batches + 1
 

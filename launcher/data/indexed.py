@@ -172,7 +172,7 @@ class LoadedBatches:
         return bad
 
     def at_end(self) -> bool:
-        """Never: an epoch follows the other."""
+        """Never true: one epoch follows the other."""
         return False
 
     def begin_again(self) -> None:
@@ -187,7 +187,7 @@ class LoadedBatches:
         self._bad = 0
 
     def position(self) -> str:
-        """None: the step says it."""
+        """Empty: the number of the step says it."""
         return ""
 
     def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
@@ -216,7 +216,7 @@ class _Requests:
             yield from self.of(number)
 
     def _of(self, number: int) -> list[Request]:
-        """Those of one step, counted from 0 over all epochs."""
+        """The requests of one step, counted from 0 over all epochs."""
         epoch, step = divmod(number, self._plan.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._plan.order(epoch).numpy()

@@ -112,7 +112,7 @@ class Pool:
             yield from self._iterator
 
     def _read_here(self) -> Iterator[Fetched]:
-        """Without a process, and without torch's loader, which would only add its own time."""
+        """Read in this process, and without torch's loader, which would only add its own time."""
         reader: Any = self._reader  # a stream's, or one that is given requests
         answers = (
             _each_kept(iter(reader)) if self._requests is None else map(reader.read_here, self._requests)
@@ -226,7 +226,7 @@ class Pool:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """While processes are started. A signal that one gets before it ignores it waits until then."""
+    """Context in which processes are started: a signal waits until they can ignore it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     try:
         with warnings.catch_warnings():

@@ -92,7 +92,7 @@ class StreamReader(IterableDataset[Fetched]):
         self.reading: Callable[[int], None] = lambda position: None
 
     def begin(self) -> None:
-        """Before each pass, in the worker. All loader processes share the epoch of a Hugging Face stream.
+        """Begin a pass, in the worker. All loader processes share the epoch of a Hugging Face stream.
 
         Its set_epoch() adds the difference to a number in shared memory: of two processes that call it at
         once, both add.
@@ -286,7 +286,7 @@ class StreamBatches:
         return [list(fetched.kept) for fetched, _ in self._latest[1]]
 
     def take_bad(self) -> int:
-        """None: a stream cannot leave samples out."""
+        """Always 0: a stream cannot leave samples out."""
         return 0
 
     def at_end(self) -> bool:

@@ -118,7 +118,7 @@ def _written(path: Path, key: str, made: Stored) -> Stored:
 
 @contextlib.contextmanager
 def _locked(lock: Path, made: Path) -> Iterator[None]:
-    """While this process alone may write the file `made`."""
+    """Context in which this process alone may write the file `made`."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _wait_for(descriptor, made)

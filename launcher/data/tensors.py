@@ -104,11 +104,11 @@ class DeviceBatches:
         return self.plan.sample_indices(*self._latest)
 
     def take_bad(self) -> int:
-        """None: what is in memory was read when the recipe was built."""
+        """Always 0: what is in memory was read when the recipe was built."""
         return 0
 
     def at_end(self) -> bool:
-        """Never: an epoch follows the other."""
+        """Never true: one epoch follows the other."""
         return False
 
     def begin_again(self) -> None:
@@ -119,7 +119,7 @@ class DeviceBatches:
         self.plan = plan
 
     def position(self) -> str:
-        """None: the step says it."""
+        """Empty: the number of the step says it."""
         return ""
 
     def batch(self, indices: Tensor, noise: Tensor) -> Batch:

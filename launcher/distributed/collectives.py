@@ -19,6 +19,7 @@ def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
     if env.group is None:
         return [text]
     data = text.encode(errors="surrogatepass")  # all ranks get the text that a single one would
+    # Lengths first: a gather needs equal sizes, so all texts are padded to the longest.
     lengths = gather(torch.tensor([len(data)], device=env.device), env.group)
     longest = max(int(length) for length in lengths)
     padded = bytearray(data.ljust(longest + 1))  # at least one byte: an empty buffer is refused
@@ -34,6 +35,7 @@ def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:
     if env.group is None:
         return data
     length = torch.tensor([len(data)], device=env.device)
+    # The length first: the other ranks have to know how many bytes they receive.
     works.run(dist.broadcast(length, group=env.group, group_src=sender, async_op=True), length)
     content = torch.zeros(int(length) + 1, dtype=torch.uint8, device=env.device)  # an empty one is refused
     if env.rank == sender:

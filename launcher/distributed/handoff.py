@@ -146,6 +146,7 @@ class Leader:
 
     def _opened(self) -> dist.Store | None:
         if self._store is None and (store := open_store(self.launch, self._patience.first_job_s)):
+            # Before any job: the others compare their launch with it as they join.
             store.set("leader", json.dumps(origin(self._arguments)))
             self._store = store
         return self._store

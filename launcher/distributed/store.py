@@ -129,7 +129,7 @@ def limit_silence(seconds: float) -> None:
 
 
 def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
-    """Only if the socket is connected to that port. Closes the descriptor."""
+    """Limit the silence of a socket if it is connected to that port. Closes the descriptor."""
     with socket.socket(fileno=descriptor) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -58,7 +58,7 @@ class Choices:
         limits.refuse_settings(self.clip_norm, self.learning_rates, self.micro_batches, self.reference_count)
 
     def shared(self) -> dict[str, object]:
-        """Those that must be equal on all ranks, by name."""
+        """The choices that must be equal on all ranks, by name."""
         return {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
 
 

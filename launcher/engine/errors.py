@@ -114,7 +114,7 @@ def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:
 
 
 def nearest_names(pattern: str, names: Sequence[str]) -> str:
-    """Those most like a pattern of `fnmatch` that matches none of them, and what it has to match."""
+    """A text with the names most like a pattern of `fnmatch` that matches none of them."""
     near = difflib.get_close_matches(pattern, names, NEAREST, cutoff=0.4)
     near = near or difflib.get_close_matches(pattern.replace("*", "").strip("."), names, NEAREST, cutoff=0.0)
     return (

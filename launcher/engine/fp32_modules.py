@@ -71,7 +71,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    """Also after an exception of the forward pass, which the contexts need not see."""
+    """Leave the fp32 context, also after an exception of the forward pass, which it need not see."""
     _open.contexts.pop().__exit__(None, None, None)
 
 

@@ -139,7 +139,7 @@ class Step:
         self.done += 1
 
     def _begin(self, count: float | Tensor) -> None:
-        """Before the first pass of a step: n0, and whether buckets are sent within the passes.
+        """Prepare the first pass of a step: n0, and whether buckets are sent within the passes.
 
         Where there are Steppers of other networks, ranks may make their passes in another order, or not at
         all. What is sent within a pass would meet another network's message on other ranks, or wait for

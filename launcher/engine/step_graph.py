@@ -222,7 +222,7 @@ def _metadata_of(parameter: Tensor) -> dict[object, object]:
 
 
 def _copies(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each with its values on the host: the device may have no room for a second copy of everything."""
+    """Copy each tensor to the host: the device may have no room for a second copy of everything."""
     return [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
 
 

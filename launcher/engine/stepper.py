@@ -140,7 +140,7 @@ class Stepper:
         self._built = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Only `lr` can be set: a misspelt name, or a part that other objects hold, would have no effect.
+        """Refuse to set anything but `lr`: a misspelt name, or a part that others hold, would have no effect.
 
         A subclass may set attributes of its own.
         """
@@ -302,7 +302,7 @@ class Stepper:
         return self.report(*self.step_on_device())
 
     def abandon(self) -> StepResult:
-        """Instead of step(): drop this step on all ranks, as if backward() had not been called.
+        """Drop this step on all ranks, as if backward() had not been called; in place of step().
 
         Gradients, counts and votes are dropped, buffers (BatchNorm statistics) are restored; weights,
         optimizer, loss scale, counters and learning rate are kept. The same collectives as step(): other

@@ -177,7 +177,7 @@ def _gradient_of(
 
 
 def _format(x: Tensor) -> torch.memory_format:
-    """That of x, or the nearest that has no gaps, for which the kernels are written."""
+    """The memory format of x, or the nearest without gaps, for which the kernels are written."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(x.ndim, torch.contiguous_format)
     return last if x.is_contiguous(memory_format=last) else torch.contiguous_format

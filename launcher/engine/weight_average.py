@@ -98,7 +98,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Within the context the model has the averages; BatchNorm statistics are their mean over the ranks.
+        """Context in which the model has the averages; BatchNorm statistics are their mean over the ranks.
 
         A collective at its start. Afterwards weights and buffers have the bits that they had before, also
         where the context raises. Within it the Stepper neither trains nor saves nor loads.
@@ -125,7 +125,7 @@ class WeightAverage:
             buffers.snapshot()
 
     def state(self, rank: int | None = None, allocate: Allocate = on_host) -> AverageState:
-        """Views where possible. A collective where the optimizer is sharded. Waits for the device.
+        """The averages by name, views where possible. A collective where sharded. Waits for the device.
 
         `rank` and `allocate` are those of `Stepper.state`.
         """
@@ -187,13 +187,13 @@ class WeightAverage:
             self._before.fill_(scale.loaded)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each average and what it averages, flat."""
+        """The pairs of an average and what it averages, flat."""
         yield from zip(self._weights, self._stepper.shards.masters(), strict=True)
         yield from zip(self._buffers, self._stepper.buffers.floats(), strict=True)
 
     @torch.no_grad()
     def _pass(self, before: Tensor) -> None:
-        """If a step was applied since there were `before`: a pass for all that came after the latest."""
+        """Average all steps since the latest pass, if one was applied since there were `before`."""
         applied = self._stepper.scale.applied
         if self._stepper.decides_on_host:
             self._pass_on_host(int(applied), int(before), int(self._applied))

@@ -35,7 +35,7 @@ class _Sums:
 
     @classmethod
     def of(cls, predicted: Tensor, targets: Tensor) -> _Sums:
-        """Both fp64 [samples, targets], at least one sample."""
+        """The sums over these samples, at least one: both fp64 [samples, targets]."""
         error, mean = predicted - targets, targets.mean(dim=0)
         spread = (targets - mean).square().sum(dim=0)
         extremes = targets.amin(dim=0), targets.amax(dim=0)

@@ -46,7 +46,7 @@ def exit_early(number: int, frame: FrameType | None) -> None:
 
 
 def unhandled() -> tuple[signal.Signals, ...]:
-    """Those of FATAL for which nobody, such as a profiler or the user's own timer, has a handler."""
+    """The signals of FATAL for which nobody, such as a profiler or the user's timer, has a handler."""
     return tuple(number for number in FATAL if signal.getsignal(number) in (signal.SIG_DFL, exit_early))
 
 

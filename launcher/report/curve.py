@@ -55,7 +55,7 @@ class Curve:
         self.add(np.array([x], dtype=np.float64), np.array([y], dtype=np.float64))
 
     def points(self, columns: int = COLUMNS) -> tuple[FloatArray, FloatArray]:
-        """Ascending in x: all points where they are few, else the extremes of each interval."""
+        """The points in ascending x: all where they are few, else the extremes of each interval."""
         return thinned(*self._joined(), columns)
 
     @property

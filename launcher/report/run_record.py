@@ -234,7 +234,7 @@ def _begin_of(run_dir: Path, status: Status, recording: Recording) -> float:
 
 
 def _written(path: Path) -> float:
-    """When the file was written, in unix seconds; 0 without one."""
+    """The time at which the file was written, in unix seconds; 0 without one."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

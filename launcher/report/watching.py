@@ -88,7 +88,7 @@ class Watched:
 
 
 def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> list[str]:
-    """At most `rows` lines of at most `columns` characters."""
+    """The screen of a run: at most `rows` lines of at most `columns` characters."""
     record = view.record
     top = [line for line in _facts(view, columns) if line]
     bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []

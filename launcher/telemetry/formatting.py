@@ -121,7 +121,7 @@ def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[s
 
 
 def table_lines(cells: Mapping[str, str], widths: Mapping[str, int], with_titles: bool) -> list[str]:
-    """Right-aligned columns."""
+    """The lines of a table with right-aligned columns."""
     row = "  ".join(cells[title].rjust(width) for title, width in widths.items())
     titles = "  ".join(title.rjust(width) for title, width in widths.items())
     return [titles, row] if with_titles else [row]

@@ -116,7 +116,7 @@ class TimeTotals:
             self._sums[key] += weight * value
 
     def shares(self) -> TimeShares | None:
-        """None where no event has the parts."""
+        """The averages; None where no event has the parts."""
         return averaged(self._first, self._steps, self._sums)
 
 

@@ -139,7 +139,7 @@ def file_stems(names: Iterable[str]) -> dict[str, str]:
 
 
 class _SignOfLife:
-    """Before a forward pass, now and then, lets the other ranks know that rank 0 is still at work."""
+    """Lets the other ranks know now and then, before a forward pass, that rank 0 is still at work."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

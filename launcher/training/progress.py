@@ -54,7 +54,7 @@ class Course:
         return self.check_every_steps is not None and step % self.check_every_steps == 0
 
     def evaluates_after(self, step: int) -> bool:
-        """After every `eval_every_epochs` whole epochs, every `eval_every_steps` steps, and at the end."""
+        """True after every `eval_every_epochs` whole epochs, every `eval_every_steps` steps, and the end."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         by_epochs = rest == 0 and epochs % self.eval_every_epochs == 0
         by_steps = self.eval_every_steps is not None and step % self.eval_every_steps == 0

@@ -56,7 +56,7 @@ class _Shown:
         *more: Any,
         **options: Any,
     ) -> None:
-        """Called by `warnings` in the place of its own."""
+        """Show a warning; called by `warnings` in the place of its own function."""
         if issubclass(category, SHOWN_AS_EVENTS):
             log.warning("rank %d: %s", self._rank, message)
             self._telemetry.warn(str(message))

@@ -216,7 +216,7 @@ def _found(root: Path, name: str) -> tuple[str, os.stat_result | None]:
 
 
 def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: str) -> FolderListing:
-    """Sorted, split and checked. `where` is the key of the config that an error mentions."""
+    """The listing of these files, split and checked. `where` is the config's key that an error mentions."""
     files = sorted(files, key=lambda file: file.path)
     if not files:
         raise DataError(f"{where} has no images. Known kinds: {', '.join(sorted(SUFFIXES))}.")
@@ -292,7 +292,7 @@ def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[
 
 
 def _images(root: Path, folder: Path, held_out: bool | None, ignored: Counter[str]) -> Iterator[File]:
-    """At any depth below a class folder. Each folder is read once, wherever links lead."""
+    """The images at any depth below a class folder. Each folder is read once, wherever links lead."""
     seen = {_identity(root), _identity(folder.parent)}  # a link to them would bring in the other classes
     todo = [folder]
     while todo:
@@ -321,7 +321,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Without those that are hidden, such as .ipynb_checkpoints."""
+    """The entries of a folder, without hidden ones such as .ipynb_checkpoints."""
     try:
         with os.scandir(folder) as entries:
             return sorted(

@@ -29,7 +29,7 @@ def transformers_library() -> ModuleType:
 
 @contextlib.contextmanager
 def without_threads() -> Iterator[None]:
-    """While `tokenizers` works without threads of its own: it warns of every fork after it has used them."""
+    """Context in which `tokenizers` starts no threads: once it has, it warns of every fork."""
     before = os.environ.get(THREADS)
     os.environ[THREADS] = "false"
     try:

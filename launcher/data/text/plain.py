@@ -137,7 +137,7 @@ def blocks(tokens: Tensor, size: int, where: str) -> Tensor:
 
 
 def _below(root: Path, suffixes: Collection[str], without: Collection[str] = ()) -> list[Path]:
-    """Sorted by the parts of the path: the same on all machines. Folders in `without` are not entered."""
+    """The files below a folder, in the same order on all machines. Folders in `without` are not entered."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in without]

@@ -84,7 +84,7 @@ class PretrainedEncoder:
         )
 
     def classifier(self, num_classes: int) -> nn.Module:
-        """It with a classifier on top, new where it has none for so many classes. fp32, on the CPU."""
+        """The model with a classifier on top, new where it has none for so many classes. fp32, on the CPU."""
         with self._loading("model") as how:
             network = transformers_library().AutoModelForSequenceClassification.from_pretrained(
                 self.path,

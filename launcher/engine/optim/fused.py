@@ -46,7 +46,7 @@ class Scalars:
         return replace(self, lr=own[0], number=own[1], found_inf=own[2])
 
     def on(self, device: torch.device) -> Scalars:
-        """All of them as tensors: torch.compile takes a number for a constant, and compiles for each."""
+        """The same as tensors: torch.compile takes a number for a constant, and compiles for each."""
         return replace(
             self,
             multiplier=torch.as_tensor(self.multiplier, dtype=torch.float32, device=device),
@@ -193,6 +193,7 @@ class AdamW:
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
         """Decay factor of the weights, bias-corrected rate, and bias correction of the square root."""
         beta1, beta2 = self.betas
+        # In fp64: of 1 - beta2 in the first steps fp32 would keep about four digits.
         lr, number = tensor_of(scalars.lr), tensor_of(scalars.number).double()
         correction1 = 1 - beta1**number
         correction2 = 1 - beta2**number

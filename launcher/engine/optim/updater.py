@@ -40,7 +40,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Stretches:
-    """Where parameter groups lie: of each piece the elements that are updated alike."""
+    """The places of parameter groups: the elements of each piece that are updated alike."""
 
     rates: tuple[Rates, ...]
     by_piece: Sequence[Sequence[Stretch]]

@@ -168,7 +168,7 @@ def _curve(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> 
 
 
 def _batch_norm(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """Without weights, whose dtype they would get, kernels for CPUs keep mean and variance in half."""
+    """Widen a batch norm without weights: kernels for CPUs would keep its mean and variance in half."""
     return operator(*args, **kwargs) if is_tensor(args[1]) else _curve(operator, dtype, args, kwargs)
 
 

@@ -136,7 +136,7 @@ class SumOfSquares:
 
 
 def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
-    """Those of a small model, from one copy of everything: the bits of `_sums_of` each part by itself."""
+    """Sum a small model from one copy of everything: the bits of `_sums_of` each part by itself."""
     groups = _neighbours(parts)
     stretches = [_stretch(group) for group in groups]
     copy = torch.empty(sum(map(len, stretches)), dtype=torch.float64)
@@ -165,7 +165,7 @@ def _grouped(parts: Sequence[Tensor], together: Callable[[Tensor, Tensor], bool]
 
 
 def _neighbours(parts: Sequence[Tensor], gap: int = ALL - 1) -> list[list[Tensor]]:
-    """Those that follow each other in one memory, with gaps of at most so many elements."""
+    """The parts that follow each other in one memory, with gaps of at most so many elements."""
     return _grouped(parts, lambda before, part: 0 <= _gaps([before, part])[0] <= gap)
 
 

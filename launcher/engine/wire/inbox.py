@@ -109,7 +109,7 @@ class Inbox:
             _write([self._sent], [self._totals], self._factor)
 
     def drop(self) -> None:
-        """Instead of `complete`: forget what has arrived in this step."""
+        """Forget what has arrived in this step; in place of `complete`."""
         self._filled.clear()
 
 

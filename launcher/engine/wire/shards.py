@@ -127,7 +127,7 @@ class Shards:
         ]
 
     def take_weights(self, segment: Segment, slot: Slot) -> None:
-        """Where this rank's masters of a parameter do not round to its weights, set them to the weights."""
+        """Set this rank's masters of a parameter to its weights where they do not round to them."""
         for master, weight in self._masters_and_weights(segment, slot):
             master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
@@ -141,7 +141,7 @@ class Shards:
         return found
 
     def gather_weights(self) -> None:
-        """After an update: give all ranks the weights of all pieces. A collective where sharded."""
+        """Give all ranks the weights of all pieces, after an update. A collective where sharded."""
         for segment in self._layout.segments:
             transport = self._transports[segment.name]
             if isinstance(transport, ShardedSum):

@@ -58,7 +58,7 @@ class HostTally:
             self._work = _started(self.give(), self._group)
 
     def give(self) -> Tensor:
-        """Instead of `send`: this rank's sums, fp64 [FIELDS], for another collective. Once per step."""
+        """This rank's sums, fp64 [FIELDS], for another collective in place of `send`. Once per step."""
         self._include_newest()
         self._shared = torch.tensor(self._sums, dtype=torch.float64)
         return self._shared
@@ -68,7 +68,7 @@ class HostTally:
         self._shared = totals
 
     def totals(self) -> list[float]:
-        """Those of all ranks: samples, sum of losses, micro-batches with a bad loss, votes; [FIELDS]."""
+        """The sums of all ranks: samples, losses, micro-batches with a bad loss, votes; [FIELDS]."""
         if self._shared is None:
             return self._sums
         if self._work is not None:

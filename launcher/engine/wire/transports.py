@@ -238,6 +238,7 @@ class ShardedSum(Transport):
         gathers = []
         for run in segment.runs:
             whole = segment.weight[run.start : run.end]
+            # A copy, because the piece lies within `whole`, which the gather writes.
             own = segment.weight[run.piece(self._rank, self._world_size)].clone()
             gathers.append((start_gather(whole, own, self._group), whole, own))
         for work, whole, _ in gathers:

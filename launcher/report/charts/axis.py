@@ -28,7 +28,7 @@ class Axis:
     base: int = 1
 
     def places(self, values: FloatArray) -> FloatArray:
-        """Where the values are, from 0 at `low` to 1 at `high`."""
+        """The places of the values, from 0 at `low` to 1 at `high`."""
         if self.base == 1:
             return (values - self.low) / (self.high - self.low)
         values = np.log(np.maximum(values, self.low))

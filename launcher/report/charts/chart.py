@@ -134,7 +134,7 @@ class Chart:
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """Each line at some of its points, for a table."""
+        """The rows of a table with each line at some of its points."""
         value = "step" if self.lanes else self.unit or "value"
         return [
             {"series": line.name, self.x_title: number(float(line.x[k])), value: number(float(line.shown[k]))}

@@ -103,7 +103,7 @@ def _failures(run: RunRecord) -> tuple[FloatArray, FloatArray]:
 
 
 def _times(events: Sequence[Event]) -> tuple[FloatArray, FloatArray]:
-    """When these events happened, and at which steps."""
+    """The times and the steps of these events."""
     curve = Curve()
     for event in events:
         if math.isfinite(event.time):

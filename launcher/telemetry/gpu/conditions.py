@@ -37,7 +37,7 @@ class Conditions:
         self._ecc: dict[str, tuple[float, float]] = {}  # by GPU: errors at its first window, and as reported
 
     def after(self, windows: Sequence[tuple[Gpu, Mapping[str, Any], Values]], seconds: float) -> None:
-        """Each GPU with the numbers of its window and the limits of its link."""
+        """Check a window: `windows` has each GPU with its numbers and the limits of its link."""
         self._windows += 1
         for gpu, numbers, limits in windows:
             self._after_ecc(gpu, numbers.get("ecc_errors"))

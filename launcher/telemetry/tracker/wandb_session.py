@@ -98,7 +98,7 @@ def _unless_in_environment(**ours: Any) -> dict[str, Any]:
 
 
 def _resume(online: bool) -> Literal["allow"] | None:
-    """None leaves the choice to WANDB_RESUME. Offline, a later sync merges runs with the same id."""
+    """wandb's `resume`: None leaves it to WANDB_RESUME. Offline, a later sync merges runs of one id."""
     return None if not online or os.environ.get("WANDB_RESUME") else "allow"
 
 

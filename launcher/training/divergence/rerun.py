@@ -75,7 +75,7 @@ class DivergenceInspector:
         return listed(told, MAX_NAMES)
 
     def narrowed(self, parameters: Sequence[str]) -> list[str]:
-        """Those of modules that compute in fp32, and whose gradients become fp16 all the same."""
+        """The parameters of modules that compute in fp32 whose gradients become fp16 all the same."""
         of_fp32 = tuple(f"{name}." for name in self._stepper.fp32_modules)
         sent, weights = self._stepper.own_gradients(), named_parameters(self._stepper.model)
         return [

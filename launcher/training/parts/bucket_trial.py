@@ -85,7 +85,7 @@ class BucketTrial:
         return ""
 
     def vote(self, position: Position) -> None:
-        """Before a step: set its buckets, and send what an earlier step has taken this rank."""
+        """Set the buckets of the coming step, and send what an earlier step has taken this rank."""
         if not self._sizes:
             return
         if self._first <= position.step < self._end:
@@ -97,7 +97,7 @@ class BucketTrial:
             self._stepper.vote(BUCKET_SLOT, time_as_votes(own_ms))
 
     def after_step(self, position: Position, report: StepReport) -> None:
-        """After a step was read, in order. A step that was dropped is not, nor is what it carried."""
+        """Take the times of a step that was read, in order. A dropped step is not read, nor are its votes."""
         if not self._sizes:
             return
         if self._first <= position.step < self._end:

@@ -56,7 +56,7 @@ class Checkpoints:
         self.due.done()  # the time until the next one counts from here
 
     def vote(self, position: Position) -> None:
-        """Before a step: cast this rank's votes, which are sent with the counts of the step."""
+        """Cast this rank's votes before a step; they are sent with the counts of the step."""
         run = self.run
         self._report(self.writer.poll())
         if run.requests.stop is not None:

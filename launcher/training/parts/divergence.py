@@ -119,7 +119,7 @@ class DivergenceCheck:
             )
 
     def _of_fp32_modules(self, report: StepReport) -> str:
-        """That their gradients are half all the same, where these have overflowed."""
+        """A text that gradients of fp32 modules are half all the same, where these have overflowed."""
         names = self._inspector.narrowed(report.culprit_parameters)
         if not names:
             return ""
@@ -130,7 +130,7 @@ class DivergenceCheck:
         )
 
     def _floor(self, scale: float) -> tuple[str, str]:
-        """At which scale the gradient overflows although the scale cannot fall, and what to do."""
+        """The scale at which the gradient overflows although it cannot fall, and what to do, as texts."""
         mode, least = self._limits.mode, self._limits.min
         if mode == "none":
             return (

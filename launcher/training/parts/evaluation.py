@@ -179,7 +179,7 @@ class Evaluator:
         return min(as_trained, self._fitting or as_trained)
 
     def _smaller(self, error: Exception, size: int) -> int:
-        """Half of `size`, from now on on this rank, after a shortage of memory; raises any other error."""
+        """Halve `size` for this rank from now on, after a shortage of memory; raises any other error."""
         shortage = ran_out(error)
         if not shortage or self.run.config.train.on_oom != "halve" or size == 1:
             raise error

@@ -60,7 +60,7 @@ class Stragglers:
         self._late = Occurrences()  # by rank: windows in which it was late
 
     def vote(self, position: Position) -> None:
-        """Before a step: send this rank's times, if it is its turn."""
+        """Send this rank's times with the coming step, if it is its turn."""
         if self._done is not None and self._turn(position.step) == self._run.env.rank:
             self._run.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
             self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
