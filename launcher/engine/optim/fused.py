@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -56,42 +55,6 @@ class Scalars:
         )
 
 
-class Optimizer(Protocol):
-    """The part of an optimizer that the engine relies on."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def weight_decay(self) -> float: ...
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Names of the per-parameter fp32 states, all of which start at zero."""
-        ...
-
-    def with_weight_decay(self, weight_decay: float) -> Optimizer:
-        """The same optimizer with another weight decay."""
-        ...
-
-    def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
-        """Scalars that `update` needs, computed once per step from the rate and the step's number."""
-        ...
-
-    def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        """Update `master` and `states` in place; `grad` (fp32, the clipped mean) may be overwritten."""
-        ...
-
-    def fused(
-        self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
-    ) -> None:
-        """The same with torch's fused kernel, for several tensors; `states` by state, then by tensor.
-
-        On CUDA the kernel takes the rate in fp32 and reads it, the number and the verdict on the device.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent with momentum, as torch.optim.SGD; weight decay is added to the gradient.
@@ -118,17 +81,13 @@ class SGD:
         """`momentum`, fp32 and as many elements as the parameter; none where momentum is 0."""
         return ("momentum",) if self.momentum else ()
 
-    def with_weight_decay(self, weight_decay: float) -> SGD:
-        """The same optimizer with another weight decay."""
-        return replace(self, weight_decay=weight_decay)
-
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
         """The rate, and the weight decay where groups differ in it: one kernel then serves them all."""
         lr = tensor_of(scalars.lr).float()
         return (lr,) if scalars.weight_decay is None else (lr, scalars.weight_decay.float())
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        """Update `master` and `states` in place; see `Optimizer.update`."""
+        """Update `master` and `states` in place; `grad` (fp32, the clipped mean) may be overwritten."""
         lr, *weight_decay = scalars.factors
         if weight_decay:
             grad.addcmul_(master, weight_decay[0])
@@ -146,7 +105,10 @@ class SGD:
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
-        """Update with torch's fused kernel; see `Optimizer.fused`."""
+        """The same with torch's fused kernel, for several tensors; `states` by state, then by tensor.
+
+        On CUDA the kernel takes the rate in fp32 and reads it, the number and the verdict on the device.
+        """
         torch._fused_sgd_(
             masters,
             grads,
@@ -186,10 +148,6 @@ class AdamW:
         """Means of the gradient and of its square, fp32 and as many elements as the parameter each."""
         return ("exp_avg", "exp_avg_sq")
 
-    def with_weight_decay(self, weight_decay: float) -> AdamW:
-        """The same optimizer with another weight decay."""
-        return replace(self, weight_decay=weight_decay)
-
     def factors(self, scalars: Scalars) -> tuple[Tensor, ...]:
         """Decay factor of the weights, bias-corrected rate, and bias correction of the square root."""
         beta1, beta2 = self.betas
@@ -202,7 +160,7 @@ class AdamW:
         return keep.float(), (lr / correction1).float(), correction2.rsqrt().float()
 
     def update(self, master: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Scalars) -> None:
-        """Update `master` and `states` in place; see `Optimizer.update`."""
+        """Update `master` and `states` in place; see `SGD.update`."""
         exp_avg, exp_avg_sq = states
         beta1, beta2 = self.betas
         keep, rate, widen = scalars.factors
@@ -216,7 +174,7 @@ class AdamW:
     def fused(
         self, masters: list[Tensor], grads: list[Tensor], states: Sequence[list[Tensor]], scalars: Scalars
     ) -> None:
-        """Update with torch's fused kernel; see `Optimizer.fused`."""
+        """Update with torch's fused kernel; see `SGD.fused`."""
         exp_avgs, exp_avg_sqs = states
         beta1, beta2 = self.betas
         torch._fused_adamw_(
@@ -235,6 +193,9 @@ class AdamW:
             maximize=False,
             found_inf=scalars.found_inf,
         )
+
+
+Optimizer = SGD | AdamW
 
 
 def tensor_of(number: Tensor | float) -> Tensor:

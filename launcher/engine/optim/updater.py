@@ -115,7 +115,7 @@ class Updater:
             if parts:  # a rank may own nothing of a group
                 pieces, states = [piece for piece, _ in parts], [states for _, states in parts]
                 decay = rates.weight_decay
-                optimizer = self.optimizer if decay is None else self.optimizer.with_weight_decay(decay)
+                optimizer = self.optimizer if decay is None else replace(self.optimizer, weight_decay=decay)
                 batches = _batches(pieces, states, chunk)
                 shares.append(_Share(optimizer, index, pieces, states, batches))
         return shares
