@@ -133,7 +133,8 @@ def test_a_stream_that_is_late_changes_no_bits(device, group_of_one, late) -> No
     for delayed in (False, True):
         stepper = stepper_of(device, Policy.fp16(), group=group_of_one, wire=wire)
         assert len(stepper.reducer.buckets) > 2
-        (side,) = {t._side for t in stepper.reducer._transports.values() if isinstance(t, WideSum)}
+        transports = [bucket.transport for bucket in stepper.reducer.buckets]
+        (side,) = {t._side for t in transports if isinstance(t, WideSum)}
         for step in range(6):
             if delayed and device.type == "cuda":
                 with side.alone() if late == "side" else contextlib.nullcontext():

@@ -242,7 +242,7 @@ def both_exchanges(env: WorkerEnv) -> list[torch.Tensor]:
                 scaling=scaling,
                 reference_count=1,
             )
-        kinds = {type(each).__name__ for each in stepper.reducer._transports.values()}
+        kinds = {type(bucket.transport).__name__ for bucket in stepper.reducer.buckets}
         assert kinds == {"NativeSum", "WideSum" if two_exchanges else "WidePair"}
         with stepper.forward():
             loss = stepper.model(values, 1.0)

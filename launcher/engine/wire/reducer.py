@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Slot
-from launcher.engine.wire.bucketing import Bucketing, accumulators
+from launcher.engine.wire.bucketing import Bucketing
 from launcher.engine.wire.grad_norm import SumOfSquares
 from launcher.engine.wire.inbox import refuse_sparse
 from launcher.engine.wire.step_counts import FIELDS, Tally
@@ -106,14 +106,12 @@ class Reducer:
         self._layout = layout
         self._group = group
         self._rank = dist.get_rank(group) if group else 0
-        self._transports = transports
         self._sharded = is_sharded(transports)
         self._overlap = overlap
         self._tally = tally
-        self._sums = SumOfSquares(layout.device, compiled)
         self.message_bytes = layout.message_bytes
-        totals = accumulators(layout, micro_batches > 1)
-        self._parts = Bucketing.of(layout, transports, self._sums, totals, travels=group is not None)
+        sums = SumOfSquares(layout.device, compiled)
+        self._parts = Bucketing(layout, transports, sums, group is not None, micro_batches > 1)
         self.arrivals = Arrivals(self.buckets)
         self._sending = _Sending()
         # Before the hooks are registered: those of an older reducer would take the same gradients.
@@ -125,12 +123,12 @@ class Reducer:
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for several micro-batches per step from the next step on, or free it. Between steps."""
-        self._parts = self._parts.accumulating(self._layout, self._transports, accumulates)
+        self._parts.accumulate(accumulates)
 
     def regroup(self, message_bytes: int) -> None:
         """Send messages of about so many bytes from the next step on. Between steps, on all ranks alike."""
         self.message_bytes = message_bytes
-        self._parts = self._parts.regrouped(self._layout, self._transports, self._sums, message_bytes)
+        self._parts.regroup(message_bytes)
         self.arrivals.divide(self.buckets)
 
     @property
@@ -246,10 +244,9 @@ class Reducer:
         looks, found = iter(self._parts.looks), []
         look = next(looks)
         for bucket in self.buckets:
-            transport = self._transports[bucket.segment.name]
-            transport.wait(bucket)
+            bucket.transport.wait(bucket)
             if bucket.index == look.last:
-                transport.join()
+                bucket.transport.join()
                 found.append(look.sums())
                 look = next(looks, look)
         # Contiguous in any case: the order in which a stretch of memory is summed depends on its stride.
@@ -264,7 +261,7 @@ class Reducer:
             last = self.buckets[-1]
             # The transport has multiplied the marks like the gradients before them; `after` is a power of
             # two.
-            marks = last.tail.double() / self._transports[last.segment.name].after
+            marks = last.tail.double() / last.transport.after
         reduced = Reduced(sums, marks, self._sending.bytes)
         self.arrivals.seen.clear()
         self._sending = _Sending()
@@ -283,15 +280,14 @@ class Reducer:
         Each element has one owner. Scaled; valid from step() to the next backward.
         """
         return {
-            slot.name: part[:0] if self._rank and not isinstance(transport, ShardedSum) else part
+            slot.name: part[:0] if self._rank and not isinstance(bucket.transport, ShardedSum) else part
             for bucket in self.buckets
-            for transport in [self._transports[bucket.segment.name]]
-            for slot, part in zip(bucket.slots, transport.parts(bucket), strict=True)
+            for slot, part in zip(bucket.slots, bucket.transport.parts(bucket), strict=True)
         }
 
     def tensors(self) -> list[Tensor]:
         """What is held here besides the wire gradients: accumulators and the tail."""
-        return [self.buckets[-1].tail, *self._parts.accumulated]
+        return [self.buckets[-1].tail, *self._parts.accumulated.values()]
 
     def close(self) -> None:
         """Remove the hooks: a newer reducer receives the gradients from now on."""
@@ -329,7 +325,7 @@ class Reducer:
         if not (sending.tallied or self._sharded):
             self._tally.send()
             sending.tallied = True
-        sending.bytes += self._transports[bucket.segment.name].launch(bucket)
+        sending.bytes += bucket.transport.launch(bucket)
         sending.next = bucket.index + 1
         self._follow(bucket.index, blocking=False)
 
@@ -355,10 +351,9 @@ class Reducer:
         backward nothing waits for other ranks, which may wait for this one in a module's own collective.
         """
         for bucket in self.buckets[self._sending.followed : end]:
-            transport = self._transports[bucket.segment.name]
-            if not (blocking or transport.can_follow(bucket)):
+            if not (blocking or bucket.transport.can_follow(bucket)):
                 return
-            transport.follow(bucket)
+            bucket.transport.follow(bucket)
             self._sending.followed += 1
 
 

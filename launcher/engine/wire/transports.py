@@ -37,6 +37,7 @@ class Bucket:
     index: int  # position in the order of launching
     segment: Segment
     run: Run
+    transport: Transport
     message: Tensor
     tail: Tensor
     work: dist.Work | None = None
