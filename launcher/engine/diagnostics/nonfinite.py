@@ -85,7 +85,7 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
         for name, module in named_modules(model):
             for hook in (
                 module.register_forward_pre_hook(observer.enter, with_kwargs=True),
-                module.register_forward_hook(observer.leaver(name), with_kwargs=True),
+                module.register_forward_hook(partial(observer.leave, name), with_kwargs=True),
             ):
                 hooks.callback(hook.remove)
         run()
@@ -106,7 +106,7 @@ def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]])
     observer = _BackwardObserver()
     with torch.enable_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
-            hooks.callback(module.register_forward_hook(observer.watcher(name)).remove)
+            hooks.callback(module.register_forward_hook(partial(observer.watch, name)).remove)
         gradients = run()
     bad = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
     return BackwardDiagnosis(observer.module, observer.largest, bad)
@@ -130,12 +130,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class _Inputs:
-    finite: bool
-    range: tuple[float, float] | None
-
-
-@dataclass
 class _Observer:
     """Observes the start and end of every module call. Inputs are read first: a module may overwrite them."""
 
@@ -143,24 +137,20 @@ class _Observer:
     first: ModuleFinding | None = None
     input_finite: bool = True
     largest: tuple[str, float] | None = None
-    _open: list[_Inputs] = field(default_factory=list)
+    # Of the inputs of each call that has not ended, whether they are finite, and their range.
+    _open: list[tuple[bool, tuple[float, float] | None]] = field(default_factory=list)
     _ended: int = 0
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = list(_floats((args, kwargs)))
-        inputs = _Inputs(all(_finite(tensor) for tensor in tensors), _range(tensors))
+        finite = all(map(_finite, tensors))
         if not self._open and not self._ended:
-            self.input_finite = inputs.finite
-        self._open.append(inputs)
+            self.input_finite = finite
+        self._open.append((finite, _range(tensors)))
 
-    def leaver(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._leave(name, module, list(_floats(output)))
-
-        return leave
-
-    def _leave(self, name: str, module: nn.Module, outputs: list[Tensor]) -> None:
-        inputs = self._open.pop()
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs = list(_floats(output))
+        finite, span = self._open.pop()
         bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
         if bad is None:
             self._compare(name, _range(outputs))
@@ -170,13 +160,13 @@ class _Observer:
                 type(module).__name__,
                 _kind(bad),
                 self._ended,
-                inputs.finite,
-                inputs.range,
+                finite,
+                span,
                 _rows(bad),
                 len(bad) if bad.ndim else 1,
             )
             self.first = self.first or finding
-            self.origin = finding if inputs.finite else None
+            self.origin = finding if finite else None
         self._ended += 1
 
     def _compare(self, name: str, ends: tuple[float, float] | None) -> None:
@@ -193,13 +183,10 @@ class _BackwardObserver:
     module: tuple[str, str, Kind] | None = None
     largest: tuple[str, float] | None = None
 
-    def watcher(self, name: str) -> Callable[..., None]:
-        def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in _floats(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._record, name, module))  # type: ignore[no-untyped-call]
-
-        return watch
+    def watch(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _floats(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._record, name, module))  # type: ignore[no-untyped-call]
 
     def _record(self, name: str, module: nn.Module, gradient: Tensor) -> None:
         if self.module is not None:
