@@ -1,4 +1,4 @@
-"""Records device work so that it can be repeated without the host: CUDA graphs, behind a small protocol.
+"""Records device work so that it can be repeated without the host: CUDA graphs.
 
 Owns what torch and CUDA demand of a capture. What is recorded is in `step_graph`. A recording keeps the
 addresses and the Python numbers of the call that was recorded; only what the memory at these addresses holds
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,29 +31,8 @@ class RecordingError(RuntimeError):
     """The work could not be recorded, for the reason of its cause. CUDA is in no defined state."""
 
 
-class Recorder(Protocol):
-    """Runs, checks and records work on one device."""
-
-    def aside(self) -> AbstractContextManager[object]:
-        """Run on the stream that `record` records on, after all work queued so far and before all later."""
-        ...
-
-    def refusing_reads(self) -> AbstractContextManager[object]:
-        """Raise HostRead at the first operation for which the host would wait."""
-        ...
-
-    def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Record what `work` does on the device, without doing it; the result does it, on each call.
-
-        Memory that `work` allocates is kept, and written again by each call. All recordings of a recorder
-        share that memory, except what is still referenced after the recording. Random numbers continue the
-        sequence of the device's default generator. RuntimeError where it cannot be recorded.
-        """
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs.
+class Recorder:
+    """Runs, checks and records work on one device, by CUDA graphs.
 
     NCCL's collectives are recorded like kernels, on the stream of their communicator, which a warm-up has
     created. Their works are not given to NCCL's watchdog (ProcessGroupNCCL::collective enqueues a work only
@@ -67,7 +46,7 @@ class CudaRecorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run on the stream of the recordings; see `Recorder.aside`."""
+        """Run on the stream that `record` records on, after all work queued so far and before all later."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -76,7 +55,7 @@ class CudaRecorder:
 
     @contextmanager
     def refusing_reads(self) -> Iterator[None]:
-        """Raise HostRead where the context waits for the device; see `Recorder.refusing_reads`.
+        """Raise HostRead at the first operation for which the host would wait.
 
         A failed capture leaves streams and allocator in no defined state (CUDAGraph::reset says so), and its
         error names no cause. torch's check of synchronisations raises at the line that waits, without harm.
@@ -93,7 +72,11 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Capture `work` in a CUDA graph; see `Recorder.record`.
+        """Record what `work` does on the device, without doing it; the result does it, on each call.
+
+        Memory that `work` allocates is kept, and written again by each call. All recordings of a recorder
+        share that memory, except what is still referenced after the recording. Random numbers continue the
+        sequence of the device's default generator. RuntimeError where it cannot be recorded.
 
         capture_error_mode "thread_local": under "global" a call of another thread that is unsafe in a capture
         makes it fail, and NCCL's watchdog and the threads that pin memory query events all the time.
@@ -122,7 +105,7 @@ def recorder_of(device: torch.device) -> Recorder | None:
     return None if build is None else build(device)
 
 
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}  # by type of device
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": Recorder}  # by type of device
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
