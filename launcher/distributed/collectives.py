@@ -1,4 +1,4 @@
-"""Collectives on texts, bytes and numbers; those on gradients are the engine's.
+"""Collectives on texts and bytes, and gathers of numbers; sums over the ranks are those of `engine.works`.
 
 All ranks call each function at the same point; `group` None is one process. Nothing is unpickled here.
 Works are kept as in the engine: dropping one can abort the process at shutdown.
@@ -36,11 +36,11 @@ def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:
         return data
     length = torch.tensor([len(data)], device=env.device)
     # The length first: the other ranks have to know how many bytes they receive.
-    works.run(dist.broadcast(length, group=env.group, group_src=sender, async_op=True), length)
+    works.broadcast(length, env.group, sender)
     content = torch.zeros(int(length) + 1, dtype=torch.uint8, device=env.device)  # an empty one is refused
     if env.rank == sender:
         content[:-1] = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].to(env.device)
-    works.run(dist.broadcast(content, group=env.group, group_src=sender, async_op=True), content)
+    works.broadcast(content, env.group, sender)
     return content[:-1].cpu().numpy().tobytes()
 
 
@@ -51,11 +51,3 @@ def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     works.run(dist.all_gather(rows, own, group=group, async_op=True), own)
     return rows
-
-
-def reduce(
-    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
-    """Replace `tensor` by the sum, or another `op`, over the ranks."""
-    if group is not None:
-        works.run(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)

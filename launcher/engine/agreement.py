@@ -43,12 +43,12 @@ def refuse_differences(
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     # One MAX of x and of -x gives the largest and the smallest: opposite only if x is the same on all ranks.
     agreed = torch.tensor([digest, -digest, len(data)], dtype=torch.int64, device=device)
-    works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
+    works.all_reduce(agreed, group, dist.ReduceOp.MAX)
     largest, negative, length = agreed.tolist()
     if largest == -negative:
         return
     whole = _bytes_tensor(data, length, device)
-    works.run(dist.broadcast(whole, group=group, group_src=0, async_op=True), whole)
+    works.broadcast(whole, group)
     found = _bytes_tensor(_differences(own, json.loads(_bytes(whole))).encode(), TEXT_BYTES, device)
     rows = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
     works.run(dist.all_gather(rows, found, group=group, async_op=True), found)

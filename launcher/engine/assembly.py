@@ -22,7 +22,7 @@ from launcher.engine.flat.layout import Layout
 from launcher.engine.fp32_modules import Fp32Modules
 from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.notices import Notices
-from launcher.engine.optim.compilation import Constants, choose_compilation
+from launcher.engine.optim.compilation import choose_compilation
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.precision.loss_scale import LossScale, Scaling
@@ -86,8 +86,8 @@ class Parts:
         self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         terms = None if on_host else Terms(1.0, choices.clip_norm, choices.scaling)
-        constants = Constants(terms, len(choices.learning_rates))
-        self.compilation = choose_compilation(choices.compiled, optimizer, layout, constants, group)
+        num_rates = len(choices.learning_rates)
+        self.compilation = choose_compilation(choices.compiled, optimizer, layout, terms, num_rates, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
         self.tally = tally_on(on_host, layout.device, group)

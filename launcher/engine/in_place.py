@@ -84,7 +84,7 @@ class InPlaceChanges:
             return
         unseen = torch.stack([self._shards.differs(*place) for place in self._watched]).int()
         if self._shards.sharded:
-            works.run(dist.all_reduce(unseen, op=dist.ReduceOp.MAX, group=self._group, async_op=True), unseen)
+            works.all_reduce(unseen, self._group, dist.ReduceOp.MAX)
         names = [self._watched[index][1].name for index in unseen.nonzero().flatten().tolist()]
         if names:
             raise UnusableError(
@@ -109,5 +109,5 @@ def _agree_on_scaled_rows(weight: Tensor, group: dist.ProcessGroup) -> None:
     """Take the smallest magnitude of each element over the ranks: max_norm only scales rows down."""
     with torch.no_grad():
         smallest = weight.abs()
-        works.run(dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group, async_op=True), smallest)
+        works.all_reduce(smallest, group, dist.ReduceOp.MIN)
         weight.copy_(torch.copysign(smallest, weight))

@@ -188,9 +188,7 @@ class StepGraph:
         )
         found = [number for number, kind in enumerate(kinds, 1) if isinstance(failure, type(kind))]
         number = torch.tensor(max(found, default=0), device=self._stepper.device)
-        if self._stepper.group is not None:
-            work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._stepper.group, async_op=True)
-            works.run(work, number)
+        works.all_reduce(number, self._stepper.group, dist.ReduceOp.MAX)
         if worst := int(number):
             self.release()
             raise failure or kinds[worst - 1]

@@ -107,7 +107,7 @@ class _Normalise(torch.autograd.Function):
             gradient = gradient.contiguous(memory_format=_format(x))
             sums, products = _sums(gradient, x, mean, inverse)
             shared = torch.stack([sums, products])
-            works.run(dist.all_reduce(shared, group=ctx.group, async_op=True), shared)
+            works.all_reduce(shared, ctx.group)
             of_input = _gradient_of(gradient, x, weight, mean, inverse, shared, count)
         # Those of weight and bias are this rank's, like every other gradient.
         of_weight = products * inverse if ctx.needs_input_grad[1] else None
@@ -129,10 +129,10 @@ def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Te
         own_variance, own_mean = torch.var_mean(x.float(), _others(x), correction=0)
     own_count = x.numel() // x.shape[1]
     sums = torch.cat([own_mean * own_count, torch.full_like(zeros[:1], own_count)])
-    works.run(dist.all_reduce(sums, group=group, async_op=True), sums)
+    works.all_reduce(sums, group)
     mean, count = sums[:-1] / sums[-1], sums[-1]
     squares = (own_mean - mean).square_().add_(own_variance).mul_(own_count)
-    works.run(dist.all_reduce(squares, group=group, async_op=True), squares)
+    works.all_reduce(squares, group)
     return mean, squares / count, count
 
 

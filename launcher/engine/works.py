@@ -1,5 +1,7 @@
 """Keeps the `dist.Work` of collectives alive: a Gloo thread never holds the last reference to one.
 
+Owns the collectives on one tensor that are waited for at once, too.
+
 The thread that ran a collective drops its reference some time after wait() has returned. If that is the last
 reference, the thread frees Python tensors, for which it needs the GIL. A thread that requests the GIL during
 interpreter shutdown is terminated, and the process aborts with SIGABRT ("terminate called without an active
@@ -49,6 +51,19 @@ def wait_for_message(work: dist.Work, timeout: timedelta) -> None:
 def run(work: dist.Work | None, tensor: Tensor) -> None:
     """Start a collective on `tensor`, called with `async_op=True`, and wait for it."""
     wait_for(started(work), tensor)
+
+
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Replace `tensor` by the sum, or another `op`, over the ranks. `group` None is one process."""
+    if group is not None:
+        run(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, rank: int = 0) -> None:
+    """Replace `tensor` by that of `rank` of the group."""
+    run(dist.broadcast(tensor, group=group, group_src=rank, async_op=True), tensor)
 
 
 def release() -> None:

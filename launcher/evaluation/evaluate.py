@@ -19,8 +19,8 @@ from launcher.config.user_code import defined_at
 from launcher.data.sources import Readable, evaluation_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
-from launcher.distributed.collectives import reduce
 from launcher.distributed.env import WorkerEnv
+from launcher.engine.works import all_reduce
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded
@@ -73,7 +73,7 @@ class _Totals:
         """The sums over all ranks. A collective; waits for the device."""
         own = [torch.as_tensor(each, dtype=torch.float64, device=env.device) for each in astuple(self)]
         sums = torch.stack(own)  # whole numbers are exact up to 2^53
-        reduce(sums, env.group)
+        all_reduce(sums, env.group)
         return _Totals(*sums.tolist())
 
 
@@ -141,7 +141,7 @@ def evaluate(
         (own, seen, measuring), halvings = in_smaller_batches(measure, batch_size, smaller)
         own.halvings = halvings
         total = own.over_ranks(env)
-        reduce(seen, env.group)
+        all_reduce(seen, env.group)
         # After both collectives, on all ranks alike: they hold the same sums.
         if total.stopped:
             raise EvaluationStopped

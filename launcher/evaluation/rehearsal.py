@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.sources import Readable, first_batch
-from launcher.distributed.collectives import reduce
 from launcher.distributed.env import WorkerEnv
+from launcher.engine.works import all_reduce
 from launcher.evaluation.evaluate import (
     Smaller,
     evaluating,
@@ -59,7 +59,7 @@ def rehearse(
 
     with evaluating(model), torch.no_grad(), _unchanged(model, env.device):
         (sums, measuring), _ = in_smaller_batches(measure, batch_size, smaller)
-        reduce(sums, env.group)
+        all_reduce(sums, env.group)
         loss_sum, count = sums.tolist()
         found = measuring.conclude(loss_sum, count or 1)
     for metric in recipe.measures:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from launcher.data.tensors import Batch
-from launcher.distributed.collectives import reduce
 from launcher.distributed.env import WorkerEnv
+from launcher.engine.works import all_reduce
 from launcher.recipe.contract import Loss, Recipe
 from launcher.recipe.training_aids import MIXED_LABEL
 
@@ -114,7 +114,7 @@ class Answers:
         counts, self._counts = self._counts, None
         if counts is None:
             counts = torch.zeros(2, dtype=torch.int64, device=self.env.device)
-        reduce(counts, self.env.group)
+        all_reduce(counts, self.env.group)
         right, answered = counts.tolist()
         since.right += right
         since.answered += answered

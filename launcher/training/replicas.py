@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.distributed.collectives import gather, reduce
+from launcher.distributed.collectives import gather
 from launcher.engine import Stepper, WeightAverage
+from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +31,7 @@ def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> No
     replicas = stepper.replicas() | ({} if average is None else average.replicas())
     own = checksums(replicas)
     extremes = torch.cat([own, -own])
-    reduce(extremes, stepper.group, dist.ReduceOp.MAX)
+    all_reduce(extremes, stepper.group, dist.ReduceOp.MAX)
     largest, smallest = extremes[: len(own)], -extremes[len(own) :]
     # Every rank sees the same extremes, so all of them continue here, or none does.
     if bool((largest != smallest).any()):
@@ -51,7 +52,7 @@ def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
     answers = torch.cat([own, -own])
     if not stepper.has_trained:
         answers.fill_(ABSTAINS)
-    reduce(answers, group, dist.ReduceOp.MAX)
+    all_reduce(answers, group, dist.ReduceOp.MAX)
     some, not_all = answers[: len(own)] == 1, answers[len(own) :] == 0
     odd = (some & not_all).nonzero().flatten().tolist()
     if odd:

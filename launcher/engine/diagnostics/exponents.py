@@ -68,8 +68,7 @@ class ExponentCounter:
         """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for results."""
         rows = [self._row(gradient) for gradient in gradients.values()]
         counts, ready = torch.stack(rows), None
-        if self._group is not None:
-            works.run(dist.all_reduce(counts, group=self._group, async_op=True), counts)
+        works.all_reduce(counts, self._group)
         host = counts.to("cpu", non_blocking=True)
         if counts.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

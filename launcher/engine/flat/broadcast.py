@@ -19,12 +19,12 @@ def take_values_of_rank_0(
         return
     for segment in layout.segments:
         exact = segment.weight if segment.master is None else segment.master
-        works.run(dist.broadcast(exact, group=group, group_src=0, async_op=True), exact)
+        works.broadcast(exact, group)
     layout.round_weights()
     for p in model.parameters():
         if not p.requires_grad:
             values = p.detach().contiguous()
             whole = values.reshape(-1).view(torch.uint8)  # of any dtype; Gloo has none of 16 bits, for one
-            works.run(dist.broadcast(whole, group=group, group_src=0, async_op=True), whole)
+            works.broadcast(whole, group)
             p.detach().copy_(values)
     buffers.broadcast()

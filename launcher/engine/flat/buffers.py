@@ -85,7 +85,7 @@ class Buffers:
             return
         for flat in self.floats():
             total = flat.double()  # exact for equal values: averaging twice changes nothing
-            works.run(dist.all_reduce(total, group=self._group, async_op=True), total)
+            works.all_reduce(total, self._group)
             flat.copy_(total / dist.get_world_size(self._group))
         self.snapshot()
 
@@ -94,7 +94,7 @@ class Buffers:
         if self._group is not None:
             for flat in self._flat:
                 values = flat.view(torch.uint8)  # of any dtype
-                works.run(dist.broadcast(values, group=self._group, group_src=0, async_op=True), values)
+                works.broadcast(values, self._group)
 
     def collect(self) -> None:
         """Copy buffers that a forward pass has replaced back into flat memory: `self.mean = ...` does so.

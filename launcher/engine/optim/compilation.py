@@ -46,29 +46,23 @@ class _Wrong(Exception):
     """The compiled pass computes other values than the plain one."""
 
 
-@dataclass(frozen=True)
-class Constants:
-    """What a compiler takes for constants of the verdict: with others the first step would compile again.
-
-    `terms` None: the host decides, and the verdict is not compiled.
-    """
-
-    terms: Terms | None
-    num_rates: int
-
-
 def choose_compilation(
     wanted: bool,
     optimizer: Optimizer | TorchOptimizer,
     layout: Layout,
-    constants: Constants,
+    terms: Terms | None,
+    num_rates: int,
     group: dist.ProcessGroup | None,
 ) -> Compilation:
-    """Try it if `wanted`. Always a collective, because ranks may be configured differently."""
+    """Try it if `wanted`. Always a collective, because ranks may be configured differently.
+
+    `terms` None: the host decides, and the verdict is not compiled. A compiler takes them and the number of
+    rates for constants: with others the first step would compile again.
+    """
     objection = "" if wanted else "compiled=False on this rank"
     if wanted:
         try:
-            _try(optimizer, layout, constants, group is not None)
+            _try(optimizer, layout, terms, num_rates, group is not None)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything; the plain update works without it
@@ -87,7 +81,7 @@ def _failing_ranks(objects: bool, device: torch.device, group: dist.ProcessGroup
         return []
     found = torch.zeros(dist.get_world_size(group), device=device)
     found[dist.get_rank(group)] = float(objects)
-    works.run(dist.all_reduce(found, group=group, async_op=True), found)
+    works.all_reduce(found, group)
     return [rank for rank, number in enumerate(found.tolist()) if number]
 
 
@@ -104,16 +98,18 @@ def _first_words(error: BaseException) -> str:
     return text if isinstance(error, _Wrong) else f"{type(error).__name__}: {text}"
 
 
-def _try(optimizer: Optimizer | TorchOptimizer, layout: Layout, constants: Constants, shared: bool) -> None:
+def _try(
+    optimizer: Optimizer | TorchOptimizer, layout: Layout, terms: Terms | None, num_rates: int, shared: bool
+) -> None:
     """Raises what the compiler raises, or _Wrong."""
     if torch._dynamo.config.disable:
         raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
     if layout.device.type == "cpu":
         _compare_sums(layout.segments[0].grad.dtype)
-    if constants.terms is not None:
-        _compare_judgements(layout, constants.terms, constants.num_rates, shared)
+    if terms is not None:
+        _compare_judgements(layout, terms, num_rates, shared)
     if not isinstance(optimizer, TorchOptimizer):
-        _compare_updates(optimizer, layout, on_host=constants.terms is None)
+        _compare_updates(optimizer, layout, on_host=terms is None)
 
 
 def _compare_sums(dtype: torch.dtype) -> None:

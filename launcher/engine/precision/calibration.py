@@ -67,8 +67,7 @@ def dry_pass(
             raise
         failure = error
     agreed.fill_(FAILED if failure else _octave(largest))
-    if group is not None:
-        works.run(dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group, async_op=True), agreed)
+    works.all_reduce(agreed, group, dist.ReduceOp.MAX)
     try:
         if failure is not None:
             raise failure

@@ -303,7 +303,7 @@ class Reducer:
         if self._rank:
             sums = sums.masked_fill(self._parts.replicated, 0.0)  # rank 0 counts those that all ranks hold
         shared = torch.cat([sums, own, self._tally.give()])
-        works.run(dist.all_reduce(shared, group=self._group, async_op=True), shared)
+        works.all_reduce(shared, self._group)
         sums, marks, tally = torch.split(shared, [len(sums), world_size, FIELDS])
         self._tally.receive(tally)
         return sums, marks

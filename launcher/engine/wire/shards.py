@@ -64,7 +64,7 @@ class Shards:
         if not self.sharded:
             return found
         flag = torch.tensor(int(found), device=self._layout.device)
-        works.run(dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
+        works.all_reduce(flag, self._group, dist.ReduceOp.MAX)
         return bool(flag)
 
     def collect(
@@ -106,7 +106,7 @@ class Shards:
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
-        exact = [p.weight.float() if p.master is None else p.master for p in self.pieces]
+        exact = self.masters()
         self.spread(named, exact)
         for piece, values in zip(self.pieces, exact, strict=True):
             if piece.half:

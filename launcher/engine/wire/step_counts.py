@@ -235,7 +235,6 @@ def agree_on_reference(count: float, device: torch.device, group: dist.ProcessGr
     0 if no rank had a sample: the next step then agrees again. Waits for the device.
     """
     total = torch.zeros((), dtype=torch.float64, device=device) + count
-    if group is not None:
-        works.run(dist.all_reduce(total, group=group, async_op=True), total)
+    works.all_reduce(total, group)
     mean = float(total) / (dist.get_world_size(group) if group else 1)
     return nearest_power_of_two(mean) if mean else 0
