@@ -20,7 +20,8 @@ import torch
 
 from launcher.config.schema import Config
 from launcher.data.loader import loader_processes
-from launcher.data.sources import Batches, training_batches
+from launcher.data.sources import training_batches
+from launcher.data.tensors import Batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.failures import claim_first_failure, give_reason
 from launcher.distributed.heartbeat import Heartbeat

@@ -21,7 +21,7 @@ from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.reader import Collate, Fetched, Indexed, Reader, Request
 from launcher.data.references import ByReference
-from launcher.data.tensors import Batch, transformed
+from launcher.data.tensors import Batch, Batches, transformed
 
 log = logging.getLogger("launcher")
 
@@ -111,7 +111,7 @@ class IndexedData:
                 yield to_device(indices[~good], self.how.device), None
 
 
-class LoadedBatches:
+class LoadedBatches(Batches):
     """Training batches of a map-style data set; asked for in order they are read ahead."""
 
     def __init__(
@@ -171,13 +171,6 @@ class LoadedBatches:
         bad, self._bad = self._bad, 0
         return bad
 
-    def at_end(self) -> bool:
-        """Never true: one epoch follows the other."""
-        return False
-
-    def begin_again(self) -> None:
-        """Never called: only a stream comes to its end."""
-
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
         """Divide by another plan: what was read ahead is dropped, and other loader processes begin here."""
         self.plan = plan
@@ -185,10 +178,6 @@ class LoadedBatches:
             self._pool.end()
         self._ahead = self._pool = None
         self._bad = 0
-
-    def position(self) -> str:
-        """Empty: the number of the step says it."""
-        return ""
 
     def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
         if self._transform is None:

@@ -6,7 +6,7 @@ Owns the choice by kind. What a set is made of is in `tensors` and `loader`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,38 +17,11 @@ from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading
 from launcher.data.reader import Collate
 from launcher.data.streamed import StreamBatches, StreamData
-from launcher.data.tensors import Batch, DeviceBatches, TensorData, tensor_batches
+from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, tensor_batches
 from launcher.errors import DataError
 
 Readable = TensorData | IndexedData | StreamData
 FIRST = 32  # samples of a `first_batch` at most
-
-
-class Batches(Protocol):
-    """The training batches of a rank."""
-
-    plan: BatchPlan
-
-    def step(self, epoch: int, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step, on the device. The same whenever it is asked for."""
-
-    def latest_indices(self) -> list[list[int]]:
-        """The indices in the set of the samples that the latest `step` returned, one list per micro-batch."""
-
-    def take_bad(self) -> int:
-        """How many samples were left out since the last call, because they could not be read."""
-
-    def at_end(self) -> bool:
-        """Whether this rank has nothing left before the data starts again. Only of a stream."""
-
-    def begin_again(self) -> None:
-        """Start the data again, on all ranks after the same step."""
-
-    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """Divide the batches by another plan from this step on, which may be one of the latest two."""
-
-    def position(self) -> str:
-        """Where this rank stands in a stream, for a resume; empty for data that needs no position."""
 
 
 def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Readable:

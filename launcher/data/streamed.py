@@ -29,7 +29,7 @@ from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated, in_words, unforeseen
-from launcher.data.tensors import Batch, transformed
+from launcher.data.tensors import Batch, Batches, transformed
 from launcher.errors import ConfigError, counted
 
 CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."
@@ -241,7 +241,7 @@ class StreamData:
             yield torch.arange(len(fetched.kept), device=self.how.device), batch
 
 
-class StreamBatches:
+class StreamBatches(Batches):
     """Training batches of a stream, in order. Where it ends on all ranks it starts again."""
 
     def __init__(
@@ -284,10 +284,6 @@ class StreamBatches:
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
         return [list(fetched.kept) for fetched, _ in self._latest[1]]
-
-    def take_bad(self) -> int:
-        """Always 0: a stream cannot leave samples out."""
-        return 0
 
     def at_end(self) -> bool:
         """Whether this rank has nothing left in this pass."""
@@ -375,8 +371,6 @@ class StreamBatches:
         return torch.rand(self.plan.batch_size, 4, generator=generator)
 
     def _finished(self, batch: Batch, noise: Tensor) -> Batch:
-        if self._transform is None:
-            return batch
         return transformed("train_transform", self._transform, batch, to_device(noise, self._data.how.device))
 
 

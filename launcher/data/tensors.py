@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +67,37 @@ class TensorData:
         return {name: column.index_select(0, indices) for name, column in self.columns.items()}
 
 
+class Batches(Protocol):
+    """The training batches of a rank. What not all kinds of data have is absent unless a class defines it."""
+
+    plan: BatchPlan
+
+    def step(self, epoch: int, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step, on the device. The same whenever it is asked for."""
+
+    def latest_indices(self) -> list[list[int]]:
+        """The indices in the set of the samples that the latest `step` returned, one list per micro-batch."""
+
+    def take_bad(self) -> int:
+        """How many samples were left out since the last call, because they could not be read."""
+        return 0
+
+    def at_end(self) -> bool:
+        """Whether this rank has nothing left before the data starts again. Only of a stream."""
+        return False
+
+    def begin_again(self) -> None:
+        """Start the data again, on all ranks after the same step. Only of a stream."""
+        return
+
+    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
+        """Divide the batches by another plan from this step on, which may be one of the latest two."""
+
+    def position(self) -> str:
+        """Where this rank stands in a stream, for a resume; empty for data that needs no position."""
+        return ""
+
+
 @dataclass(frozen=True)
 class _Epoch:
     number: int
@@ -73,7 +105,7 @@ class _Epoch:
     noise: Tensor  # fp32 [num_samples, 4], on the device
 
 
-class DeviceBatches:
+class DeviceBatches(Batches):
     """Batches of a data set on the device, gathered and transformed there.
 
     Holds the order and the noise of one epoch, so that a step copies nothing between host and device.
@@ -103,31 +135,13 @@ class DeviceBatches:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
         return self.plan.sample_indices(*self._latest)
 
-    def take_bad(self) -> int:
-        """Always 0: what is in memory was read when the recipe was built."""
-        return 0
-
-    def at_end(self) -> bool:
-        """Never true: one epoch follows the other."""
-        return False
-
-    def begin_again(self) -> None:
-        """Never called: only a stream comes to its end."""
-
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
         """Divide the following steps by another plan."""
         self.plan = plan
 
-    def position(self) -> str:
-        """Empty: the number of the step says it."""
-        return ""
-
     def batch(self, indices: Tensor, noise: Tensor) -> Batch:
         """The samples at `indices`, gathered on the device and transformed by their `noise`."""
-        batch = self._data.select(indices)
-        if self._transform is None:
-            return batch
-        return transformed("train_transform", self._transform, batch, noise)
+        return transformed("train_transform", self._transform, self._data.select(indices), noise)
 
     def _enter(self, epoch: int) -> _Epoch:
         if self._epoch is None or self._epoch.number != epoch:
@@ -137,11 +151,14 @@ class DeviceBatches:
         return self._epoch
 
 
-def transformed(name: str, transform: Callable[..., Batch], batch: Batch, *more: Tensor) -> Batch:
-    """Apply a transform. Raises DataError where a column of the batch changes its number of samples.
+def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch, *more: Tensor) -> Batch:
+    """Apply a transform, if there is one.
 
-    Columns that the transform adds may have any shape.
+    Raises DataError where a column of the batch changes its number of samples. Columns that the transform
+    adds may have any shape.
     """
+    if transform is None:
+        return batch
     given = {column: len(rows) for column, rows in batch.items()}  # first: it may change the batch in place
     made = transform(batch, *more)
     for column in [column for column in given if column in made]:

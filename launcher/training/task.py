@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from launcher.data.sources import Batches
-from launcher.data.tensors import Batch
+from launcher.data.tensors import Batch, Batches
 from launcher.engine import Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError

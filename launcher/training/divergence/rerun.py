@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.data.sources import Batches
-from launcher.data.tensors import Batch
+from launcher.data.tensors import Batch, Batches
 from launcher.engine import Stepper
 from launcher.engine.diagnostics.nonfinite import (
     BackwardDiagnosis,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.random_state import States, restore, states
-from launcher.data.sources import Batches
+from launcher.data.tensors import Batches
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError
 from launcher.process import frames
