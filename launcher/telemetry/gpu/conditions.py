@@ -6,8 +6,8 @@ number of windows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import counted
@@ -20,19 +20,13 @@ LEAST_SHARE = 0.05  # of a window for which clocks are lowered
 BUSY_PERCENT = 50  # an idle GPU lowers its link to save power
 
 
-@dataclass
-class _Seen:
-    text: str
-    windows: int = 0
-    seconds: float = 0.0
-
-
 class Conditions:
     """Counts conditions of all GPUs, and calls `warn` for each once. `finish` warns with the counts."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._first: dict[tuple[str, str], str] = {}  # by GPU and kind: the text of its first window
+        self._counts: Counter[tuple[str, str]] = Counter()  # windows
         self._windows = 0
         self._ecc: dict[str, tuple[float, float]] = {}  # by GPU: errors at its first window, and as reported
 
@@ -42,11 +36,11 @@ class Conditions:
         for gpu, numbers, limits in windows:
             self._after_ecc(gpu, numbers.get("ecc_errors"))
             for kind, short, advice in _conditions(gpu, numbers, limits, seconds):
-                text = f"{name(gpu)} {short}"
-                seen = self._seen.setdefault((gpu.uuid, kind), _Seen(text))
-                seen.windows += 1
-                if seen.windows == 1:
-                    self._warn(f"{text}. {advice} Further intervals are counted.")
+                key = gpu.uuid, kind
+                self._counts[key] += 1
+                if key not in self._first:
+                    self._first[key] = f"{name(gpu)} {short}"
+                    self._warn(f"{self._first[key]}. {advice} Further intervals are counted.")
 
     def _after_ecc(self, gpu: Gpu, count: float | None) -> None:
         """Report errors that the GPU has had before, and those that are new."""
@@ -69,9 +63,9 @@ class Conditions:
         )
 
     def finish(self) -> None:
-        for seen in self._seen.values():
-            if seen.windows > 1:
-                self._warn(f"{seen.text}: in {seen.windows} of {self._windows} intervals.")
+        for key, text in self._first.items():
+            if self._counts[key] > 1:
+                self._warn(f"{text}: in {self._counts[key]} of {self._windows} intervals.")
 
 
 def name(gpu: Gpu) -> str:

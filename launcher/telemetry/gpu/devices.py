@@ -72,16 +72,14 @@ def visible(entries: Sequence[_Entry], variable: str | None) -> list[_Entry]:
     for word in map(str.strip, variable.split(",")):
         if word.isdecimal():
             named = [entry for entry in whole if entry.index == int(word)]
+        elif word.startswith(("GPU-", "MIG-")):
+            named = [entry for entry in entries if entry.uuid.lower().startswith(word.lower())]
         else:
-            named = [entry for entry in entries if word.startswith(("GPU-", "MIG-")) and _is(entry, word)]
+            break
         if len(named) != 1:
             break
         shown += named
     return shown
-
-
-def _is(entry: _Entry, word: str) -> bool:
-    return entry.uuid.lower().startswith(word.lower())
 
 
 def _bare(uuid: str) -> str:

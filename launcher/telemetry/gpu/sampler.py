@@ -11,11 +11,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.run_dir.records import LOGS
 from launcher.telemetry.event_log import EventLog, recorded
@@ -28,7 +28,15 @@ from launcher.telemetry.stream import Telemetry
 
 SAMPLE_S = 0.5
 WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
-Found = list[tuple[Gpu, dict[str, Any]]]  # what the window of each GPU has
+OVER_GPUS: dict[str, Callable[[list[Any]], Any]] = {
+    "power_w": sum,
+    "energy_j": sum,
+    "memory_bytes": max,
+    "temperature_c": max,
+    "utilisation_percent": lambda values: sum(values) / len(values),
+    "incomplete": any,
+}
+Answer = TypeVar("Answer")
 NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "NoGpuFoundError")  # quiet, if auto
 PATIENCE_S = 2.0  # for the thread's end: a driver may hang, and the run must not
 
@@ -37,13 +45,29 @@ class NoGpuFoundError(Exception):
     """NVML does not show what CUDA shows, as in some containers."""
 
 
-@dataclass
 class _Lane:
-    """One GPU, while it answers."""
+    """One GPU, while it answers. Every method raises GpuLostError."""
 
-    gpu: Gpu
-    reader: Reader
-    window: Window
+    def __init__(self, nvml: ModuleType, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.reader = Reader(nvml, gpu.handle)
+        self._window = Window(self.reader.counters(), time.monotonic())
+
+    def sample(self) -> bool:
+        self._window.add(self.reader.momentary(), time.monotonic())
+        return True
+
+    def close(self) -> dict[str, Any]:
+        """The numbers of the window, which ends here; the next one begins."""
+        counters = self.reader.counters()
+        rates = {} if "pcie_tx_bytes" in counters else self.reader.rates()
+        now_s = time.monotonic()
+        self._window.add(self.reader.momentary(), now_s)
+        numbers = self._window.closed(counters, rates, now_s, self.reader.tells_power)
+        self._window = Window(counters, now_s)
+        if not self.gpu.is_sliced and (pids := self.reader.processes()) is not None:
+            numbers["other_processes"] = other_processes(self.gpu, pids)
+        return numbers
 
 
 class GpuSampler:
@@ -114,7 +138,7 @@ class GpuSampler:
         gpus = gpus_of(nvml, self._ranks, os.environ)
         if not gpus:
             raise NoGpuFoundError("it shows none of the GPUs of this run")
-        lanes = [lane for gpu in gpus if (lane := self._lane(nvml, gpu))]
+        lanes = [lane for gpu in gpus if (lane := self._asked(gpu, partial(_Lane, nvml, gpu)))]
         self._telemetry.decision(
             "gpu", f"measured through NVML: {', '.join(name(each.gpu) for each in lanes)}"
         )
@@ -122,28 +146,20 @@ class GpuSampler:
         while lanes and not self._ending:
             self._wake.wait(self._sample_s)
             self._wake.clear()
-            lanes = [lane for lane in lanes if self._answers(lane)]
+            lanes = [lane for lane in lanes if self._asked(lane.gpu, lane.sample)]
             if self._marks and time.monotonic() - began_s >= self._window_s:
                 began_s, lanes = self._close(lanes, began_s)
         if self._marks:
             self._close(lanes, began_s)
         self._conditions.finish()
 
-    def _lane(self, nvml: ModuleType, gpu: Gpu) -> _Lane | None:
+    def _asked(self, gpu: Gpu, ask: Callable[[], Answer]) -> Answer | None:
+        """What the GPU answers; None after a warning if it is lost."""
         try:
-            reader = Reader(nvml, gpu.handle)
-            return _Lane(gpu, reader, Window(reader.counters(), time.monotonic()))
+            return ask()
         except GpuLostError as error:
             self._conditions.lost(gpu, error)
             return None
-
-    def _answers(self, lane: _Lane) -> bool:
-        try:
-            lane.window.add(lane.reader.momentary(), time.monotonic())
-        except GpuLostError as error:
-            self._conditions.lost(lane.gpu, error)
-            return False
-        return True
 
     def _close(self, lanes: list[_Lane], began_s: float) -> tuple[float, list[_Lane]]:
         """End the window at the latest mark: emit it and begin the next one."""
@@ -151,17 +167,14 @@ class GpuSampler:
         now_s = time.monotonic()
         self._due_s = now_s + self._window_s
         seconds = now_s - began_s
-        found, alive = [], []
-        for lane in lanes:
-            try:
-                found.append((lane.gpu, self._numbers(lane), lane.reader.limits))
-                alive.append(lane)
-            except GpuLostError as error:
-                self._conditions.lost(lane.gpu, error)
+        found = [
+            (lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close)) is not None
+        ]
         if found:
-            self._emit(step, samples, seconds, [(gpu, numbers) for gpu, numbers, _ in found])
-            self._conditions.after(found, seconds)
-        return now_s, alive
+            self._emit(step, samples, seconds, [(lane.gpu, numbers) for lane, numbers in found])
+            limits = [(lane.gpu, numbers, lane.reader.limits) for lane, numbers in found]
+            self._conditions.after(limits, seconds)
+        return now_s, [lane for lane, _ in found]
 
     def _take_marks(self) -> tuple[int, float]:
         step, samples = 0, 0.0
@@ -170,33 +183,19 @@ class GpuSampler:
             samples += more
         return step, samples
 
-    def _numbers(self, lane: _Lane) -> dict[str, Any]:
-        reader, counters = lane.reader, lane.reader.counters()
-        rates = {} if "pcie_tx_bytes" in counters else reader.rates()
-        now_s = time.monotonic()
-        lane.window.add(reader.momentary(), now_s)
-        numbers = lane.window.closed(counters, rates, now_s, reader.tells_power)
-        lane.window = Window(counters, now_s)
-        if not lane.gpu.is_sliced and (pids := reader.processes()) is not None:
-            numbers["other_processes"] = other_processes(lane.gpu, pids)
-        return numbers
-
     def _emit(
         self, step: int, samples: float, seconds: float, found: list[tuple[Gpu, dict[str, Any]]]
     ) -> None:
-        each = [numbers for _, numbers in found]
         total: dict[str, Any] = {"seconds": seconds}
-        total |= {key: sum(_all(each, key)) for key in ("power_w", "energy_j") if _all(each, key)}
-        total |= {key: max(_all(each, key)) for key in ("memory_bytes", "temperature_c") if _all(each, key)}
-        if busy := _all(each, "utilisation_percent"):
-            total["utilisation_percent"] = sum(busy) / len(busy)
+        for key, over_gpus in OVER_GPUS.items():
+            if values := [numbers[key] for _, numbers in found if key in numbers]:
+                total[key] = over_gpus(values)
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
             if own_samples := samples * self._share([gpu for gpu, _ in found]):
                 total["joules_per_sample"] = total["energy_j"] / own_samples
-        if any(numbers.get("incomplete") for numbers in each):
-            total["incomplete"] = self.incomplete = True
+        self.incomplete |= "incomplete" in total
         gpus = [GpuNumbers(index=gpu.index, uuid=gpu.uuid, **numbers) for gpu, numbers in found]
         self._telemetry.emit(GpuEvent(step, **total, gpus=gpus))
 
@@ -215,10 +214,6 @@ def _library() -> Iterator[ModuleType]:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-
-
-def _all(each: list[dict[str, Any]], key: str) -> list[float]:
-    return [numbers[key] for numbers in each if key in numbers]
 
 
 def energy_before_j(metrics: Path) -> float:

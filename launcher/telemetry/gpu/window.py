@@ -5,16 +5,45 @@ Pure. Means are weighted by the time for which a reading stands: since the one b
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher.telemetry.gpu.readings import REASONS, Values
 
-MEANS = ("utilisation_percent", "power_w", "sm_clock_mhz", "memory_clock_mhz")
-PEAKS = ("memory_bytes", "temperature_c")
-LAST = ("pcie_gen", "pcie_width")
+Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
+
 LINKS = ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 COMPLETE = 0.95  # of a window in which the power was told
 SINCE_DRIVER = ("ecc_errors", "remapped_rows")
+
+
+def _integral(timed: Timed) -> float:
+    return sum(value * seconds for value, seconds in timed)
+
+
+def _mean(timed: Timed) -> float:
+    weight = sum(seconds for _, seconds in timed)
+    return _integral(timed) / weight if weight else timed[0][0]
+
+
+def _largest(timed: Timed) -> float:
+    return max(value for value, _ in timed)
+
+
+def _last(timed: Timed) -> float:
+    return timed[-1][0]
+
+
+OVER_TIME: dict[str, Callable[[Timed], float]] = {
+    "utilisation_percent": _mean,
+    "power_w": _mean,
+    "sm_clock_mhz": _mean,
+    "memory_clock_mhz": _mean,
+    "memory_bytes": _largest,
+    "temperature_c": _largest,
+    "pcie_gen": _last,
+    "pcie_width": _last,
+}
 
 
 class Window:
@@ -29,26 +58,27 @@ class Window:
         self._readings.append((reading, now_s - self._latest_s))
         self._latest_s = now_s
 
-    def closed(
-        self, counters: Values, rates: Values, now_s: float, tells_power: bool = True
-    ) -> dict[str, Any]:
+    def closed(self, counters: Values, rates: Values, now_s: float, tells_power: bool) -> dict[str, Any]:
         """The numbers of the window. What the GPU does not report is absent.
 
         `incomplete` where a GPU that tells its power did so for a part of the window only.
         """
         seconds = now_s - self._began_s
         moved = self._moved(counters)
-        numbers: dict[str, Any] = {key: self._mean(key) for key in MEANS}
-        numbers |= {key: max(self._all(key), default=None) for key in PEAKS}
-        numbers |= {key: next(iter(reversed(self._all(key))), None) for key in LAST}
-        numbers |= {key: counters.get(key) for key in SINCE_DRIVER}
-        numbers["energy_j"] = moved.get("energy_j", self._integral("power_w"))
-        told_s = sum(s for reading, s in self._readings if "power_w" in reading)
+        numbers: dict[str, Any] = dict(rates)
+        numbers |= {key: of(timed) for key, of in OVER_TIME.items() if (timed := self._timed(key))}
+        numbers |= {key: counters[key] for key in SINCE_DRIVER if key in counters}
+        power = self._timed("power_w")
+        if "energy_j" in moved or power:
+            numbers["energy_j"] = moved.get("energy_j", _integral(power))
+        told_s = sum(s for _, s in power)
         if tells_power and told_s < COMPLETE * seconds and ("energy_j" not in moved or told_s):
             numbers["incomplete"] = True
-        numbers["throttled_s"] = self._throttled_s(moved) or None
-        numbers |= {f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved and seconds > 0}
-        return {key: value for key, value in (rates | numbers).items() if value is not None}
+        if throttled_s := self._throttled_s(moved):
+            numbers["throttled_s"] = throttled_s
+        return numbers | {
+            f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved and seconds > 0
+        }
 
     def _moved(self, counters: Values) -> Values:
         """How far each counter moved. One that was reset or has wrapped says nothing about this window."""
@@ -57,25 +87,14 @@ class Window:
 
     def _throttled_s(self, moved: Values) -> Values:
         """Seconds by reason: by NVML's counter, or where it has none, by the flag of each reading."""
+        flags = self._timed("reasons")
         found: Values = {}
         for reason, bit in REASONS.items():
             if (key := f"throttled_{reason}_s") in moved:
                 found[reason] = moved[key]
-            elif flags := [
-                (int(reading["reasons"]) & bit, s) for reading, s in self._readings if "reasons" in reading
-            ]:
-                found[reason] = sum(s for flag, s in flags if flag)
+            elif flags:
+                found[reason] = sum(seconds for flag, seconds in flags if int(flag) & bit)
         return found
 
-    def _all(self, key: str) -> list[float]:
-        return [reading[key] for reading, _ in self._readings if key in reading]
-
-    def _integral(self, key: str) -> float | None:
-        known = [reading[key] * s for reading, s in self._readings if key in reading]
-        return sum(known) if known else None
-
-    def _mean(self, key: str) -> float | None:
-        integral, weight = self._integral(key), sum(s for reading, s in self._readings if key in reading)
-        if integral is None or not weight:
-            return next(iter(self._all(key)), None)
-        return integral / weight
+    def _timed(self, key: str) -> Timed:
+        return [(reading[key], seconds) for reading, seconds in self._readings if key in reading]

@@ -202,7 +202,7 @@ def test_uncorrected_errors_of_the_memory_are_reported(sample) -> None:
 
 
 def test_power_that_was_not_always_told_is_marked(sample) -> None:
-    found = sample(at=10, then="deaf0")
+    found = sample(at=20, then="deaf0")  # the first interval has ended by then
     assert not found.gpu[0].get("incomplete")
     marked = [record for record in found.gpu if record.get("incomplete")]
     assert marked[-1] == found.gpu[-1]
