@@ -25,7 +25,7 @@ from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
 from launcher.telemetry.tracker.delivery import Delivery, path_of
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
-from launcher.telemetry.tracker.registry import is_own, make, refuse_missing
+from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.sink import Patience, TrackerSink
 from launcher.telemetry.tracker.wandb_environment import taken_from
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, new_run_id
@@ -68,9 +68,7 @@ def open_telemetry(
             _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or Patience())
         else:
             telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
-            _add(
-                telemetry, config, name, partial(make, name), run, delivery, patience, early=not is_own(name)
-            )
+            _add(telemetry, config, name, partial(make, name), run, delivery, patience)
     return telemetry
 
 
@@ -82,7 +80,6 @@ def _add(
     run: TrackedRun,
     delivery: Delivery,
     patience: Patience | None,
-    early: bool = True,
 ) -> None:
     facts = partial(_facts, Path(config.run.dir))
     telemetry.add(
@@ -92,7 +89,6 @@ def _add(
             run,
             telemetry.warn,
             patience,
-            early=early,
             facts=facts,
             delivery=delivery,
             report=partial(telemetry.decision, "tracker"),

@@ -91,8 +91,14 @@ class DirectedTracker(Tracker, Protocol):
 
 
 @runtime_checkable
-class AbortableTracker(Tracker, Protocol):
-    """A tracker that can be stopped from another thread while one of its methods does not return."""
+class ServiceTracker(Tracker, Protocol):
+    """A tracker with a process of its own."""
+
+    def release(self) -> None:
+        """End the process. Called last, also after a method that raised."""
 
     def abort(self) -> str:
-        """Return at once, with what the user can do later ("; later: ..."), or ""."""
+        """Kill the process, called from another thread while one of the methods does not return.
+
+        Returns at once, with what the user can do later ("; later: ..."), or "".
+        """

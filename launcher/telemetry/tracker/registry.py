@@ -31,11 +31,6 @@ def tracker(name: str) -> Callable[[type[Tracker]], type[Tracker]]:
     return register
 
 
-def is_own(name: str) -> bool:
-    """Whether the tracker comes from a recipe file, which is loaded some time after the start."""
-    return name not in LIBRARIES
-
-
 def make(name: str) -> Tracker:
     """A new tracker other than wandb, which takes options. Raises ConfigError for an unknown name."""
     if name in _OWN:

@@ -1,15 +1,13 @@
 """Feeds one tracker from a thread of its own, so that it can neither delay nor end the training.
 
-Owns the queue between the two, the share of the processor that a tracker may take while the run trains, and
-what happens when the queue is full: rows that come in every interval are thinned and counted, what happens
-once is kept.
+Owns the queue between the two, and what happens when the queue is full: rows that come in every interval are
+thinned and counted, what happens once is kept.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,18 +19,13 @@ from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import Record, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
-from launcher.telemetry.tracker.protocol import AbortableTracker, DirectedTracker, TrackedRun, Tracker
+from launcher.telemetry.tracker.protocol import DirectedTracker, ServiceTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 from launcher.telemetry.tracker.used_config import used_config
 
 log = logging.getLogger("launcher")
 
-QUEUE_ROWS = 1_000  # that may wait while the tracker starts, is slow, or has used its share of the time
-# A thread that runs Python keeps the training thread waiting. Rows beyond this share of the time are logged
-# later, at the end of the run at the latest.
-# A tracker takes about 600 us of Python for a row.
-SHARE = 1 / 500
-ALLOWANCE_S = 0.05  # for the first rows
+QUEUE_ROWS = 1_000  # that may wait while the tracker starts or is slow
 
 
 class TrackerError(SinkError):
@@ -50,9 +43,9 @@ class Patience:
 class TrackerSink:
     """A sink for the tracker that `make` returns. `warn` receives problems that do not end tracking.
 
-    With `early`, the tracker is made at once; else when the run starts, after its recipe file is loaded.
-    `facts` are added to the config; they are known when the run starts. `delivery` knows which events of
-    earlier attempts the tracker lacks; `report` receives that they are sent.
+    The tracker is made when the run starts, after its recipe file is loaded. `facts`, known by then, are
+    added to the config. `delivery` knows which events of earlier attempts the tracker lacks; `report`
+    receives that they are sent.
     """
 
     def __init__(
@@ -62,7 +55,6 @@ class TrackerSink:
         run: TrackedRun,
         warn: Callable[[str], None],
         patience: Patience | None = None,
-        early: bool = True,
         queue_rows: int = QUEUE_ROWS,
         facts: Callable[[], Mapping[str, Any]] = dict,
         delivery: Delivery | None = None,
@@ -73,7 +65,6 @@ class TrackerSink:
         self._run = run
         self._warn = warn
         self._patience = patience or Patience()
-        self._early = early
         self._limit = queue_rows
         self._facts = facts
         self._delivery = delivery
@@ -84,13 +75,9 @@ class TrackerSink:
         self._ending = False
         self._closed = False
         self._dropped = 0
-        self._began_s = time.monotonic()
-        self._spent_s = 0.0  # processor time of the thread, without that for rows that come once
-        self._free_s = ALLOWANCE_S
         self._exit_code = 1  # until an `end` event sets it: a run that dies has failed
         self._failure: Exception | None = None
         self._tracker: Tracker | None = None
-        self._is_started = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-tracker", daemon=True)
         self._thread.start()
 
@@ -107,13 +94,12 @@ class TrackerSink:
                 self._waiting.extend(self._missing)
                 self._missing = []
             dropped, self._dropped = self._dropped, self._dropped + self._thin()
-            if self._rest_s() <= 0:  # else the thread sleeps until then
-                self._arrived.notify()
+            self._arrived.notify()
         if self._dropped and not dropped:
             self._warn(
-                f"{self.name} gets more rows than it can log in its share of the time, 1/{round(1 / SHARE)}: "
-                f"{self._limit:,} rows wait, so rows of steps are left out there, and counted. metrics.jsonl "
-                "has all of them. Raise train.log_every_steps to log fewer."
+                f"{self.name} gets more rows than it can log: {self._limit:,} rows wait, so rows of steps "
+                "are left out there, and counted. metrics.jsonl has all of them. Raise "
+                "train.log_every_steps to log fewer."
             )
 
     def rewind(self, step: int, evaluates_again: bool) -> None:
@@ -141,7 +127,7 @@ class TrackerSink:
         limit_s = self._patience.init_s + self._patience.finish_s + 5
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            advice = self._tracker.abort() if isinstance(self._tracker, AbortableTracker) else ""
+            advice = self._tracker.abort() if isinstance(self._tracker, ServiceTracker) else ""
             raise TrackerError(f"did not finish within {limit_s:g} s{advice}")
         self._raise_failure()
         if self._dropped:
@@ -169,7 +155,11 @@ class TrackerSink:
 
     def _work(self) -> None:
         try:
-            self._track()
+            try:
+                self._track()
+            finally:
+                if isinstance(self._tracker, ServiceTracker):
+                    self._tracker.release()
         except (Exception, SystemExit) as error:  # raised by the next call of write or close
             if isinstance(error, TrackerError):
                 self._failure = error
@@ -179,22 +169,14 @@ class TrackerSink:
             self._failure = TrackerError(f"{described(error)}{f' (at {place})' if place else ''}")
 
     def _track(self) -> None:
-        if self._early:
-            self._tracker = self._make()
-            self._free_s += time.thread_time()
         while (record := self._next()) is not None:
-            began_s = time.thread_time()
             if record["event"] == "start":
                 self._start(record)
-            elif self._tracker is not None and self._is_started:
+            elif self._tracker is not None:
                 self._log(self._tracker, record)
                 if self._delivery is not None:
                     self._delivery.record(record)
-            now_s = time.thread_time()
-            if record["event"] not in PERIODIC:
-                self._free_s += now_s - began_s
-            self._spent_s = now_s - self._free_s
-        if self._tracker is not None and self._is_started:
+        if self._tracker is not None:
             self._tracker.finish(self._exit_code)
             if self._delivery is not None:
                 self._delivery.finish()
@@ -202,20 +184,14 @@ class TrackerSink:
     def _next(self) -> Record | None:
         """The next event; None once all are taken and no more can come."""
         with self._arrived:
-            while not self._ending and ((rest_s := self._rest_s()) > 0 or not self._waiting):
-                self._arrived.wait(rest_s if rest_s > 0 else None)
+            self._arrived.wait_for(lambda: self._waiting or self._ending)
             return self._waiting.popleft() if self._waiting else None
 
-    def _rest_s(self) -> float:
-        """How long the next row waits until the tracker is within its share of the time; 0 or less: not."""
-        return self._spent_s / SHARE - (time.monotonic() - self._began_s)
-
     def _start(self, record: Record) -> None:
-        if self._is_started:
+        if self._tracker is not None:
             return
-        self._tracker = self._tracker or self._make()
+        self._tracker = self._make()
         self._run.directory.mkdir(parents=True, exist_ok=True)
-        self._is_started = True
         config = used_config(self._run.config, record) | dict(self._facts())
         self._tracker.start(replace(self._run, config=all_encodable(config)))
 

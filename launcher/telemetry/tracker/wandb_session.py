@@ -10,9 +10,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from launcher.telemetry.tracker.protocol import TrackedRun
 from launcher.telemetry.tracker.sink import Patience
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from wandb import Settings
     from wandb.sdk.wandb_run import Run
 
-FLUSH_S = 1.0  # until a row is in the .wandb file
+FLUSH_S = 1.0  # until a row is in the .wandb file: wandb alone waits for 15 s or 32 kB
 
 
 def start(
@@ -41,65 +41,47 @@ def start(
         entity=run.entity,
         name=run.name,
         id=run.run_id,
-        resume=_resume(online),
         group=run.group,
         tags=list(run.tags),
         notes=run.notes,
         config=dict(run.config),
         # Otherwise a second run in this process, such as the next job of a sweep, would get the first one.
         reinit="finish_previous",
-        settings=own_settings(system_metrics, patience, warn),
+        settings=own_settings(online, system_metrics, patience, warn),
     )
 
 
-def own_settings(system_metrics: bool, patience: Patience, warn: Callable[[str], None]) -> Settings:
-    """The launcher's settings, without those that a variable of wandb sets."""
+def own_settings(
+    online: bool, system_metrics: bool, patience: Patience, warn: Callable[[str], None]
+) -> Settings:
+    """The launcher's settings, without those that a WANDB_ variable sets or that this wandb lacks."""
     import wandb
 
-    wants_code = os.environ.get("WANDB_SAVE_CODE", "").lower() in ("true", "1", "yes")
+    given = wandb.Settings()
+    given.update_from_env_vars(dict(os.environ))
+    ours: dict[str, Any] = {
+        "silent": True,  # the launcher reports what users need to know
+        "console": "off",
+        "symlink": False,
+        "use_dot_wandb": False,
+        "save_code": False,
+        "disable_code": not given.save_code,
+        "disable_git": True,  # a remote's URL may contain a token; the config has the commit
+        "disable_job_creation": True,
+        "x_disable_meta": True,  # would record argv and the host
+        "x_disable_machine_info": True,
+        "x_save_requirements": False,
+        "x_disable_stats": not system_metrics,
+        "x_transaction_log_flush_interval": FLUSH_S,
+        "init_timeout": patience.init_s,
+        "finish_timeout": patience.finish_s,
+        "resume": "allow" if online else None,  # offline, a later sync merges runs with the same id
+    }
+    allowed = wandb.Settings.model_fields.keys() - given.model_fields_set
     return wandb.Settings(
-        **_unless_in_environment(
-            silent=True,  # the launcher reports what users need to know
-            console="off",
-            symlink=False,
-            use_dot_wandb=False,
-            save_code=False,
-            disable_code=not wants_code,
-            disable_git=True,  # a remote's URL may contain a token; the config has the commit
-            disable_job_creation=True,
-            x_disable_meta=True,  # would record argv and the host
-            x_disable_machine_info=True,
-            x_save_requirements=False,
-            x_disable_stats=not system_metrics,
-            init_timeout=patience.init_s,
-            finish_timeout=patience.finish_s,
-            **_flushing(wandb.Settings.model_fields),
-        ),
+        **{key: value for key, value in ours.items() if key in allowed},
         stop_fn=lambda: warn("a stop was requested on the run's wandb page; send SIGTERM to stop the run"),
     )
-
-
-def _flushing(known: Container[str]) -> dict[str, float]:
-    """wandb itself writes rows after 15 s or 32 kB: a killed run would lose them. Older releases lack it."""
-    name = "x_transaction_log_flush_interval"
-    return {name: FLUSH_S} if name in known else {}
-
-
-def _unless_in_environment(**ours: Any) -> dict[str, Any]:
-    """The settings, without those that the user's environment sets by wandb's variables.
-
-    A setting x_NAME has two: WANDB_X_NAME and WANDB__NAME.
-    """
-    return {
-        key: value
-        for key, value in ours.items()
-        if os.environ.keys().isdisjoint({f"WANDB_{key.upper()}", f"WANDB_{key.removeprefix('x').upper()}"})
-    }
-
-
-def _resume(online: bool) -> Literal["allow"] | None:
-    """wandb's `resume`: None leaves it to WANDB_RESUME. Offline, a later sync merges runs of one id."""
-    return None if not online or os.environ.get("WANDB_RESUME") else "allow"
 
 
 def unwritten(log: Path) -> str:

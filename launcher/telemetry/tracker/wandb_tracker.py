@@ -9,7 +9,7 @@ import contextlib
 import html
 import secrets
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class WandbOptions:
 
 
 class WandbTracker:
-    """Implements `DirectedTracker` and `AbortableTracker`."""
+    """Implements `DirectedTracker` and `ServiceTracker`."""
 
     def __init__(self, options: WandbOptions) -> None:
         self._options = options
@@ -66,43 +66,36 @@ class WandbTracker:
 
     def start(self, run: TrackedRun) -> None:
         self._directory = run.directory
-        with self._shut_on_error():
-            self._resources.enter_context(quiet_environment())
-            with hooks_restored():
-                self._run = self._started(run)
-            self._run.define_metric("step", hidden=True)
-            for group in GROUPS:
-                self._run.define_metric(f"{group}/*", step_metric="step")
+        self._resources.enter_context(quiet_environment())
+        with hooks_restored():
+            self._run = self._started(run)
+        self._run.define_metric("step", hidden=True)
+        for group in GROUPS:
+            self._run.define_metric(f"{group}/*", step_metric="step")
 
     def directions(self, higher_is_better: Mapping[str, bool]) -> None:
         """The summary of a metric is its best value, besides the last one."""
-        with self._shut_on_error():
-            for name, higher in higher_is_better.items():
-                if self._directed.get(name) is not higher:
-                    self._directed[name] = higher
-                    best = "max" if higher else "min"
-                    self._live.define_metric(name, step_metric="step", summary=f"{best},last")
+        for name, higher in higher_is_better.items():
+            if self._directed.get(name) is not higher:
+                self._directed[name] = higher
+                best = "max" if higher else "min"
+                self._live.define_metric(name, step_metric="step", summary=f"{best},last")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        with self._shut_on_error():
-            self._live.log({"step": step, **values})
+        self._live.log({"step": step, **values})
 
     def media(self, step: int, name: str, item: Media) -> None:
-        with self._shut_on_error():
-            self._live.log({"step": step, name: _shown(item, name)})
+        self._live.log({"step": step, name: _shown(item, name)})
 
     def finish(self, exit_code: int) -> None:
         log = Path(self._live.dir).parent / "logs" / "debug-internal.log"
-        try:
-            if exit_code == PREEMPTED:
-                self._live.mark_preempting()
-            if exit_code == 0 and (checkpoint := self._options.checkpoint()) is not None:
-                self._upload(checkpoint)
-            self._live.finish(exit_code=exit_code)
-            if self._live.offline and (loss := unwritten(log)):
-                raise TrackerError(f"could not write all of its offline run: {loss}")
-        finally:
-            self._shut()
+        if exit_code == PREEMPTED:
+            self._live.mark_preempting()
+        if exit_code == 0 and (checkpoint := self._options.checkpoint()) is not None:
+            self._upload(checkpoint)
+        self._live.finish(exit_code=exit_code)
+        if self._live.offline and (loss := unwritten(log)):
+            raise TrackerError(f"could not write all of its offline run: {loss}")
 
     def _upload(self, checkpoint: CheckpointArtifact) -> None:
         """The files of a checkpoint, as a version of one artifact per run."""
@@ -115,6 +108,10 @@ class WandbTracker:
         artifact = wandb.Artifact(f"checkpoint-{self._live.id}", type="model", metadata=metadata)
         artifact.add_dir(str(checkpoint.path))
         self._live.log_artifact(artifact, aliases=["latest", *(["best"] if checkpoint.is_best else [])])
+
+    def release(self) -> None:
+        stop_service()
+        self._resources.close()
 
     def abort(self) -> str:
         kill_service()
@@ -137,18 +134,6 @@ class WandbTracker:
                     f"later: {sync_command(run.directory)}"
                 )
         return start(run, False, options.system_metrics, options.patience, options.warn)
-
-    @contextlib.contextmanager
-    def _shut_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._shut()
-            raise
-
-    def _shut(self) -> None:
-        stop_service()
-        self._resources.close()
 
 
 def _shown(item: Media, name: str) -> Any:

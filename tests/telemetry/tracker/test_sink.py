@@ -89,34 +89,9 @@ def test_a_tracker_that_sleeps_delays_nothing_and_loses_only_rows_of_steps(tmp_p
     assert [step for step, values in tracker.rows if "eval/accuracy" in values] == [50, 100, 150, 200]
     assert tracker.exit_code == 0
     first, last = kept.texts()
-    assert "slow gets more rows than it can log in its share of the time, 1/500: 10 rows wait" in first
+    assert "slow gets more rows than it can log: 10 rows wait" in first
     assert f"{200 - len(logged)} rows were left out" in last
     assert len([record for record in kept.records if record["event"] == "step"]) == 200
-
-
-def test_a_tracker_that_computes_keeps_to_its_share_until_the_run_ends(tmp_path: Path) -> None:
-    """Its thread would keep the training thread from running. What waits is logged at the end, all of it."""
-    tracker = Recording()
-    keep, spent = tracker.log, []
-
-    def log(step: int, values: dict) -> None:
-        began = time.thread_time()
-        while time.thread_time() - began < 0.01:
-            pass
-        spent.append(time.thread_time() - began)
-        keep(step, values)
-
-    tracker.log = log  # type: ignore[method-assign]
-    telemetry, kept = tracked(tmp_path, tracker)
-    telemetry.emit(made("start", 0))
-    for step in range(1, 101):
-        telemetry.emit(made("step", step, loss=1.0))
-    time.sleep(0.5)
-    assert sum(spent) < 0.2, "an allowance of 0.05 s, and 1/500 of the time"
-    telemetry.emit(made("end", 100, state="done", exit=0))
-    telemetry.close()
-    assert [step for step, _ in tracker.rows] == list(range(1, 101))
-    assert kept.texts() == []
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("no key")], ids=["error", "exit"])

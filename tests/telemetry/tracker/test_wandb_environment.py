@@ -197,7 +197,7 @@ def test_a_variable_of_wandb_wins_over_the_setting_of_the_launcher(environ, key,
         monkeypatch.setenv(name, text)
     settings = wandb.Settings()
     settings.update_from_env_vars(os.environ)
-    settings.update_from_settings(own_settings(False, Patience(), print))
+    settings.update_from_settings(own_settings(False, False, Patience(), print))
     assert getattr(settings, key) == value
 
 
