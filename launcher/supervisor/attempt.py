@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -161,8 +162,7 @@ class Generation:
 
 
 def _with_departure(fate: Fate, words: str) -> Fate:
-    departure = Departure(**json.loads(words)) if words else None
-    return Fate(fate.rank, fate.pid, fate.beat, fate.exit_code, departure, fate.stopped)
+    return replace(fate, departure=Departure(**json.loads(words))) if words else fate
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:

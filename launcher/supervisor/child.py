@@ -76,17 +76,17 @@ def be_a_rank(work: Work) -> NoReturn:
     ParentDeathSignal()
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
-    with _stacks_on_request(work.stacks_of(launch.rank)):
-        # Its destructor would read the file, whose last record may be torn: never called.
-        store = dist.FileStore(f"/proc/self/fd/{work.store}")
-        departure = _run(work, launch, store)
-        for loader in multiprocessing.active_children():
-            # os._exit runs no exit handlers, which would end the loader processes.
-            loader.terminate()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(departure.exit_code)
+    _write_stacks_on_request(work.stacks_of(launch.rank))
+    # Its destructor would read the file, whose last record may be torn: never called.
+    store = dist.FileStore(f"/proc/self/fd/{work.store}")
+    departure = _run(work, launch, store)
+    for loader in multiprocessing.active_children():
+        # os._exit runs no exit handlers, which would end the loader processes.
+        loader.terminate()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(departure.exit_code)
 
 
 def _run(work: Work, launch: LaunchEnv, store: dist.Store) -> Departure:
@@ -121,15 +121,9 @@ def _too_late(number: int, frame: FrameType | None) -> None:
     """Ignore requests after the end of the job."""
 
 
-@contextlib.contextmanager
-def _stacks_on_request(path: Path) -> Iterator[None]:
+def _write_stacks_on_request(path: Path) -> None:
     """Append the stacks of all threads to `path` on STACKS, even while C code holds the interpreter."""
-    try:
+    with contextlib.suppress(OSError):  # the worker will report it
         make_folder(path.parent)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        file = open(open_plain(path, flags), "ab")  # noqa: SIM115  # open until the process ends
-    except OSError:  # the worker will report it
-        yield
-        return
-    faulthandler.register(STACKS, file=file, all_threads=True)
-    yield
+        file = open(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")  # noqa: SIM115
+        faulthandler.register(STACKS, file=file, all_threads=True)  # keeps it open until the process ends

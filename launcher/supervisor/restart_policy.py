@@ -32,7 +32,8 @@ class Restarts:
         """
         self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
         self.newest_step = newest_step
-        if not _can_help(verdict) or self.used == self.allowed:
+        can_help = verdict.restart_helps or verdict.exit_code in RECOVERABLE
+        if not can_help or self.used == self.allowed:
             raise RunFailed(verdict)
         if self.fruitless == FRUITLESS:
             error = NoProgressError(
@@ -42,8 +43,3 @@ class Restarts:
             error.traceback = verdict.traceback
             raise error
         self.used += 1
-
-
-def _can_help(verdict: Verdict) -> bool:
-    """Whether starting the workers again can help."""
-    return verdict.restart_helps or verdict.exit_code in RECOVERABLE

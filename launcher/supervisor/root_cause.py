@@ -44,7 +44,9 @@ class Fate:
 
     @property
     def blames_another(self) -> bool:
-        return self.departure is not None and is_of_another(self.departure)
+        """Whether its error is that it lost another rank, or waited for one without success."""
+        departure = self.departure
+        return departure is not None and (departure.exit_code == STALLED or departure.lost)
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,6 @@ def hang(fates: Sequence[Fate]) -> Verdict:
         for fate in waited_for
     )
     return Verdict(STALLED, "; ".join(hanging))
-
-
-def is_of_another(departure: Departure) -> bool:
-    """Whether the error is that of a rank that lost another rank, or waited for one without success."""
-    return departure.exit_code == STALLED or departure.lost
 
 
 def _innocence(
