@@ -186,7 +186,7 @@ def _rest(snapshot: Snapshot) -> dict[str, Tensor]:
     return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
 
-def _state_values(snapshot: Snapshot) -> dict[str, Any]:
+def _state_values(snapshot: Snapshot) -> dict[str, object]:
     engine = snapshot.engine
     return {
         "progress": asdict(snapshot.progress),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.compare import as_sweep
@@ -144,7 +143,7 @@ def columns(rows: Iterable[tuple[str, str]]) -> list[str]:
     return [f"  {name:<{width}}  {text}".rstrip() for name, text in listed]
 
 
-def own_keys(values: Mapping[str, Any], group: str) -> Iterator[str]:
+def own_keys(values: Mapping[str, object], group: str) -> Iterator[str]:
     for key, value in values.items():
         if key not in ("name", "defaults"):
             yield f"{group}.{key}={'{...}' if isinstance(value, Mapping) else show(value)}"

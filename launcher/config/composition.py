@@ -55,8 +55,8 @@ HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 class Resolved:
     """A composed tree with all values resolved, and the text recorded in place of values, by path."""
 
-    tree: dict[str, Any]
-    recorded: dict[str, Any]
+    tree: dict[str, object]
+    recorded: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Composer:
         self.bases: dict[tuple[str, ...], DictConfig] = {}  # by the overrides that name choices
         self.trees: dict[tuple[str, ...], Resolved] = {}
 
-    def tree(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+    def tree(self, overrides: tuple[str, ...]) -> dict[str, object]:
         return self.resolved(overrides).tree
 
     def resolved(self, overrides: tuple[str, ...]) -> Resolved:
@@ -179,13 +179,13 @@ def checked_tree(composed: DictConfig) -> Resolved:
     return resolved(composed)
 
 
-def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+def with_absolute_paths(tree: dict[str, object]) -> dict[str, object]:
     """Make the user's paths absolute: a run's records must not depend on its working directory."""
     paths = user_paths(tree, (*PATH_KEYS, *UNCHECKED_PATH_KEYS))
     return replaced(tree, {key: absolute(path) if path else None for key, path in paths})
 
 
-def user_paths(tree: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+def user_paths(tree: Mapping[str, object], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Those of the keys that hold a path, neither a word nor a name of the Hugging Face hub, with it."""
     for key in keys:
         path = value_at(tree, key)
@@ -193,7 +193,7 @@ def user_paths(tree: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[s
             yield key, path
 
 
-def is_hub_name(tree: Mapping[str, Any], key: str, path: str) -> bool:
+def is_hub_name(tree: Mapping[str, object], key: str, path: str) -> bool:
     """Whether a path names a data set of the Hugging Face hub, user/name, and nothing that is here."""
     if key != "data.path" or value_at(tree, "data.name") != "hf" or path.startswith("."):
         return False
@@ -270,7 +270,7 @@ def hydra_initialised(request: Request) -> Iterator[None]:
 
 
 @cache
-def fixed_hydra_settings() -> dict[str, Any]:
+def fixed_hydra_settings() -> dict[str, object]:
     """Hydra's settings without any files of the user, which never differ within a process."""
     plain = Request(overrides=())
     with hydra_initialised(plain):
@@ -291,9 +291,9 @@ def as_plain(value: Any, resolve: bool) -> Any:
         raise ConfigError(interpolation_text(error, value)) from error
 
 
-def interpolation_text(error: OmegaConfBaseException, composed: Any) -> str:
+def interpolation_text(error: OmegaConfBaseException, composed: object) -> str:
     """Which key refers to what it cannot, with the nearest keys that there are."""
-    tree: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
+    tree: dict[str, object] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
     key = str(error.full_key or "")
     written = dict(leaves(tree)).get(key.partition("[")[0])
     where = f"{key}={show(written)}" if key else "the config cannot be resolved"

@@ -63,7 +63,7 @@ def differing(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str,
     return {path: written[path] for path, value in leaves(tree) if path in written and written[path] != value}
 
 
-def typed(path: str, value: Any, recorded: Any) -> Any:
+def typed(path: str, value: object, recorded: object) -> object:
     """A variable's text as the type of its key: 3 is a number for seed, and a string for tracker.group."""
     if not isinstance(value, str) or not CALL.fullmatch(str(recorded)):
         return value
@@ -74,7 +74,7 @@ def typed(path: str, value: Any, recorded: Any) -> Any:
     return read if rule is None or rule.holds(read) else value
 
 
-def _scalar(text: str) -> Any:
+def _scalar(text: str) -> object:
     words = {"null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]

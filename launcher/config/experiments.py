@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -65,7 +64,7 @@ def chosen(overrides: Sequence[str]) -> str | None:
     return names[-1] if names and names[-1] != "null" else None
 
 
-def lines_of(name: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def lines_of(name: str, sweep: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Key and override line of each swept key; a key with one value is swept as well."""
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
@@ -75,6 +74,6 @@ def lines_of(name: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield key, f"{key}={','.join(map(written, values))}"
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     """A value in Hydra's grammar."""
     return quoted(value) if isinstance(value, str) and not value.isidentifier() else as_typed(value)

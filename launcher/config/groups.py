@@ -45,7 +45,7 @@ def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
     return next(file for file in files if file.is_file())
 
 
-def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
+def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
     """The keys of a choice, those of the choices that it begins with included. Raises ConfigError."""
     values: dict[str, Any] = {}
     ahead, names = [name], set[str]()
@@ -63,7 +63,7 @@ def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[st
     return values
 
 
-def _content(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
+def _content(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
     """The content of that file before composition. Raises ConfigError for invalid YAML."""
     import yaml
 

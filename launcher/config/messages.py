@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
 
@@ -63,12 +62,12 @@ def shortened(text: str, longest: int = 200) -> str:
     return f"{text[: longest // 2]}... ({len(text):,} characters)"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as written on the command line; a very long one is shortened."""
     return shortened(as_typed(value))
 
 
-def as_typed(value: Any) -> str:
+def as_typed(value: object) -> str:
     """A value as written on the command line, in full."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

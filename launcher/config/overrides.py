@@ -119,7 +119,7 @@ def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
     return None
 
 
-def code_problem(line: str, key: str, value: Any) -> str | None:
+def code_problem(line: str, key: str, value: object) -> str | None:
     """The problem of a value that names code or calls a resolver; `value` may be nested."""
     if CODE_KEYS & {*key.split("."), *nested_keys(value)}:
         return (
@@ -205,7 +205,7 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
     )
 
 
-def read_as(value: Any, choices: Sequence[str]) -> str | None:
+def read_as(value: object, choices: Sequence[str]) -> str | None:
     """The choice whose unquoted name Hydra parses as this value, not as a string: nan, 1e3, true."""
     if isinstance(value, str):
         return None
@@ -217,7 +217,7 @@ def read_as(value: Any, choices: Sequence[str]) -> str | None:
     return None
 
 
-def unknown_keys(key: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+def unknown_keys(key: str, value: object, known: Collection[str]) -> Iterator[tuple[str, object]]:
     """The keys of the override that the tree lacks, with their values; a value may be a section."""
     if key not in known:
         yield key, value

@@ -40,7 +40,7 @@ def rules() -> Mapping[str, Rule]:
     return {key: rule_of(kind) for key, kind in get_type_hints(GroupConfig, include_extras=True).items()}
 
 
-def problems(value: Any) -> Iterator[str]:
+def problems(value: object) -> Iterator[str]:
     """One line per mistake in the value of optim.groups; none for a valid one."""
     if not isinstance(value, list | tuple):
         yield f"{KEY}={show(value)}: must be a list of groups, for example {EXAMPLE}."

@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -178,7 +177,7 @@ def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findin
     return found
 
 
-def unknown_problem(key: str, value: Any, choices: tuple[str, ...], composer: Composer) -> str:
+def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer: Composer) -> str:
     """The message for a key that the tree lacks: the choices that have it, or the nearest keys."""
     written = f"{key}={texts.show(value)}"
     if key.startswith(f"{parameter_groups.KEY}."):
@@ -219,7 +218,7 @@ def tree_problems(
             yield f"{key}={where if written is None else f'{written}: there is no such file.'}"
 
 
-def unregistered_names(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+def unregistered_names(tree: Mapping[str, object], recorded: Mapping[str, object]) -> Iterator[str]:
     """A name that is not built in, and that no recipe file can have registered: none has the decorator.
 
     Which names they register is known once they are loaded, which takes torch.

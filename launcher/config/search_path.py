@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from launcher.config.environment_values import resolver_problem
 from launcher.errors import ConfigError
@@ -18,7 +17,7 @@ from launcher.errors import ConfigError
 KEY = "hydra.searchpath"
 
 
-def directories_of(entries: Any) -> list[Path]:
+def directories_of(entries: object) -> list[Path]:
     """The directory of each entry. Raises ConfigError for an invalid entry."""
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(f"{KEY}={entries}: must be a list of directories: [file:///DIR,pkg://PACKAGE].")

@@ -25,7 +25,7 @@ def paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from paths_of(value, f"{prefix}{key}.")
 
 
-def value_at(values: Any, path: str) -> Any:
+def value_at(values: object, path: str) -> object:
     """The value at a dotted path; None where there is none."""
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
@@ -51,7 +51,7 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(item)
 
 
-def nested_keys(value: Any) -> Iterator[str]:
+def nested_keys(value: object) -> Iterator[str]:
     """The keys of the mappings at any depth of a value."""
     if isinstance(value, Mapping):
         yield from map(str, value)

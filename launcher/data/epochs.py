@@ -16,10 +16,10 @@ from launcher.data.random_state import seed_all, spread_seed
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are always the same
 
-_set: dict[int, tuple[weakref.ref[Any], int]] = {}  # in this process; a data set may have several readers
+_set: dict[int, tuple[weakref.ref[object], int]] = {}  # in this process; a data set may have several readers
 
 
-def with_epochs(dataset: object) -> list[Any]:
+def with_epochs(dataset: object) -> list[object]:
     """The data sets with `set_epoch`: this one, or those that torch's own wrappers are around."""
     return [each for each in _within(dataset) if callable(getattr(each, "set_epoch", None))]
 

@@ -13,7 +13,7 @@ from launcher.errors import DataError
 SHOWN = 4  # shapes
 
 
-def refuse_unlike(samples: Sequence[Any], names: Sequence[str] = ()) -> None:
+def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
     """Raise DataError where samples have other columns or shapes than the first.
 
     `names` are those of a tuple's parts.

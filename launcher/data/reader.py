@@ -50,7 +50,7 @@ class Indexed(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class InStream:
     process: int
     skipped: int  # samples before the first of this process
     seconds: float  # since the process began
-    state: dict[str, Any] | None  # None of a stream without state_dict()
+    state: dict[str, object] | None  # None of a stream without state_dict()
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Fetched:
 class _Read(NamedTuple):
     """Samples, their offsets in the request, and those that cannot be read."""
 
-    samples: Sequence[Any]
+    samples: Sequence[object]
     kept: Sequence[int]
     bad: Sequence[BadSample]
 
@@ -195,7 +195,7 @@ class Reader:
         return _Read(samples, range(len(samples)), ())
 
     def _read_each(self, request: Request) -> _Read:
-        samples: list[Any] = []
+        samples: list[object] = []
         bad: dict[int, BadSample] = {}  # by offset
         seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
         for offset, index in enumerate(request.indices):
@@ -241,7 +241,7 @@ class Reader:
         failure = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}: {in_words(error)}"
         return Fetched(None, (), tuple(bad), failure, unforeseen(error))
 
-    def _alone(self, sample: Any) -> BaseException | None:
+    def _alone(self, sample: object) -> BaseException | None:
         """Why this sample cannot be collated by itself; None if it can."""
         try:
             collated([sample], self._collate)
@@ -260,7 +260,7 @@ def drawing(dataset: Indexed) -> Callable[[int, torch.Generator], Any] | None:
     return None
 
 
-def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
+def collated(samples: Sequence[object], collate: Collate | None) -> Batch:
     """A batch of samples, by the recipe's collate or torch's own.
 
     DataError unless it holds tensors only, and at least one of them has a row per sample.
@@ -310,7 +310,7 @@ def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
     )
 
 
-def _none_in(sample: Any) -> str:
+def _none_in(sample: object) -> str:
     """Which part of a sample is None; empty if none is."""
     if sample is None:
         return "it"
@@ -321,7 +321,7 @@ def _none_in(sample: Any) -> str:
     return ""
 
 
-def refuse_nameless(sample: Any) -> None:
+def refuse_nameless(sample: object) -> None:
     """Raise DataError for a sample without names of columns, where the recipe has no collate."""
     if isinstance(sample, Mapping):
         return

@@ -22,7 +22,7 @@ class ByReference(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def reference(self, index: int, generator: torch.Generator) -> Any:
+    def reference(self, index: int, generator: torch.Generator) -> object:
         """The sample without what `complete` adds, its random numbers drawn from `generator`."""
 
     @abstractmethod

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -46,7 +45,7 @@ class Stored:
         return {key.removeprefix(start): each for key, each in self.tensors.items() if key.startswith(start)}
 
 
-def cache_folder(option: Any) -> Path | None:
+def cache_folder(option: object) -> Path | None:
     """The folder that data.cache=none|auto|DIR asks for; None: nothing is kept. Raises ConfigError."""
     if option == "auto":
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher"
@@ -63,7 +62,7 @@ def size_and_time(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def cached(folder: Path | None, key: Mapping[str, Any], make: Callable[[], Stored]) -> Stored:
+def cached(folder: Path | None, key: Mapping[str, object], make: Callable[[], Stored]) -> Stored:
     """What `make` returns, from the file of this key where there is one; else made and written.
 
     The key holds everything that decides the content, as JSON values. Tensors of a file are mapped: the

@@ -28,7 +28,7 @@ def meeting_place() -> str:
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']} and MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
-def origin(arguments: Sequence[str]) -> dict[str, Any]:
+def origin(arguments: Sequence[str]) -> dict[str, object]:
     """What tells the ranks of one launch from those of another, and this process from others."""
     ids = {key: os.environ[key] for key in JOB_IDS if key in os.environ}
     return {

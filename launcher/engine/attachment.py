@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,7 +88,7 @@ class Attachment:
         self._kept = [list(members.values()) for members in self._members]  # keeps ids unique
         self._expected = self._snapshot()
 
-    def _snapshot(self) -> tuple[list[Any], ...]:
+    def _snapshot(self) -> tuple[list[object], ...]:
         return (
             [p.data_ptr() for p in self._trained],
             [p.shape for p in self._trained],

@@ -53,7 +53,7 @@ class EngineState:
             counters=dict(self.counters),
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The fields as a dict of dicts of the same tensors, of ints, a string and None."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _copied(values)
@@ -136,7 +136,7 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
                 raise UnusableError(f"{part}/{name} of a state is a {type(value).__name__}. {_expected()}")
 
 
-def _guess(values: Mapping[str, Any]) -> str:
+def _guess(values: Mapping[str, object]) -> str:
     """What was probably given instead, and how to load it."""
     if set(values) == {"state", "param_groups"}:
         return f"It looks like the state_dict of a torch optimizer. {_expected()}"

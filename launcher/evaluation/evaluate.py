@@ -164,7 +164,7 @@ def evaluate(
 def measure_batch(
     recipe: Recipe,
     model: nn.Module,
-    forward_context: Callable[[], AbstractContextManager[Any]],
+    forward_context: Callable[[], AbstractContextManager[object]],
     batch: Batch,
     measuring: Measuring,
 ) -> Loss:

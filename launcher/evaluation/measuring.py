@@ -84,7 +84,7 @@ class Measuring:
             if not hasattr(metric, "merge") and not isinstance(metric, LossMetric)
         ]
         self._known = [self._known_of(metric) for metric in self._merged] if env.world_size > 1 else []
-        self._kept: list[dict[str, Any]] = []  # on other ranks: outputs and batch for `_fed`
+        self._kept: list[dict[str, object]] = []  # on other ranks: outputs and batch for `_fed`
         self._failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
 
     def update(self, loss: Loss, batch: Batch) -> None:
@@ -126,7 +126,7 @@ class Measuring:
             self._failure = self._failure or error
 
     @contextmanager
-    def _calling(self, metric: Any, method: str, batch: Batch | None = None) -> Iterator[None]:
+    def _calling(self, metric: object, method: str, batch: Batch | None = None) -> Iterator[None]:
         """The context of each call of a metric, which rank 0 may be alone to make."""
         what = f"the metric {name_of(metric)}'s {method}"
         with self._guard(what, batch), Alone(what):
@@ -145,7 +145,7 @@ class Measuring:
             with self._held():
                 take(content_of(sent))
 
-    def _started(self, metric: Any, label: str) -> Any:
+    def _started(self, metric: object, label: str) -> object:
         """The metric without samples."""
         if is_torchmetrics(metric):
             return adapted(metric, label, self._env.device)
@@ -160,12 +160,12 @@ class Measuring:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    def _known_of(self, metric: Any) -> Known:
+    def _known_of(self, metric: object) -> Known:
         """Raises ConfigError for a state that cannot be sent."""
         with self._calling(metric, "__getstate__"), _sendable(metric):
             return known_of(metric)
 
-    def _packed_metric(self, metric: Any, known: Known) -> bytes:
+    def _packed_metric(self, metric: object, known: Known) -> bytes:
         """The state of a metric. Raises ConfigError for one that cannot be sent."""
         with self._calling(metric, "__getstate__"), _sendable(metric):
             return packed(metric, known)
@@ -249,7 +249,7 @@ def fresh(metric: Any) -> Any:
         ) from error
 
 
-def readable(outputs: Any, metrics: Sequence[str]) -> Any:
+def readable(outputs: object, metrics: Sequence[str]) -> object:
     """Outputs as metrics read them: without gradient, half precision as fp32.
 
     Raises ConfigError for outputs that are neither a tensor nor a mapping of tensors.
@@ -275,13 +275,13 @@ def rows_with_nan(outputs: Any) -> Tensor | int:
     return outputs.detach().isnan().reshape(len(outputs) if outputs.ndim else 1, -1).any(dim=1).sum()
 
 
-def as_numbers(metric: Any, found: Any) -> dict[str, float]:
+def as_numbers(metric: object, found: object) -> dict[str, float]:
     """What `compute` returned, as floats by name. Raises ConfigError for values that are no numbers."""
     named = found if isinstance(found, Mapping) else {name_of(metric): found}
     return {str(name): _as_number(metric, name, value) for name, value in named.items()}
 
 
-def _as_number(metric: Any, name: object, value: Any) -> float:
+def _as_number(metric: object, name: object, value: object) -> float:
     single = value
     if hasattr(value, "item") and _size(value) == 1:
         with suppress(RuntimeError):  # of a tensor without memory
@@ -301,7 +301,7 @@ def _size(value: Any) -> int:
 
 
 @contextmanager
-def _sendable(metric: Any) -> Iterator[None]:
+def _sendable(metric: object) -> Iterator[None]:
     try:
         yield
     except CannotSendError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from launcher.recipe.contract import Recipe
 def rehearse(
     recipe: Recipe,
     model: nn.Module,
-    forward_context: Callable[[], AbstractContextManager[Any]],
+    forward_context: Callable[[], AbstractContextManager[object]],
     data: Readable,
     env: WorkerEnv,
     batch_size: int,

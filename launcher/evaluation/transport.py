@@ -45,7 +45,7 @@ def packed(value: object, known: Known) -> bytes:
         return _dumped(value, known)
 
 
-def unpacked(data: bytes, known: Known, device: torch.device) -> Any:
+def unpacked(data: bytes, known: Known, device: torch.device) -> object:
     """The inverse of `packed`, with the receiver's `known`.
 
     A tensor is created on `device`, or on the host if it was sent from one. Raises UnpicklingError for bytes
@@ -58,7 +58,7 @@ class _Unknown(TypeError):
     """A class or function that the receiver may not have, or a tensor without plain memory."""
 
 
-def _stand_in(kind: str, *parts: Any) -> Any:
+def _stand_in(kind: str, *parts: object) -> object:
     """The only name in a message. The receiver calls `_Unpickler.received` in its place."""
     raise AssertionError("a message was read by another unpickler")
 
@@ -106,7 +106,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._known, self._device = known, device
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) != (__name__, _stand_in.__name__):
             raise pickle.UnpicklingError(f"{module}.{name} was sent by name")
         return self._received

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program
@@ -101,7 +100,7 @@ def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     return "precision" in varied and set(varied) <= {"precision", REPEATED}
 
 
-def config_of(run: RunRecord) -> dict[str, Any]:
+def config_of(run: RunRecord) -> dict[str, object]:
     """The run's config.yaml as a tree; empty where it cannot be read."""
     import yaml
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from launcher.config.trees import leaves
 from launcher.errors import first_line
@@ -43,7 +42,7 @@ class RunRecord:
     result: Result
     status: Status
     life: RunState
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, object] = field(default_factory=dict)
     config_text: str = ""
     config: dict[str, str] = field(default_factory=dict)  # by dotted key, as the user asked for it
     overrides: dict[str, str] = field(default_factory=dict)  # of the defaults, by key

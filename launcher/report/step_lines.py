@@ -41,7 +41,7 @@ class StepColumns:
         return int(self.columns["step"].size)
 
 
-def is_event(value: Any) -> bool:
+def is_event(value: object) -> bool:
     """Whether this is an event: an object with the name of an event and a step."""
     return (
         isinstance(value, dict)
@@ -87,7 +87,7 @@ def columns_of_lines(lines: Sequence[bytes]) -> StepColumns | None:
     return StepColumns(dict(zip(keys, table.T, strict=True)), missing)
 
 
-def columns_of_events(events: Sequence[Mapping[str, Any]]) -> StepColumns:
+def columns_of_events(events: Sequence[Mapping[str, object]]) -> StepColumns:
     """The columns of events of any shape; values that are no numbers are missing."""
     keys = list(dict.fromkeys(key for event in events for key in event if key != "event"))
     rows = {key: [_number(event.get(key)) for event in events] for key in keys}
@@ -118,7 +118,7 @@ def _numbers(text: bytes, num_rows: int, num_columns: int) -> FloatArray | None:
     return numbers.reshape(num_rows, num_columns) if numbers.size == num_rows * num_columns else None
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

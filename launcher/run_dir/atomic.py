@@ -46,7 +46,7 @@ def all_encodable(value: Any) -> Any:
     return value
 
 
-def strict(value: Any) -> Any:
+def strict(value: object) -> object:
     """The value with non-finite floats as strings and texts `encodable`: strict JSON represents neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))  # a key of NON_FINITE
@@ -78,7 +78,7 @@ def json_line(value: Mapping[str, Any]) -> bytes:
         return _STRICT.encode(strict(value)).encode() + b"\n"
 
 
-def write_json(path: Path, value: Mapping[str, Any], durable: bool = False) -> None:
+def write_json(path: Path, value: Mapping[str, object], durable: bool = False) -> None:
     """Replace `path` by the value as indented strict JSON; see `write_text`."""
     text = json.dumps(strict(value), allow_nan=False, ensure_ascii=False, indent=2)
     write_text(path, text + "\n", durable)

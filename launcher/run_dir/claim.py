@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StorageError, listed
@@ -184,7 +183,7 @@ def _finished(config: Config, directory: Path) -> str:
     return f"{directory}: the run is done, after {steps} steps{metric}. To train longer, raise {key}."
 
 
-def _stopped_early(config: Config, result: Mapping[str, Any]) -> bool:
+def _stopped_early(config: Config, result: Mapping[str, object]) -> bool:
     """Whether the run has ended before its last step, under the rule that this command gives."""
     early = result.get("stopped_early")
     wish = dataclasses.asdict(config.early_stopping)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from launcher.config.messages import as_typed
 from launcher.config.schema import Config
@@ -113,11 +112,11 @@ def _has_a_part(key: str) -> bool:
     return key.partition(".")[0] in LEARNED_FROM and not any(fnmatch(key, each) for each in WITHOUT_A_PART)
 
 
-def _shown(key: str, there: Any, here: Any) -> str:
+def _shown(key: str, there: object, here: object) -> str:
     return f"{key} is {as_typed(there)} there and {as_typed(here)} here"
 
 
-def _settings(config: Config, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _settings(config: Config, directory: Path) -> tuple[dict[str, object], dict[str, object]]:
     """The values by dotted key of the run in `directory` and of `config`.
 
     Equal where config.yaml has been deleted beside checkpoints: these say of which run they are, and are

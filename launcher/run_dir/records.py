@@ -265,7 +265,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_state(directory: Path) -> dict[str, Any] | None:
+def _git_state(directory: Path) -> dict[str, object] | None:
     """The commit of the clone at `directory`, and whether files differ from it; None outside a clone."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:

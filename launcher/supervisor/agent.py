@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -103,11 +102,11 @@ class Agent(LocalElasticAgent):
         self._generation: Generation | None = None
         self._stopping = False
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         self._work.restart()
         orphans = Orphans()
         with held_back():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            pids: dict[int, object] = super()._start_workers(worker_group)
             self._signals.handle()  # the agent has replaced them by its own handlers
         assert self._pcontext is not None
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from launcher.errors import escaped
 from launcher.telemetry.events import EvalEvent, StepEvent
@@ -35,7 +34,7 @@ MARKUP = tuple(  # in this order; what Markdown leaves as it is, such as the _ o
 )
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Four significant digits for a float, digits in groups for an integer, a dash for None.
 
     Large floats have an exponent: 2.71e36. Integral ones, as of steps, keep their digits up to `COUNTED`.
@@ -63,7 +62,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def metric(name: str, value: Any) -> str:
+def metric(name: str, value: object) -> str:
     """A value of an evaluation: shares in percent, counts whole, the rest to four decimals."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return number(value)
@@ -172,5 +171,5 @@ def scale_text(scale: float) -> str:
     return f"{scale:g}" if scale < 1 else f"{scale:.0f}"
 
 
-def _of(value: Any, total: int | None) -> str:
+def _of(value: object, total: int | None) -> str:
     return number(value) if total is None else f"{number(value)}/{number(total)}"

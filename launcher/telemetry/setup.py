@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError
@@ -153,7 +152,7 @@ def _tracked_run(config: Config, name: str, run_id: str) -> TrackedRun:
     )
 
 
-def _facts(run_dir: Path) -> dict[str, Any]:
+def _facts(run_dir: Path) -> dict[str, object]:
     """The commit, read when the run starts; never the remote, whose URL may contain a token."""
     try:
         return {"git": read_json(run_dir / ENVIRONMENT).get("git")}

@@ -71,7 +71,7 @@ class AfterEvaluation:
     def _beat(self) -> None:
         self.run.heartbeat.beat("evaluation")
 
-    def _call(self, position: Position) -> Any:
+    def _call(self, position: Position) -> object:
         """What the function returns. The model's calls are signs of life: a long text takes many of them."""
         assert self.recipe.after_evaluation is not None
         device, model = self.run.env.device, self.model
@@ -93,7 +93,7 @@ class AfterEvaluation:
             )
         return found
 
-    def _report(self, found: Any, position: Position) -> None:
+    def _report(self, found: object, position: Position) -> None:
         texts, numbers, pictures = sorted_by_kind(found)
         stems = file_stems(pictures)
         paths = {
@@ -146,14 +146,14 @@ class _SignOfLife:
         self._every_s = run.config.launch.stall_s / BEATS_PER_STALL
         self._last = time.monotonic()
 
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
+    def __call__(self, module: nn.Module, arguments: object) -> None:
         if time.monotonic() - self._last >= self._every_s:
             send_to_all(self._run.env, STILL_AT_WORK, sender=0)
             self._run.heartbeat.beat("evaluation")
             self._last = time.monotonic()
 
 
-def sorted_by_kind(found: Any) -> tuple[dict[str, str], dict[str, float], dict[str, bytes]]:
+def sorted_by_kind(found: object) -> tuple[dict[str, str], dict[str, float], dict[str, bytes]]:
     """Texts, numbers, and pictures as PNG. Raises RecipeError for anything else."""
     if not isinstance(found, Mapping):
         raise RecipeError(

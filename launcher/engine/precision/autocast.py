@@ -35,7 +35,7 @@ from launcher.engine.precision.classes import (
 )
 from launcher.engine.precision.picks import SUMS, pick
 
-Kernel = Callable[..., Any]
+Kernel = Callable[..., object]
 
 RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Operators that sum in fp32 by themselves on a GPU.
@@ -64,7 +64,7 @@ class HalfArithmetic(torch.autocast):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         torch.set_autocast_enabled(MARK, self._outer.pop())
 
@@ -121,7 +121,7 @@ def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
                 yield operator, compute
 
 
-def _names(functions: Iterable[Callable[..., Any]]) -> set[str]:
+def _names(functions: Iterable[Callable[..., object]]) -> set[str]:
     """The operator names of these functions, which are the functions' own."""
     return {function.__name__ for function in functions}
 
@@ -143,9 +143,9 @@ def _compute(
     device_type: str,
     key: torch.DispatchKey,
     keyset: torch.DispatchKeySet,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     if not torch.is_autocast_enabled(MARK):  # someone else's torch.autocast
         # Not only without `key`: the snapshot that torch.compile puts before all keys would come back here.
         return operator.redispatch(keyset & torch._C._dispatch_keyset_full_after(key), *args, **kwargs)
@@ -188,7 +188,7 @@ def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> An
     return map_tensors(functools.partial(_narrow, dtype), _in_fp32(operator, dtype, args, kwargs))
 
 
-def _promoted(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _promoted(operator: OpOverload, dtype: torch.dtype, args: object, kwargs: object) -> object:
     """fp32 inside, for sums in the backward pass too; half results where no input is fp32."""
     result = _in_fp32(operator, dtype, args, kwargs)
     return result if any_fp32((args, kwargs)) else map_tensors(functools.partial(_narrow, dtype), result)

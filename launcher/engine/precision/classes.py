@@ -17,13 +17,13 @@ FLOATS = (*HALF, torch.float32)
 MARK = "xpu"  # an unused device type, whose autocast flag marks that this engine's arithmetic is on
 
 
-def _functions(names: str, *homes: Any) -> Iterable[Callable[..., Any]]:
+def _functions(names: str, *homes: object) -> Iterable[Callable[..., object]]:
     """The functions of these names wherever torch offers them: as function, as method, or both."""
     homes = homes or (torch, torch.Tensor, F)
     return (getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
 
 
-def _all_but(home: Any, names: str) -> Iterable[Callable[..., Any]]:
+def _all_but(home: object, names: str) -> Iterable[Callable[..., object]]:
     """Every public function of a module of torch, except these."""
     excepted = {*names.split(), "Tensor", "common_args", "merge_dicts"}
     public = (name for name in dir(home) if not name.startswith("_") and name not in excepted)
@@ -112,15 +112,15 @@ BACKWARD = frozenset([*_functions("backward", torch.Tensor), *_functions("backwa
 CHANGED = PRODUCTS | WIDE | INNER | PROMOTING | PICKS | COMPOSITES | BACKWARD | {checkpoint}
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def widen(value: Any) -> Any:
+def widen(value: object) -> object:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
-def any_fp32(value: Any) -> bool:
+def any_fp32(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dtype == torch.float32
     if isinstance(value, dict):

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 MAX_SLICES = 8  # MIG slices of one GPU: at most 7 today
 
@@ -30,7 +29,7 @@ class Gpu:
 
     index: int  # NVML's, as nvidia-smi shows it
     uuid: str
-    handle: Any
+    handle: object
     ranks: tuple[Rank, ...]
     is_sliced: bool  # used through MIG: other slices' processes are none of the run's business
 
@@ -41,7 +40,7 @@ class _Entry:
 
     uuid: str
     index: int
-    handle: Any  # of the whole GPU
+    handle: object  # of the whole GPU
     gpu_uuid: str
 
 
@@ -113,7 +112,7 @@ def _entries(nvml: ModuleType) -> Iterator[_Entry]:
             yield from _slices(nvml, index, handle, uuid)
 
 
-def _slices(nvml: ModuleType, index: int, handle: Any, uuid: str) -> Iterator[_Entry]:
+def _slices(nvml: ModuleType, index: int, handle: object, uuid: str) -> Iterator[_Entry]:
     with contextlib.suppress(nvml.NVMLError, AttributeError):  # most GPUs know no MIG, nor do old libraries
         if not nvml.nvmlDeviceGetMigMode(handle)[0]:
             return

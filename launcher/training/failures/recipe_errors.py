@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ def guarded(recipe: Recipe, logs: str) -> Recipe:
 
 @contextmanager
 def guarding(
-    what: str, logs: str, batch: Mapping[str, Any] | None = None, of_metric: bool = False
+    what: str, logs: str, batch: Mapping[str, object] | None = None, of_metric: bool = False
 ) -> Iterator[None]:
     """Raise the `recipe_failure` of an exception in the context."""
     try:
@@ -114,7 +114,7 @@ def recipe_failure(
     error: BaseException,
     what: str,
     logs: str,
-    batch: Mapping[str, Any] | None = None,
+    batch: Mapping[str, object] | None = None,
     of_metric: bool = False,
     built_at: str = "",
 ) -> LauncherError | None:
@@ -169,7 +169,7 @@ def _guarded(
     what = f"the recipe's {name}{_defined(function)}"
 
     @functools.wraps(function, updated=())
-    def call(*arguments: Any) -> Result:
+    def call(*arguments: object) -> Result:
         try:  # not `guarding`, whose context takes as long as a small operation
             if symmetric:
                 return function(*arguments)
@@ -193,7 +193,7 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
     warned = False
 
     @functools.wraps(loss, updated=())
-    def call(network: nn.Module, *more: Any) -> Result:
+    def call(network: nn.Module, *more: object) -> Result:
         nonlocal warned
         training = network.training
         found = loss(network, *more)
@@ -205,7 +205,7 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-def _defined(function: Callable[..., Any]) -> str:
+def _defined(function: Callable[..., object]) -> str:
     """The function's name if it is not the user's code, so that no line of a traceback shows it."""
     code = getattr(function, "__code__", None)
     own = isinstance(code, CodeType) and is_the_users(code)
@@ -213,7 +213,7 @@ def _defined(function: Callable[..., Any]) -> str:
     return "" if own else f" ({name})"
 
 
-def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
+def _rule(error: Exception, batch: Mapping[str, object]) -> str:
     """The rule that the data breaks, if the data is at fault; else empty."""
     if isinstance(error, KeyError) and batch and not _is_raised(error) and error.args[0] not in batch:
         return (
@@ -251,7 +251,7 @@ def _rule(error: Exception, batch: Mapping[str, Any]) -> str:
     return ""
 
 
-def _not_fp32(batch: Mapping[str, Any]) -> str:
+def _not_fp32(batch: Mapping[str, object]) -> str:
     """The columns that a model's arithmetic may refuse, with dtype and shape.
 
     Integers only where no column is float64: most are labels.
