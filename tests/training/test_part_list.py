@@ -146,7 +146,7 @@ def test_a_part_adds_to_the_result_by_its_type() -> None:
     adding = [
         each for each in classes if each.__module__.startswith(folder.__name__) and hasattr(each, "add_to")
     ]
-    assert len(adding) == 7
+    assert len(adding) >= 7, "the test finds the parts"
     for each in adding:
         assert get_type_hints(each.add_to) == {"result": Result, "return": Result}, each
 
