@@ -33,6 +33,7 @@ LEARNED_FROM = (
     "recipes",
     "train",
     "schedule",
+    "plateau",
     "ema",
     "optim",
     "model",
