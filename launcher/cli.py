@@ -22,7 +22,7 @@ from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
 from launcher.commands.watch import watch
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.handoff import Leader, Patience, follow
+from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
 from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
 
@@ -59,7 +59,7 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
 
 
 def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
-    patience = Patience(first_job_s=init_timeout_s(argv))
+    patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
     exit_code, reason = follow(launch, run_worker, patience, on_end=ignore_sigterm, arguments=argv)
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         print(wrapped(f"error on rank 0: {reason}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
@@ -73,7 +73,7 @@ def init_timeout_s(argv: Sequence[str]) -> float:
         if key == "launch.init_timeout_s":
             with suppress(ValueError):
                 return float(value)
-    return Patience.first_job_s
+    return HandoffTimeouts.first_job_s
 
 
 def ignore_sigterm() -> None:

@@ -34,7 +34,7 @@ from launcher.checkpoint.manifest import (
     verify,
 )
 from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, of_all_ranks
-from launcher.checkpoint.tensors import Run, described, directly, read_tensors, write_bytes, write_tensors
+from launcher.checkpoint.tensors import Pace, described, directly, read_tensors, write_bytes, write_tensors
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
@@ -48,7 +48,7 @@ OPTIMIZER_STATE, BY_RANK = "optimizer/", "buffer_by_rank/"
 AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
 
 
-def publish(directory: Path, snapshot: Snapshot, run: Run = directly) -> Path:
+def publish(directory: Path, snapshot: Snapshot, run: Pace = directly) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
     The checkpoint appears under its final name in one rename. An existing one of that step with the same
@@ -155,7 +155,7 @@ def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> It
         raise
 
 
-def _write_files(directory: Path, snapshot: Snapshot, run: Run) -> None:
+def _write_files(directory: Path, snapshot: Snapshot, run: Pace) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
     state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)

@@ -46,12 +46,12 @@ class Written:
     sha256: str
 
 
-Run = Callable[[Callable[[], object], int], None]  # calls its argument, which is work of so many bytes
+Pace = Callable[[Callable[[], object], int], None]  # calls its argument, which is work of so many bytes
 _PIECE_BYTES = 2**20  # about a millisecond of writing and hashing
 
 
 def directly(work: Callable[[], object], size_bytes: int) -> None:
-    """A `Run` without pauses."""
+    """A `Pace` without pauses."""
     work()
 
 
@@ -62,7 +62,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Run = directly
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Pace = directly
 ) -> Written:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
@@ -112,7 +112,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
 
 
-def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Run) -> Written:
+def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Pace) -> Written:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _pieces(parts):
         piece_bytes = sum(len(part) for part in piece)

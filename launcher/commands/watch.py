@@ -51,7 +51,7 @@ def watch(arguments: Arguments) -> int:
     on_terminal = sys.stdout.isatty()
     every_s = interval(arguments, EVERY_S if on_terminal else EVERY_LINE_S)
     try:
-        source = Sweep(directory) if is_sweep(directory) else Run(directory)
+        source = SweepSource(directory) if is_sweep(directory) else RunSource(directory)
         for text in source.warnings():
             warn(text)
         with stopping() as stop:
@@ -86,7 +86,7 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-class Run:
+class RunSource:
     """One run."""
 
     def __init__(self, directory: Path) -> None:
@@ -118,12 +118,12 @@ class Run:
         return self.view.exit_code
 
 
-class Sweep:
+class SweepSource:
     """The jobs of a sweep, as they appear."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, RunSource] = {}
         self._quiet_since: float | None = None
         self._over = False
 
@@ -133,7 +133,7 @@ class Sweep:
 
         for directory in job_directories(self._directory):
             if directory not in self._runs:
-                self._runs[directory] = Run(directory)
+                self._runs[directory] = RunSource(directory)
         over = [run.poll() for run in self._runs.values()]
         ended = all(over)
         now = time.monotonic()
@@ -175,7 +175,7 @@ class Sweep:
         return next(failed, 1 if self.rest() else 0)
 
 
-Source = Run | Sweep
+Source = RunSource | SweepSource
 
 
 def follow(source: Source, show: Callable[[Source], None], every_s: float, stop: Stop) -> None:

@@ -90,7 +90,7 @@ OptimConfig = BuiltInConfig | OwnOptimConfig
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerEntry:
     """A built-in optimizer: the class of its keys, and the module and name of the class that takes them.
 
     A class of the engine updates shards and runs without masters; one of torch.optim does neither.
@@ -105,13 +105,13 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    "sgd": Optimizer(SgdConfig, "launcher.engine:SGD"),
-    "adamw": Optimizer(AdamConfig, "launcher.engine:AdamW"),
-    "adam": Optimizer(AdamConfig, "torch.optim:Adam"),
-    "nadam": Optimizer(AdamConfig, "torch.optim:NAdam"),
-    "radam": Optimizer(AdamConfig, "torch.optim:RAdam"),
-    "rmsprop": Optimizer(RmspropConfig, "torch.optim:RMSprop"),
-    "adagrad": Optimizer(AdagradConfig, "torch.optim:Adagrad"),
+    "sgd": OptimizerEntry(SgdConfig, "launcher.engine:SGD"),
+    "adamw": OptimizerEntry(AdamConfig, "launcher.engine:AdamW"),
+    "adam": OptimizerEntry(AdamConfig, "torch.optim:Adam"),
+    "nadam": OptimizerEntry(AdamConfig, "torch.optim:NAdam"),
+    "radam": OptimizerEntry(AdamConfig, "torch.optim:RAdam"),
+    "rmsprop": OptimizerEntry(RmspropConfig, "torch.optim:RMSprop"),
+    "adagrad": OptimizerEntry(AdagradConfig, "torch.optim:Adagrad"),
 }
 
 

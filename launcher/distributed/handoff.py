@@ -42,7 +42,7 @@ RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 
 @dataclass(frozen=True)
-class Patience:
+class HandoffTimeouts:
     """Timeouts of each side's waits for the other."""
 
     first_job_s: float = 300.0  # followers: until rank 0 has composed the config
@@ -64,13 +64,13 @@ class Leader:
         self,
         launch: LaunchEnv,
         run_job: RunJob,
-        patience: Patience | None = None,
+        patience: HandoffTimeouts | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         self.launch = launch
         self._run_job = run_job
         self._arguments = arguments
-        self._patience = patience or Patience()
+        self._patience = patience or HandoffTimeouts()
         self._goodbye_s = self._patience.unmet_s
         self._others = range(1, launch.world_size)
         self._gone: list[int] = []  # ranks that were awaited in vain: they will not confirm the end either
@@ -218,7 +218,7 @@ class Leader:
 def follow(
     launch: LaunchEnv,
     run_job: RunJob,
-    patience: Patience | None = None,
+    patience: HandoffTimeouts | None = None,
     on_end: Callable[[], None] = lambda: None,
     arguments: Sequence[str] = (),
 ) -> tuple[int, str]:
@@ -228,7 +228,7 @@ def follow(
     failed. Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 is silent,
     PreflightError if it belongs to another launch.
     """
-    patience = patience or Patience()
+    patience = patience or HandoffTimeouts()
     store = open_store(launch, patience.first_job_s)
     assert store is not None, "a single process has no leader"
     join_launch(store, launch.rank, arguments, patience.first_job_s)

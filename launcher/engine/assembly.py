@@ -62,7 +62,7 @@ class Choices:
         return {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
 
 
-class Parts:
+class StepperParts:
     """The parts of a Stepper, each built from those before it. A collective with a group.
 
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.

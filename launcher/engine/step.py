@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.limits as limits
-from launcher.engine.assembly import Choices, Parts
+from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import (
     BROKEN_OFF,
@@ -33,7 +33,7 @@ from launcher.engine.wire.step_counts import Reference
 class Step:
     """The present step of a Stepper with these parts; `restart` begins the next."""
 
-    def __init__(self, choices: Choices, parts: Parts, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, choices: Choices, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
         self._parts, self._policy, self._group = parts, choices.policy, group
         self.reference = Reference(choices.reference_count, choices.micro_batches, parts.layout.device, group)
         self._terms = Terms(1.0, choices.clip_norm, choices.scaling)

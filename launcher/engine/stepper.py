@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import launcher.engine.limits as limits
 from launcher.engine.agreement import refuse_differences
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
-from launcher.engine.assembly import Choices, Parts
+from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.attachment import refuse_lent
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import (
@@ -128,7 +128,7 @@ class Stepper:
             warn_if_alone(stacklevel=2)
         # First: what comes next then raises on all ranks or on none.
         refuse_differences(model, choices.shared(), self.group)
-        self._parts = parts = Parts(model, choices, self.group)
+        self._parts = parts = StepperParts(model, choices, self.group)
         warn_of_idle(idle_groups(model, groups), stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.report.charts.confusion import Confusion, confusion_picture
+from launcher.report.charts.confusion import ConfusionChart, confusion_picture
 from launcher.report.charts.gradient_chart import gradient_charts
 from launcher.report.charts.picture import write_picture
 from launcher.report.charts.run_charts import metric_chart, run_charts
@@ -36,7 +36,7 @@ def draw_curves(run: RunRecord) -> Path | None:
 
 def draw_confusion_matrix(run: RunRecord) -> Path | None:
     """Write confusion_matrix.png; None where no classes were counted. Raises OSError."""
-    found = Confusion.of(run)
+    found = ConfusionChart.of(run)
     if found is None:
         return None
     write_content(run.directory / CONFUSION_MATRIX, confusion_picture(found))

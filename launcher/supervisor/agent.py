@@ -28,7 +28,7 @@ from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
 from launcher.supervisor.parent_signals import Signals, held_back
 from launcher.supervisor.restart_policy import Restarts
-from launcher.supervisor.root_cause import PREEMPTED, RunFailed, Verdict
+from launcher.supervisor.root_cause import PREEMPTED, AttemptVerdict, RunFailed
 
 POLL_EVERY_S = 0.05
 
@@ -134,13 +134,13 @@ class Agent(LocalElasticAgent):
         if self._signals.impatient:
             generation.end_within(0)
 
-    def _restart_or_raise(self, verdict: Verdict) -> None:
+    def _restart_or_raise(self, verdict: AttemptVerdict) -> None:
         newest = self._newest_step()
         if self._signals.stop is not None and self._is_saved():
             # Rank 0 has saved the run, and was killed before it had left.
             again = directory_override("run.dir", self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
-            raise RunFailed(Verdict(PREEMPTED, text))
+            raise RunFailed(AttemptVerdict(PREEMPTED, text))
         if verdict.exit_code == PREEMPTED or self._signals.stop is not None:
             raise stopped(verdict, self._signals.stop, newest)
         self._restarts.allow(verdict, newest)
@@ -179,7 +179,7 @@ class Agent(LocalElasticAgent):
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
 
-def stopped(verdict: Verdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
+def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
     """The error for a run that was asked to stop: saved, or not. `newest_step` is that of its checkpoints."""
     if verdict.exit_code == PREEMPTED:
         return PreemptedError(verdict.text)
@@ -190,6 +190,6 @@ def stopped(verdict: Verdict, asked: signal.Signals | None, newest_step: int) ->
             f"checkpoint of step {verdict.last_step} is saved. The same command with this run.dir completes "
             "the run."
         )
-        return RunFailed(Verdict(PREEMPTED, text))
+        return RunFailed(AttemptVerdict(PREEMPTED, text))
     text = f"stopped by {asked.name} before a checkpoint could be written: {verdict.text}"
-    return RunFailed(Verdict(128 + asked, text, verdict.hint))
+    return RunFailed(AttemptVerdict(128 + asked, text, verdict.hint))

@@ -22,7 +22,7 @@ from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.process.lifetime import Orphans
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import OVERRUN, PREEMPTED, Fate, Verdict, hang, judge
+from launcher.supervisor.root_cause import OVERRUN, PREEMPTED, AttemptVerdict, Fate, hang, judge
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
 OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
@@ -57,7 +57,7 @@ class Generation:
         """Set the workers' deadline, unless an earlier one is set."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + seconds)
 
-    def poll(self) -> Verdict | None:
+    def poll(self) -> AttemptVerdict | None:
         """The verdict once the workers have ended or been killed; None while they run."""
         now = time.monotonic()
         if now - self._polled_s > PAUSE_S:
@@ -109,7 +109,7 @@ class Generation:
         """Whether rank 0 may have to finish a tracker."""
         return bool(self._work.config.tracker.names) and 0 not in self._exited
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> AttemptVerdict:
         fates = self._killed or self._fates()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
@@ -117,13 +117,13 @@ class Generation:
         fates = [_with_departure(fate, words.of(fate.rank)) for fate in fates]
         return judge(fates, words.first_failure(), self._limits.stall_s)
 
-    def _name_hanging(self) -> Verdict:
+    def _name_hanging(self) -> AttemptVerdict:
         fates = self._fates()
         verdict = hang(fates)
         self._dump_stacks([fate for fate in fates if fate.exit_code is None])
         self.kill()
         stacks = self._work.stacks_of(0).with_name("stacks-rank*.txt")
-        return Verdict(verdict.exit_code, f"{verdict.text}; stacks of all ranks: {stacks}")
+        return AttemptVerdict(verdict.exit_code, f"{verdict.text}; stacks of all ranks: {stacks}")
 
     def _is_overdue(self, now: float) -> bool:
         beats = self._live_beats()

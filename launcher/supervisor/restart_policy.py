@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.errors import NoProgressError
-from launcher.supervisor.root_cause import STALLED, UNEXPECTED, RunFailed, Verdict
+from launcher.supervisor.root_cause import STALLED, UNEXPECTED, AttemptVerdict, RunFailed
 
 REPLICAS_DIFFER = 9  # exit code of a ReplicaError
 RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
@@ -24,7 +24,7 @@ class Restarts:
     used: int = 0
     fruitless: int = 0
 
-    def allow(self, verdict: Verdict, newest_step: int) -> None:
+    def allow(self, verdict: AttemptVerdict, newest_step: int) -> None:
         """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
 
         Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row

@@ -50,7 +50,7 @@ class Fate:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AttemptVerdict:
     """How a generation ended; `exit_code` is the run's if there is no restart."""
 
     exit_code: int
@@ -64,13 +64,13 @@ class Verdict:
 class RunFailed(LauncherError):
     """The workers of a run have ended without a result."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: AttemptVerdict) -> None:
         super().__init__(f"{verdict.text}. {verdict.hint}".strip() if verdict.hint else verdict.text)
         self.exit_code = verdict.exit_code
         self.traceback = verdict.traceback
 
 
-def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> Verdict:
+def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> AttemptVerdict:
     """The verdict on a generation that has ended, or was ended after the first of its ranks had failed.
 
     `first_failure` is the rank that claimed to be the first, if one did. `stall_s` is the longest time that
@@ -82,7 +82,7 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
     if blamed.failed:
         assert blamed.departure is not None
         departure = blamed.departure
-        return Verdict(
+        return AttemptVerdict(
             departure.exit_code,
             _said_by(blamed, fates),
             traceback=departure.traceback,
@@ -93,16 +93,16 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> V
         return hang([blamed])
     if alive:
         finishing = all(fate.beat.phase in FINISHING for fate in fates)
-        return Verdict(
+        return AttemptVerdict(
             UNEXPECTED,
             "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive),
             last_step=alive[0].beat.step if finishing else None,
         )
     stopped = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code == PREEMPTED]
-    return Verdict(PREEMPTED, stopped[0].error) if stopped else Verdict(0)
+    return AttemptVerdict(PREEMPTED, stopped[0].error) if stopped else AttemptVerdict(0)
 
 
-def hang(fates: Sequence[Fate]) -> Verdict:
+def hang(fates: Sequence[Fate]) -> AttemptVerdict:
     """The verdict on a generation in which some ranks, or all, have shown no sign of life for too long."""
     alive = [fate for fate in fates if fate.exit_code is None]
     behind = min(fate.beat.order for fate in alive)
@@ -114,7 +114,7 @@ def hang(fates: Sequence[Fate]) -> Verdict:
         f"{' (stopped by SIGSTOP)' if fate.stopped else ''}"
         for fate in waited_for
     )
-    return Verdict(STALLED, "; ".join(hanging))
+    return AttemptVerdict(STALLED, "; ".join(hanging))
 
 
 def _innocence(
@@ -161,11 +161,11 @@ def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
     return attributed(blamed.departure, departures)
 
 
-def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:
+def _of_silent(fate: Fate, fates: Sequence[Fate]) -> AttemptVerdict:
     assert fate.exit_code is not None
     place = where(fate.beat)
     if fate.exit_code >= 0:
-        return Verdict(
+        return AttemptVerdict(
             UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
         )
     number = -fate.exit_code
@@ -178,7 +178,7 @@ def _of_silent(fate: Fate, fates: Sequence[Fate]) -> Verdict:
         signal.SIGABRT: f"Its message is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
     meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
-    return Verdict(
+    return AttemptVerdict(
         UNEXPECTED,
         f"rank {fate.rank} was killed by {_signal_name(number)} (pid {fate.pid}) {place}{meanwhile}",
         hint,

@@ -20,7 +20,7 @@ from launcher.process.torch_private import warn_if_unchecked
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals, heeded, held_back
-from launcher.supervisor.root_cause import RunFailed, Verdict
+from launcher.supervisor.root_cause import AttemptVerdict, RunFailed
 
 
 def supervise(config: Config, num_workers: int) -> None:
@@ -50,7 +50,7 @@ def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: H
 
     if signals.stop is not None:
         raise RunFailed(
-            Verdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
+            AttemptVerdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
         )
     with Work.opened(config, heartbeats, signals.obeyed) as work:
         Agent(work, num_workers, signals).run()

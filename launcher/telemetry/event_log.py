@@ -148,11 +148,11 @@ class EventLog:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of the file in order, without damaged lines. Raises OSError."""
-    return read_recording(path).events
+    return read_log(path).events
 
 
 @dataclass(frozen=True)
-class Recording:
+class ReadEvents:
     """The readable events of a file."""
 
     events: list[dict[str, Any]]
@@ -166,7 +166,7 @@ class Recording:
         return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
 
 
-def read_recording(path: Path) -> Recording:
+def read_log(path: Path) -> ReadEvents:
     """The events of the file and its damaged lines. An incomplete last line (of a killed writer) is ignored.
 
     Raises OSError.
@@ -174,20 +174,20 @@ def read_recording(path: Path) -> Recording:
     return _selected(path, _event, lambda event: True)
 
 
-def recorded_before(path: Path) -> Recording:
+def recorded_before(path: Path) -> ReadEvents:
     """What a run that resumes needs of a file that may be large: its decisions, and its damaged lines.
 
     Empty without a file. Raises OSError.
     """
     if not path.exists():
-        return Recording([], [])
+        return ReadEvents([], [])
     return _selected(path, _head, lambda head: head["event"] == "decision")
 
 
 def _selected(
     path: Path, parsed: Callable[[bytes], dict[str, Any] | None], wanted: Callable[[Record], bool]
-) -> Recording:
-    found = Recording([], [])
+) -> ReadEvents:
+    found = ReadEvents([], [])
     with _open(path) as file:
         for number, (_, _, line) in enumerate(_lines(file), start=1):
             head = parsed(line)

@@ -25,7 +25,7 @@ from launcher.telemetry.tracker.delivery import Delivery, path_of
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
-from launcher.telemetry.tracker.sink import Patience, TrackerSink
+from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import taken_from
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, new_run_id
 
@@ -37,7 +37,7 @@ def open_telemetry(
     config: Config,
     environ: Mapping[str, str],
     with_gpu: bool,
-    patience: Patience | None = None,
+    patience: TrackerTimeouts | None = None,
 ) -> Telemetry:
     """Open all sinks of a run, for rank 0, and report the tracker's mode. Raises StorageError, ConfigError.
 
@@ -64,7 +64,7 @@ def open_telemetry(
         run = _tracked_run(config, name, run_id)
         delivery = Delivery(path_of(run_dir, name), run_id, partial(recorded, run_dir / EventLog.name))
         if name == "wandb":
-            _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or Patience())
+            _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or TrackerTimeouts())
         else:
             telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
             _add(telemetry, config, name, partial(make, name), run, delivery, patience)
@@ -78,7 +78,7 @@ def _add(
     make_tracker: Callable[[], Tracker],
     run: TrackedRun,
     delivery: Delivery,
-    patience: Patience | None,
+    patience: TrackerTimeouts | None,
 ) -> None:
     facts = partial(_facts, Path(config.run.dir))
     telemetry.add(
@@ -102,7 +102,7 @@ def _add_wandb(
     delivery: Delivery,
     environ: Mapping[str, str],
     with_gpu: bool,
-    patience: Patience,
+    patience: TrackerTimeouts,
 ) -> None:
     decision = decide(config.tracker, environ)
     _refuse_offline_artifacts(config, decision)

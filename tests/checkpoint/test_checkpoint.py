@@ -41,7 +41,7 @@ from launcher.checkpoint import (
     verify,
 )
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
-from launcher.checkpoint.tensors import Run, write_tensors
+from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
@@ -482,7 +482,7 @@ def test_a_file_is_written_in_pieces_of_a_megabyte_whatever_its_tensors(tmp_path
 def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     started, may_finish = threading.Event(), threading.Event()
 
-    def slow(directory: Path, taken: Snapshot, run: Run) -> Path:
+    def slow(directory: Path, taken: Snapshot, run: Pace) -> Path:
         started.set()
         assert may_finish.wait(10)
         return publish(directory, taken, run)

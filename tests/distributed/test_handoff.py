@@ -55,11 +55,11 @@ from launcher.distributed.failures import claim_first_failure
 from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
-from launcher.distributed.handoff import Leader, Patience, follow
+from launcher.distributed.handoff import Leader, HandoffTimeouts, follow
 
 case = sys.argv[1]
 first_job_s = 3 if case == "silent" else 25  # the import of torch on a busy machine takes longer than 3 s
-patience = Patience(first_job_s=first_job_s, next_job_s=2, leave_s=2, goodbye_s=1)
+patience = HandoffTimeouts(first_job_s=first_job_s, next_job_s=2, leave_s=2, goodbye_s=1)
 launch = LaunchEnv.from_environ(os.environ)
 
 def work(config, launch, store, job):
@@ -78,7 +78,7 @@ def work(config, launch, store, job):
         time.sleep(60)
 
 def lead():
-    leader = Leader(launch, work, Patience(first_job_s=25, lost_s=1) if case == "lost" else patience)
+    leader = Leader(launch, work, HandoffTimeouts(first_job_s=25, lost_s=1) if case == "lost" else patience)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
         store = open_store(launch, 3)

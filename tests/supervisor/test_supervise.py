@@ -15,7 +15,7 @@ from launcher.errors import ConfigError, LauncherError, NoProgressError, Preflig
 from launcher.supervisor import worker_count
 from launcher.supervisor.parent_signals import HEEDED, Signals, heeded, held_back
 from launcher.supervisor.restart_policy import Restarts
-from launcher.supervisor.root_cause import Fate, RunFailed, Verdict, hang, judge
+from launcher.supervisor.root_cause import AttemptVerdict, Fate, RunFailed, hang, judge
 
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
@@ -158,7 +158,7 @@ def test_an_error_of_its_own_is_not_excused_by_a_slow_rank() -> None:
     ],
 )
 def test_those_whom_the_others_wait_for_hang(fates, text) -> None:
-    assert hang(fates) == Verdict(6, text)
+    assert hang(fates) == AttemptVerdict(6, text)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -172,7 +172,7 @@ def test_every_phase_has_its_place_in_a_sentence(phase) -> None:
 # Restarts
 
 
-def fate_of(restarts: Restarts, verdict: Verdict, newest_step: int) -> str:
+def fate_of(restarts: Restarts, verdict: AttemptVerdict, newest_step: int) -> str:
     try:
         restarts.allow(verdict, newest_step)
     except LauncherError as error:
@@ -183,7 +183,7 @@ def fate_of(restarts: Restarts, verdict: Verdict, newest_step: int) -> str:
 @pytest.mark.parametrize("exit_code", range(1, 11))
 def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
     expected = "restart" if exit_code in (1, 6, 9) else f"RunFailed {exit_code}"
-    assert fate_of(Restarts(3), Verdict(exit_code, "it failed"), 0) == expected
+    assert fate_of(Restarts(3), AttemptVerdict(exit_code, "it failed"), 0) == expected
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
 )
 def test_three_generations_without_a_new_checkpoint_end_a_run(allowed, before, steps, expected) -> None:
     restarts = Restarts(allowed, before)
-    assert [fate_of(restarts, Verdict(1, "it failed"), step) for step in steps] == expected
+    assert [fate_of(restarts, AttemptVerdict(1, "it failed"), step) for step in steps] == expected
 
 
 def test_errors_carry_the_hint_to_the_end() -> None:
     with pytest.raises(RunFailed, match=r"^it failed\. Look there\.$"):
-        Restarts(0).allow(Verdict(1, "it failed", "Look there."), 0)
+        Restarts(0).allow(AttemptVerdict(1, "it failed", "Look there."), 0)
     with pytest.raises(NoProgressError, match=r"The last time it failed\. Look there\.$"):
-        Restarts(9, fruitless=2).allow(Verdict(1, "it failed", "Look there."), 0)
+        Restarts(9, fruitless=2).allow(AttemptVerdict(1, "it failed", "Look there."), 0)
 
 
 # Signals

@@ -20,7 +20,7 @@ from launcher.telemetry.event_log import (
     MAX_LINE_BYTES,
     EventLog,
     read_events,
-    read_recording,
+    read_log,
     recorded,
     recorded_before,
 )
@@ -109,7 +109,7 @@ DAMAGED = [
 def test_a_damaged_line_in_the_middle_is_left_out_and_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"event": "step", "step": 1}\n' + line + b'\n{"event": "step", "step": 2}\n')
-    recording = read_recording(path)
+    recording = read_log(path)
     assert [event["step"] for event in recording.events] == [1, 2]
     assert recording.warning == "metrics.jsonl is damaged: left out line 2"
 
@@ -123,7 +123,7 @@ def test_recording_continues_after_a_damaged_line_also_where_the_run_goes_back(t
     log.append({"event": "step", "step": 3})
     log.close()
     assert [event["step"] for event in read_events(path)] == [1, 3]
-    assert read_recording(path).damaged == [1], "it stays for whoever wants to look at it"
+    assert read_log(path).damaged == [1], "it stays for whoever wants to look at it"
 
 
 WRITER = """
@@ -303,7 +303,7 @@ def test_a_line_longer_than_any_event_is_damage_and_costs_no_memory(tmp_path):
         file.write(b'"}\n{"event": "step", "step": 2}\n')
     tracemalloc.start()
     try:
-        recording = read_recording(path)
+        recording = read_log(path)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

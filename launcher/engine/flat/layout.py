@@ -54,7 +54,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Run:
+class SlotRun:
     """Adjacent parameters that are sent together: elements [start, end) of a segment.
 
     The length is a multiple of the number of ranks, so that each rank can own an equal piece; up to
@@ -86,7 +86,7 @@ class Segment:
     """
 
     name: str
-    runs: list[Run]
+    runs: list[SlotRun]
     weight: Tensor
     master: Tensor | None
     grad: Tensor
@@ -198,13 +198,13 @@ class Layout:
                 self.segments.append(self._move(name, runs, weight, grad, masters))
         _round_frozen(model, policy)
 
-    def _cut(self, members: Sequence[str], run_numel: int) -> list[Run]:
+    def _cut(self, members: Sequence[str], run_numel: int) -> list[SlotRun]:
         """Give the named parameters offsets, and group them into runs of about `run_numel` elements."""
         # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
         world_size = self.world_size
         aligned = world_size <= MAX_ALIGNED_RANKS
         stride = ALIGNMENT * world_size if aligned else math.lcm(ALIGNMENT, world_size)
-        runs: list[Run] = []
+        runs: list[SlotRun] = []
         names: list[str] = []
         start = end = 0
         for position, member in enumerate(members):
@@ -218,11 +218,11 @@ class Layout:
             if following is None or end - start + following > limit:
                 end = start + _round_up(end - start, stride)
                 first = sum(len(run.slots) for run in [*self._runs(), *runs])
-                runs.append(Run(self._place(names, first, start), start, end))
+                runs.append(SlotRun(self._place(names, first, start), start, end))
                 names, start = [], end
         return runs
 
-    def messages(self, segment: Segment, message_bytes: int) -> list[Run]:
+    def messages(self, segment: Segment, message_bytes: int) -> list[SlotRun]:
         """The runs of a segment as they are sent: joined to messages of about so many bytes, where allowed.
 
         The vectors are few, and are sent in one grouping whatever the size.
@@ -230,7 +230,7 @@ class Layout:
         if not (self.regroups and segment.name == MATRICES):
             return segment.runs
         numel = message_bytes // segment.grad.itemsize
-        joined: list[list[Run]] = []
+        joined: list[list[SlotRun]] = []
         for run in segment.runs:
             limit = numel if len(joined) > 1 else _first_limit(numel)
             if joined and run.end - joined[-1][0].start <= limit:
@@ -238,7 +238,7 @@ class Layout:
             else:
                 joined.append([run])
         return [
-            Run(tuple(slot for run in runs for slot in run.slots), runs[0].start, runs[-1].end)
+            SlotRun(tuple(slot for run in runs for slot in run.slots), runs[0].start, runs[-1].end)
             for runs in joined
         ]
 
@@ -259,11 +259,11 @@ class Layout:
             start += _round_up(p.numel(), ALIGNMENT)
         return tuple(slots)
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[SlotRun]:
         return [run for segment in self.segments for run in segment.runs]
 
     def _move(
-        self, name: str, runs: list[Run], weight: torch.dtype, grad: torch.dtype, masters: bool
+        self, name: str, runs: list[SlotRun], weight: torch.dtype, grad: torch.dtype, masters: bool
     ) -> Segment:
         """Copy the parameters of these runs into flat memory, and make them views of it."""
         exact = flat_zeros(runs[-1].end, torch.float32, self.device)

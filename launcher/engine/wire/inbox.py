@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.layout import Run, Segment, Slot
+from launcher.engine.flat.layout import Segment, Slot, SlotRun
 
 
 class Inbox:
@@ -26,7 +26,7 @@ class Inbox:
     def __init__(
         self,
         segment: Segment,
-        run: Run,
+        run: SlotRun,
         parameters: Mapping[str, nn.Parameter],
         factor: float,
         totals: Tensor | None,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.engine.flat.layout import Layout, Piece, Run, Segment, Slot, Stretch
+from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, SlotRun, Stretch
 from launcher.engine.flat.one_thread import one_thread
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
@@ -221,7 +221,7 @@ class Shards:
         return whole
 
 
-def _spread_run(run: Run, named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
+def _spread_run(run: SlotRun, named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
     """Copy into `tensor` the elements `part` of what the parameters of a run are."""
     for slot in run.slots:
         start, end = max(part.start, slot.offset), min(part.stop, slot.offset + slot.numel)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.engine.flat.layout import Run, Segment, Slot
+from launcher.engine.flat.layout import Segment, Slot, SlotRun
 from launcher.engine.wire.side_stream import SideStream
 
 CHUNK = 1 << 17  # elements that are summed at once
@@ -36,7 +36,7 @@ class Bucket:
 
     index: int  # position in the order of launching
     segment: Segment
-    run: Run
+    run: SlotRun
     transport: Transport
     message: Tensor
     tail: Tensor
@@ -221,7 +221,7 @@ class ShardedSum(Transport):
     def join(self) -> None:
         self._side.join()
 
-    def owned(self, segment: Segment, run: Run) -> Tensor:
+    def owned(self, segment: Segment, run: SlotRun) -> Tensor:
         """This rank's piece of the reduced gradient of a run, fp32, flat."""
         length = (run.end - run.start) // self._world_size
         return segment.grad[run.start : run.end].view(torch.float32)[:length]

@@ -30,7 +30,7 @@ DEEP = 0.76  # opacity of a cell that holds its whole class, as on the page
 
 
 @dataclass(frozen=True)
-class Confusion:
+class ConfusionChart:
     """How many samples of each true class were predicted as each class."""
 
     counts: Sequence[Sequence[int]]
@@ -38,7 +38,7 @@ class Confusion:
     of_set: str = ""
 
     @classmethod
-    def of(cls, run: RunRecord) -> Confusion | None:
+    def of(cls, run: RunRecord) -> ConfusionChart | None:
         """None where no classes were counted, or where the result holds no square of counts."""
         counts, given = run.result.confusion_matrix, run.result.classes
         if not counts or any(len(row) != len(counts) or min(row) < 0 for row in counts):
@@ -61,7 +61,7 @@ class Confusion:
 
 def confusion_part(run: RunRecord) -> str:
     """The markup; "" where no classes were counted."""
-    found = Confusion.of(run)
+    found = ConfusionChart.of(run)
     if found is None:
         return ""
     if len(found.counts) <= MAX_CLASSES:
@@ -74,7 +74,7 @@ def confusion_part(run: RunRecord) -> str:
     )
 
 
-def _matrix(found: Confusion) -> str:
+def _matrix(found: ConfusionChart) -> str:
     shares = found.shares
     heads = [(escape(name), escape(_cut(name))) for name in found.names]
     columns = "".join(f'<th scope="col" title="{name}">{shown}</th>' for name, shown in heads)
@@ -95,7 +95,7 @@ def _cell(count: int, share: float, right: bool) -> str:
     return f'<td{shown} style="--share:{100 * share**0.5:.0f}">{f"{count:,}" if count else ""}</td>'
 
 
-def _mistakes(found: Confusion) -> list[dict[str, str]]:
+def _mistakes(found: ConfusionChart) -> list[dict[str, str]]:
     shares = found.shares
     mistakes = [
         (count, row, column)
@@ -114,7 +114,7 @@ def _mistakes(found: Confusion) -> list[dict[str, str]]:
     ]
 
 
-def confusion_picture(found: Confusion) -> bytes:
+def confusion_picture(found: ConfusionChart) -> bytes:
     """The matrix as a PNG: in each cell the share of its true class by colour, and of few classes the count.
 
     Columns have the numbers of the classes where the names do not fit.

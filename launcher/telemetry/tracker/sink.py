@@ -33,7 +33,7 @@ class TrackerError(SinkError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class TrackerTimeouts:
     """How long a tracker may take before the run continues without it."""
 
     init_s: float = 10.0  # an online run of wandb that takes longer to start becomes an offline run
@@ -54,7 +54,7 @@ class TrackerSink:
         make: Callable[[], Tracker],
         run: TrackedRun,
         warn: Callable[[str], None],
-        patience: Patience | None = None,
+        patience: TrackerTimeouts | None = None,
         queue_rows: int = QUEUE_ROWS,
         facts: Callable[[], Mapping[str, Any]] = dict,
         delivery: Delivery | None = None,
@@ -64,7 +64,7 @@ class TrackerSink:
         self._make = make
         self._run = run
         self._warn = warn
-        self._patience = patience or Patience()
+        self._patience = patience or TrackerTimeouts()
         self._limit = queue_rows
         self._facts = facts
         self._delivery = delivery

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.telemetry.tracker.protocol import TrackedRun
-from launcher.telemetry.tracker.sink import Patience
+from launcher.telemetry.tracker.sink import TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import READ_HERE
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ FLUSH_S = 1.0  # until a row is in the .wandb file: wandb alone waits for 15 s o
 
 
 def start(
-    run: TrackedRun, online: bool, system_metrics: bool, patience: Patience, warn: Callable[[str], None]
+    run: TrackedRun,
+    online: bool,
+    system_metrics: bool,
+    patience: TrackerTimeouts,
+    warn: Callable[[str], None],
 ) -> Run:
     """Start wandb. Raises wandb's errors. Calls `warn` when a stop is requested on the run's page.
 
@@ -52,7 +56,7 @@ def start(
 
 
 def own_settings(
-    online: bool, system_metrics: bool, patience: Patience, warn: Callable[[str], None]
+    online: bool, system_metrics: bool, patience: TrackerTimeouts, warn: Callable[[str], None]
 ) -> Settings:
     """The launcher's settings, without those that a WANDB_ variable sets or that this wandb lacks."""
     import wandb

@@ -27,7 +27,7 @@ from launcher.telemetry.tracker.protocol import (
     TrackedRun,
 )
 from launcher.telemetry.tracker.rows import GROUPS
-from launcher.telemetry.tracker.sink import Patience, TrackerError
+from launcher.telemetry.tracker.sink import TrackerError, TrackerTimeouts
 from launcher.telemetry.tracker.wandb_session import (
     hooks_restored,
     kill_service,
@@ -50,7 +50,7 @@ class WandbOptions:
     online: bool
     system_metrics: bool  # wandb's own sampler of processors and memory
     warn: Callable[[str], None]  # problems that do not end tracking
-    patience: Patience
+    patience: TrackerTimeouts
     checkpoint: Callable[[], CheckpointArtifact | None] = lambda: None  # to upload after a run that is done
 
 

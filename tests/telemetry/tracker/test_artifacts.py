@@ -22,11 +22,11 @@ import os, sys
 from pathlib import Path
 from launcher.telemetry.tracker import TrackedRun
 from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
-from launcher.telemetry.tracker.sink import Patience
+from launcher.telemetry.tracker.sink import TrackerTimeouts
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker
 
 run_dir = Path(sys.argv[1])
-options = WandbOptions(False, False, print, Patience(), lambda: checkpoint_artifact(run_dir, "best"))
+options = WandbOptions(False, False, print, TrackerTimeouts(), lambda: checkpoint_artifact(run_dir, "best"))
 tracker = WandbTracker(options)
 tracker.start(TrackedRun(run_dir, "a name", "anid0001", "a project", {}))
 tracker.log(1, {"train/loss": 0.5})

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.telemetry import Telemetry
 from launcher.telemetry.tracker import Text, TrackedRun
-from launcher.telemetry.tracker.sink import Patience, TrackerError, TrackerSink
+from launcher.telemetry.tracker.sink import TrackerError, TrackerSink, TrackerTimeouts
 from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
 
@@ -120,7 +120,7 @@ def test_a_tracker_that_never_returns_costs_a_bounded_wait(tmp_path: Path) -> No
     tracker, done = Recording(), threading.Event()
     tracker.finish = lambda exit_code: done.wait(30)  # type: ignore[method-assign]
     run = TrackedRun(tmp_path, "name", "id", "project", {})
-    sink = TrackerSink("stuck", lambda: tracker, run, print, Patience(0.0, -4.9))
+    sink = TrackerSink("stuck", lambda: tracker, run, print, TrackerTimeouts(0.0, -4.9))
     sink.write(made("start", 0))
     with pytest.raises(TrackerError, match=r"did not finish within 0\.1 s"):
         sink.close()

@@ -29,7 +29,7 @@ from launcher.telemetry import open_telemetry
 from contextlib import ExitStack
 from pathlib import Path
 from launcher.run_dir.claim import claimed
-from launcher.telemetry.tracker.sink import Patience
+from launcher.telemetry.tracker.sink import TrackerTimeouts
 from tests.run_dir.test_records import sample_config
 from tests.telemetry.made import made
 
@@ -62,7 +62,7 @@ for job in range(plan.get("jobs", 1)):
     wanted = sample_config(plan.get("dir", ""))
     began = time.monotonic()
     config = held.enter_context(claimed(wanted, [])).config
-    telemetry = open_telemetry(config, os.environ, False, Patience(*plan.get("patience", ())))
+    telemetry = open_telemetry(config, os.environ, False, TrackerTimeouts(*plan.get("patience", ())))
     opening_s = time.monotonic() - began
     telemetry.emit(made("start", 0, total_steps=plan["steps"]))
     if plan.get("signal"):
