@@ -198,6 +198,28 @@ def test_pools_of_processes_end(tmp_path) -> None:
                 assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
 
 
+SLOW_FORK = """
+import os, signal, time
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # before the handlers of the child are restored
+from launcher.training.requests import heeded
+
+with heeded(alone=True):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
+    assert not signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the parent receives it again"
+"""
+
+
+def test_a_process_that_is_ended_while_it_is_forked_ends() -> None:
+    subprocess.run([sys.executable, "-c", SLOW_FORK], check=True, timeout=20)
+
+
 def fail_after_a_sigterm(error: Exception, alone: bool) -> None:
     with heeded(alone):
         signal.raise_signal(signal.SIGTERM)
