@@ -374,10 +374,10 @@ def test_a_run_cannot_end_before_the_step_it_goes_on_from(again: Path) -> None:
 def test_a_checkpoint_of_a_newer_version_is_left_alone(again: Path) -> None:
     manifest = step_dir(again, 12) / MANIFEST
     content = json.loads(manifest.read_bytes())["content"]
-    manifest.write_bytes(manifest_text({**content, "format": 2}))
+    manifest.write_bytes(manifest_text({**content, "format": content["format"] + 1}))
     ended = run(again)
     assert ended.codes == [2], ended
-    assert "has format 2; this version reads format 1" in ended.outputs[0]
+    assert f"has format {content['format'] + 1}; this version reads format" in ended.outputs[0]
     assert names(again) == [f"step-{step:08d}" for step in (5, 10, 12)]
 
 
