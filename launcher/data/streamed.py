@@ -121,6 +121,8 @@ class StreamReader(IterableDataset[Fetched]):
         self, start: Standpoint, own: int, processes: int, number: int, current_pass: int
     ) -> Iterator[Fetched]:
         began, state = time.monotonic(), start.states.get(str(number))
+        # What set_epoch() draws: the same on all ranks, whose own generators stand elsewhere.
+        seed_all(spread_seed("stream begins", self._seed, current_pass, self._reader))
         if not self._share.divided:
             self._set_epoch(current_pass)
         if state is not None:

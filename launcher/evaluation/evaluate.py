@@ -65,7 +65,8 @@ class _Totals:
     def add(self, loss: Loss, num_samples: int) -> None:
         """Count a batch."""
         self.loss_sum += loss.sum.double()
-        self.counted += torch.as_tensor(loss.count, dtype=torch.float64, device=loss.sum.device)
+        # A number stays on the host: to copy it to the device would wait for the batches before.
+        self.counted += loss.count.double() if isinstance(loss.count, Tensor) else loss.count
         self.nan_outputs += rows_with_nan(loss.outputs)
         self.samples += num_samples
 

@@ -15,7 +15,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, EllipsisType, FunctionType, ModuleType, NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 Known = dict[str, object]  # classes and functions by name, the same names on all ranks
 PLAIN: Known = {}  # what a value may always consist of
+CONSTANTS = EllipsisType | NotImplementedType | torch.memory_format
 LEVELS_SHOWN = 6  # of the place of the part that cannot be sent, in an error
 
 
@@ -95,7 +96,8 @@ class _Collector(_Pickler):
         self._known = known
 
     def _name_of(self, value: Any) -> str:
-        name = f"{value.__module__}.{getattr(value, '__qualname__', value.__name__)}"
+        own = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or repr(value)
+        name = f"{getattr(value, '__module__', None)}.{own}"
         while self._known.setdefault(name, value) is not value:
             name += "'"  # two of the same name, as two lambdas of a function
         return name
@@ -121,8 +123,12 @@ class _Unpickler(pickle.Unpickler):
         (name,) = parts
         if kind == "device":
             return torch.device("cpu") if name else self._device
-        found = self._known.get(name) if kind == "known" else vars(torch).get(name)
-        if found is None or (kind == "dtype" and not isinstance(found, torch.dtype)):
+        if kind == "dtype":
+            found = vars(torch).get(name)
+            found = found if isinstance(found, torch.dtype) else None
+        else:
+            found = self._known.get(name) if kind == "known" else None
+        if found is None:
             raise pickle.UnpicklingError(f"{name} is not known here: the ranks run different code")
         return found
 
@@ -145,10 +151,13 @@ def _explained(value: object, known: Known) -> Iterator[None]:
 
 
 def _is_code(value: object) -> bool:
-    """Whether it is a class or function. A method of an object is sent with the object."""
+    """Whether it is a class, a function or a constant of C. A method of an object is sent with the object."""
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, ModuleType | type | None)
-    return isinstance(value, type | FunctionType | np.ufunc)
+    if isinstance(value, type | FunctionType | np.ufunc | CONSTANTS):
+        return True
+    # Such as numpy.mean, and what functools.cache returns: pickle would send their names.
+    return callable(value) and hasattr(value, "__qualname__") and isinstance(value.__reduce_ex__(5), str)
 
 
 def _content_of(value: Tensor) -> bytes:

@@ -70,6 +70,16 @@ class Shuffled(IterableDataset):
         return iter([{"index": index} for index in numpy.random.permutation(30)])
 
 
+class ShuffledByEpoch(IterableDataset):
+    """Draws its order where it is given the epoch."""
+
+    def set_epoch(self, epoch):
+        self.order = numpy.random.permutation(30)
+
+    def __iter__(self):
+        return iter([{"index": index} for index in self.order])
+
+
 def of_hugging_face(size=30, num_shards=4, columns=("index",)):
     rows = datasets.Dataset.from_dict({name: list(range(size)) for name in columns})
     return rows.to_iterable_dataset(num_shards=num_shards)
@@ -114,11 +124,12 @@ def test_the_batches_are_the_same_on_any_number_of_ranks_and_loader_processes(na
         assert numbers(Numbers, world_size, workers, micro_batch, name) == expected, (world_size, workers)
 
 
-def test_an_order_that_is_drawn_is_the_same_on_any_number_of_ranks_and_loader_processes():
-    expected = numbers(Shuffled, 1, 0)
+@pytest.mark.parametrize("stream", [Shuffled, ShuffledByEpoch])
+def test_an_order_that_is_drawn_is_the_same_on_any_number_of_ranks_and_loader_processes(stream):
+    expected = numbers(stream, 1, 0)
     assert expected[0] != expected[4], "another in each pass"
     for world_size, workers in ((1, 2), (2, 0), (3, 1)):
-        assert numbers(Shuffled, world_size, workers) == expected, (world_size, workers)
+        assert numbers(stream, world_size, workers) == expected, (world_size, workers)
 
 
 def test_each_pass_draws_other_random_numbers():

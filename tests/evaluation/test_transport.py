@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import math
 import pickle
 import re
@@ -321,12 +322,30 @@ class Calls:
         Calls(_stand_in, "known", "builtins.max"),
         Calls(_stand_in, "dtype", "os"),
         Calls(_stand_in, "dtype", "float31"),
+        Calls(_stand_in, "dtype", "load"),
+        Calls(_stand_in, "another kind", "load"),
     ],
 )
 def test_bytes_that_name_code_create_nothing(value: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pickle.UnpicklingError):
         unpacked(pickle.dumps(value), PLAIN, HOST)
     assert not capsys.readouterr().out
+
+
+@functools.cache
+def remembered(value: float) -> float:
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [np.mean, np.linalg.norm, remembered, ..., NotImplemented, torch.channels_last]
+)
+def test_what_pickle_would_send_by_name_is_known_to_the_receiver(value: Any) -> None:
+    held = {"reduce": value, "index": (value, 0)}
+    known = known_of(held)
+    found = unpacked(packed(held, known), known, HOST)
+    assert found["reduce"] is value
+    assert found["index"] == (value, 0)
 
 
 def test_a_message_that_was_cut_is_refused() -> None:

@@ -181,7 +181,10 @@ def _splits(loaded: Any, where: str) -> tuple[Any, Any | None]:
 
 
 def _column(rows: Any, what: str, wish: str | None, kind: type, usual: Sequence[str], where: str) -> str:
-    """The column that the config names, or the only one of this type, or the first with a usual name."""
+    """The column that the config names, or the only one of this type; of labels also the first usual name.
+
+    An image is never chosen of several: the other may be its mask.
+    """
     if wish is not None and wish not in rows.features:
         close = suggestion(nearest(wish, rows.features))
         raise ConfigError(
@@ -189,7 +192,12 @@ def _column(rows: Any, what: str, wish: str | None, kind: type, usual: Sequence[
         )
     typed = [name for name, each in rows.features.items() if isinstance(each, kind)]
     named = [name for name in usual if name in rows.features]
-    found = [wish] if wish is not None else typed if len(typed) == 1 else named[:1] or typed
+    if wish is not None:
+        found = [wish]
+    elif what == "image":
+        found = typed or named
+    else:
+        found = typed if len(typed) == 1 else named[:1] or typed
     if len(found) != 1:
         raise DataError(
             f"{where} has {len(found) or 'no'} columns of {what}s. Its columns: {_described(rows)}. Choose "

@@ -11,6 +11,7 @@ from PIL import Image
 from launcher.config.composition import with_absolute_paths
 from launcher.config.resolve import Request, compose_jobs
 from launcher.data.images.catalog import load_images
+from launcher.data.images.hugging_face import list_rows
 from launcher.errors import ConfigError, DataError
 from tests.data.images.photographs import data_config
 
@@ -293,3 +294,15 @@ def test_without_a_network_a_name_is_given_up_quickly(tmp_path):
     assert "data.path=user/photographs is nothing here" in done.stdout
     assert "give a folder: data.path=DIR" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("names", [("image", "mask"), ("img", "image")])
+def test_an_image_is_not_chosen_of_several(names, tmp_path):
+    """One may be the mask of the other."""
+    cells = [{"bytes": png(10 * index), "path": None} for index in range(8)]
+    features = {name: datasets.Image() for name in names} | {"label": datasets.ClassLabel(names=["a", "b"])}
+    content = dict.fromkeys(names, cells) | {"label": [0, 1] * 4}
+    datasets.Dataset.from_dict(content, features=datasets.Features(features)).save_to_disk(tmp_path / "two")
+    with pytest.raises(DataError, match=r"has 2 columns of images.*Choose one with data\.image_column"):
+        list_rows(str(tmp_path / "two"), None, None, 0.25)
+    assert list_rows(str(tmp_path / "two"), names[1], None, 0.25).image_column == names[1]
