@@ -77,7 +77,6 @@ class AfterEvaluation:
         device, model = self.run.env.device, self.model
         generators, before = states(device), _digests(model)
         # By the step, so that a resumed run shows the same.
-        # By the step, so that a resumed run shows the same.
         seed_generators(self.run.config.seed + position.step)
         hook = model.register_forward_pre_hook(_SignOfLife(self.run))
         try:

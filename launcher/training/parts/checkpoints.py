@@ -17,6 +17,7 @@ from launcher.errors import TO_RESUME, PreemptedError, StorageError
 from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
 from launcher.training.replicas import check_replicas
+from launcher.training.reports import DroppedStepError
 from launcher.training.run import Run
 from launcher.training.votes import Question
 
@@ -90,7 +91,12 @@ class Checkpoints:
         if stops or done or is_best or Question.SAVE in agreed or self.due.after_step(position.step):
             if is_best:
                 self._best_step = position.step
-            self._save(position, None if measured is None else measured.metric)
+            try:
+                self._save(position, None if measured is None else measured.metric)
+            except DroppedStepError:  # the step is taken again: what was agreed on before it still holds
+                for question in agreed:
+                    self.run.votes.agree(question)
+                raise
         run_dir = directory_override("run.dir", self.writer.directory.parent)
         if stops or done:
             self._report(self.writer.wait())
