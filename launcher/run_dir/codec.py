@@ -128,7 +128,7 @@ def _reader(hint: Any) -> Reader:
         return _float
     if hint is int:
         return _integer
-    return (lambda value: value) if hint is object else lambda value: _of_type(hint, value)
+    return (lambda value: value) if hint in (object, Any) else lambda value: _of_type(hint, value)
 
 
 def _first_of(readers: Sequence[Reader]) -> Reader:
@@ -190,7 +190,7 @@ def _integer(value: object) -> int:
 def _blank(hint: Any) -> Callable[[], Any]:
     """What stands for a value of this type that a file lacks."""
     origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union) or hint is object:
+    if origin in (types.UnionType, typing.Union) or hint in (object, Any):
         return lambda: None
     if hint is float:
         return lambda: math.nan

@@ -31,7 +31,7 @@ MAX_LINE_BYTES = (
 )  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
 BLOCK_BYTES = 1 << 20
 # The beginning of every line that `EventLog` writes: what decides whether the line is needed.
-HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d+)[,}]')
+HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d{1,18})[,}]')
 TOO_LONG = b"a longer line\n"  # holds no event
 
 

@@ -102,6 +102,7 @@ DAMAGED = [
     b'{"event": "step"}',
     b'{"event": 1, "step": 2}',
     b"[" * 100_000,
+    b'{"event": "step", "time": 1.0, "step": ' + b"9" * 5000 + b"}",
 ]
 
 

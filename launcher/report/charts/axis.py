@@ -16,6 +16,7 @@ from launcher.report.curve import FloatArray
 
 LOGARITHMIC_FROM = 20.0  # largest over smallest value
 PADDING = 0.05  # of the range, above and below
+LARGEST = 1e300
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -76,7 +77,7 @@ def axis_of(values: FloatArray, base: int | None = None, from_zero: bool = False
     """
     if not values.size:
         return Axis(0.0, 1.0)
-    low, high = float(values.min()), float(values.max())
+    low, high = np.clip([values.min(), values.max()], -LARGEST, LARGEST).tolist()  # whose span is finite
     if base is None:
         base = 10 if low > 0 and high / low > LOGARITHMIC_FROM and not from_zero else 1
     if base > 1 and low > 0:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from launcher.report.charts.axis import Axis
+from launcher.report.charts.axis import Axis, axis_of
 from launcher.report.charts.chart import Chart, Line, stacked
 from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
@@ -44,3 +44,8 @@ def test_areas_on_top_of_each_other_differ_in_their_opacity_too():
     drawn = re.findall(r'class="s area" style="[^"]+--o:([.\d]+)"', text)
     assert re.findall(r'class="key area" style="[^"]+--o:([.\d]+)"', text) == drawn
     assert len(set(drawn)) == 4
+
+
+def test_values_whose_span_is_infinite_have_an_axis() -> None:
+    axis = axis_of(np.array([-1e308, 1e308]))
+    assert np.isfinite([axis.low, axis.high]).all()
