@@ -46,7 +46,7 @@ from launcher.telemetry.events import (
     StepEvent,
     event_of,
 )
-from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, averaged, time_at_end
+from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Record
 
 Kind = TypeVar("Kind", bound=Event)
@@ -120,7 +120,7 @@ class Recording:
         self.format = 0
         self._sets: dict[str | None, None] = {}  # in the order of their first evaluations
         self._resumes = False  # a process that has not recorded its `start` yet
-        self._time = _TimeTotals()
+        self._time = TimeTotals()
         self._rated_step = self._rated_steps = self._rated_time = 0.0
 
     def of(self, kind: type[Kind]) -> Records[Kind]:
@@ -230,7 +230,14 @@ class Recording:
                 curve.add(steps, found.columns[name])
                 curve.num_not_finite -= found.missing.get(name, 0)
         self._add_rates(steps, found.columns.get("samples_per_s"))
-        self._time.add(found, self.parts_ms)
+        if found.columns.keys() >= set(TIMES):
+            self._add_times(steps, np.stack([found.columns[key] for key in TIMES], axis=1))
+
+    def _add_times(self, steps: FloatArray, times: FloatArray) -> None:
+        steps, times = self._time.add_all(steps, times)
+        for part, column in zip(PARTS, times[:, 1:].T, strict=True):
+            if steps.size:
+                self.parts_ms[part].add(steps, column)
 
     def _add_windows(self, step_ms: FloatArray, is_first: bool) -> None:
         step_ms = step_ms[1:] if is_first else step_ms
@@ -354,40 +361,6 @@ def read_recording(run_dir: Path) -> Recording:
         rank = path.stem.removeprefix("gpu-")
         follower.recording.gpus |= {f"{rank}, {name}": found for name, found in node.recording.gpus.items()}
     return follower.recording
-
-
-class _TimeTotals:
-    """Sums for `TimeShares`: every event counts with its steps; of several the first is ignored."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = dict.fromkeys(TIMES, 0.0)
-        self._steps = 0
-        self._first: tuple[int, dict[str, float]] | None = None
-        self._before = 0.0
-
-    def add(self, found: StepColumns, means: dict[str, Means]) -> None:
-        """Add `step` events in order; also adds each part's time to its mean over the steps."""
-        keys = TIMES
-        if not all(key in found.columns for key in keys):
-            return
-        values = np.stack([found.columns[key] for key in keys], axis=1)  # [events, keys]
-        timed = np.all(np.isfinite(values) & (values >= 0), axis=1)
-        steps, values = found.columns["step"][timed], values[timed]
-        if not steps.size:
-            return
-        weights = np.maximum(1.0, np.diff(steps, prepend=self._before))
-        self._before = float(steps[-1])
-        for part, column in zip(PARTS, values[:, 1:].T, strict=True):
-            means[part].add(steps, column)
-        if self._first is None:
-            self._first = (int(weights[0]), dict(zip(keys, values[0].tolist(), strict=True)))
-            weights[0] = 0.0
-        self._steps += int(weights.sum())
-        for key, total in zip(keys, weights @ values, strict=True):
-            self._sums[key] += float(total)
-
-    def shares(self) -> TimeShares | None:
-        return averaged(self._first, self._steps, self._sums)
 
 
 def _sane(value: float) -> float:

@@ -6,8 +6,10 @@ Owns the averages over a run's `step` events and the verdict. Reads no clock and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.errors import counted
@@ -98,41 +100,39 @@ class TimeTotals:
     """
 
     def __init__(self) -> None:
-        self._first: tuple[int, dict[str, float]] | None = None
-        self._steps = 0  # after the first event
-        self._sums = dict.fromkeys(TIMES, 0.0)
-        self._last_step = 0
+        self._first: tuple[float, NDArray[np.float64]] | None = None  # steps and averages of the first event
+        self._steps = 0.0  # after the first event
+        self._sums = np.zeros(len(TIMES))
+        self._last_step = 0.0
 
     def add(self, event: StepEvent) -> None:
-        times = {key: float(getattr(event, key)) for key in TIMES}
-        if not all(map(_is_time, times.values())):
-            return
-        weight, self._last_step = max(1, event.step - self._last_step), event.step
-        if self._first is None:
-            self._first = weight, times
-            return
-        self._steps += weight
-        for key, value in times.items():
-            self._sums[key] += weight * value
+        self.add_all(np.array([float(event.step)]), np.array([[float(getattr(event, key)) for key in TIMES]]))
+
+    def add_all(
+        self, steps: NDArray[np.float64], times: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Add events, `times` [events, TIMES] in ms. Returns both without the events that lack parts."""
+        timed = np.all(np.isfinite(times) & (times >= 0), axis=1)
+        steps, times = steps[timed], times[timed]
+        if steps.size:
+            weights = np.maximum(1.0, np.diff(steps, prepend=self._last_step))
+            self._last_step = float(steps[-1])
+            if self._first is None:
+                self._first = float(weights[0]), times[0]
+                weights[0] = 0.0
+            self._steps += float(weights.sum())
+            self._sums += weights @ times
+        return steps, times
 
     def shares(self) -> TimeShares | None:
-        """The averages; None where no event has the parts."""
-        return averaged(self._first, self._steps, self._sums)
-
-
-def averaged(
-    first: tuple[int, Mapping[str, float]] | None, steps: int, sums: Mapping[str, float]
-) -> TimeShares | None:
-    """Average the sums over the `steps` after the first event, whose steps and averages are `first`.
-
-    They count only where there is nothing else. None where there is nothing at all.
-    """
-    if first is None:
-        return None
-    counted, averages = (steps, {key: total / steps for key, total in sums.items()}) if steps else first
-    if averages["step_ms"] <= 0:
-        return None
-    return TimeShares(counted, averages["step_ms"], {part: averages[part] for part in PARTS})
+        """The averages; None where no event has the parts. Those of the first count only if it is alone."""
+        if self._first is None:
+            return None
+        steps, averages = (self._steps, self._sums / self._steps) if self._steps else self._first
+        step_ms, *parts_ms = averages.tolist()
+        return (
+            TimeShares(int(steps), step_ms, dict(zip(PARTS, parts_ms, strict=True))) if step_ms > 0 else None
+        )
 
 
 def time_at_end(end: EndEvent) -> TimeShares | None:
