@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,8 @@ from launcher.config.groups import choice_file, conf_dir, description, group_cho
 from launcher.config.messages import program
 from launcher.report.pictures import draw_comparison
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
-from launcher.report.settings import REPEATED, RunSetting, higher_is_better
+from launcher.report.settings import REPEATED, RunSetting, best_first, compared_by
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
-from launcher.report.spread import mean_and_deviation
 from launcher.run_dir.atomic import write_text
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 
@@ -58,7 +56,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
     write_text(table, markdown(sweep_dir.name, settings, note_of(runs)))
     write_text(rows, as_csv(runs))
-    written = [draw_comparison(settings, metric_name_of(runs), picture), table, rows]
+    written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
         sides = [Side(setting.label, tuple(map(measured_of, setting.runs))) for setting in settings]
         written.append(sweep_dir / SIDE_BY_SIDE)
@@ -67,15 +65,14 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
 
 
 def measured_of(run: RunRecord) -> Measured:
-    config = config_of(run)
-    seed = run.overrides.get(REPEATED) or str(config.get(REPEATED, "-"))
+    seed = run.overrides.get(REPEATED) or run.config.get(REPEATED, "-")
     words = tuple(f"{key}={value}" for key, value in run.overrides.items())
-    return measured(seed, replace(run.result, state=run.state), run.recording, config, words)
+    return measured(seed, replace(run.result, state=run.state), run.recording, run.config, words)
 
 
 def settings_of(runs: Sequence[RunRecord]) -> list[RunSetting]:
     """Runs grouped by their overrides without the seed, in the order in which they ran."""
-    keys = [key for key in varied_keys(runs) if key != REPEATED]
+    keys = setting_keys(runs)
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         values = [run.overrides.get(key, "-") for key in keys]
@@ -100,17 +97,6 @@ def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     return "precision" in varied and set(varied) <= {"precision", REPEATED}
 
 
-def config_of(run: RunRecord) -> dict[str, object]:
-    """The run's config.yaml as a tree; empty where it cannot be read."""
-    import yaml
-
-    try:
-        tree = yaml.safe_load(run.config_text)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
 def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The overridden keys whose values differ between runs."""
     return _varied([run.overrides for run in runs])
@@ -119,6 +105,11 @@ def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
 def _varied(overrides: Sequence[Mapping[str, str]]) -> list[str]:
     keys = dict.fromkeys(key for of_job in overrides for key in of_job)
     return [key for key in keys if len({of_job.get(key) for of_job in overrides}) > 1]
+
+
+def setting_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """The keys that make a setting: those that vary, without the seed."""
+    return [key for key in varied_keys(runs) if key != REPEATED]
 
 
 def note_of(runs: Sequence[RunRecord]) -> str:
@@ -133,35 +124,19 @@ def note_of(runs: Sequence[RunRecord]) -> str:
 def markdown(title: str, settings: Sequence[RunSetting], note: str) -> str:
     """One row per setting: mean and standard deviation over its seeds."""
     runs = [run for setting in settings for run in setting.runs]
-    name = metric_name_of(runs)
+    name = compared_by(runs)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
-    varied = [key for key in varied_keys(runs) if key != REPEATED]
+    varied = setting_keys(runs)
     of_rows = varied[0] if len(varied) == 1 else "setting"
     title = metric_title(name) or "metric"
     head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
     lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
-    ranked = best_first(settings, name)
+    ranked = best_first(settings)
     lines += [markdown_row(cells(setting, name)) for setting in ranked]
     lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
-    if len(ranked) > 1 and mean_metric(ranked[0]) is not None:
+    if len(ranked) > 1 and ranked[0].mean_metric is not None:
         lines += [f"Best: `{command_of(ranked[0])}`", ""]
     return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
-
-
-def best_first(settings: Sequence[RunSetting], metric_name: str) -> list[RunSetting]:
-    """Sort by the mean of what the runs are compared by; those without it are last, in the order they ran."""
-    results = [run.result for setting in settings for run in setting.runs]
-    sign = -1.0 if higher_is_better(results, metric_name) else 1.0
-    means = {setting.label: mean_metric(setting) for setting in settings}
-    return sorted(settings, key=lambda each: math.inf if (mean := means[each.label]) is None else sign * mean)
-
-
-def mean_metric(setting: RunSetting) -> float | None:
-    """Over the runs that are done; None where none has it, or where it is no number."""
-    done = [run.result.metric for run in setting.runs if run.state == "done"]
-    numbers = [value for value in done if value is not None]
-    mean = statistics.fmean(numbers) if numbers else math.nan
-    return mean if math.isfinite(mean) else None
 
 
 def command_of(setting: RunSetting) -> str:
@@ -171,15 +146,15 @@ def command_of(setting: RunSetting) -> str:
 
 
 def cells(setting: RunSetting, metric_name: str) -> list[str]:
-    done = [run for run in setting.runs if run.state == "done"]
+    done = setting.done
     ended = f"{len(done)}" if len(done) == len(setting.runs) else f"{len(done)} of {len(setting.runs)} done"
     seconds = [value for run in done if (value := run.result.training_seconds) is not None]
     return [
         setting.label,
         ended,
-        mean_and_deviation([run.result.metric for run in done], partial(metric, metric_name)),
-        mean_and_deviation([run.result.metrics.get("loss") for run in done], number),
-        mean_and_deviation([run.recording.steps["loss"].last for run in done], number),
+        setting.spread(lambda run: run.result.metric, partial(metric, metric_name)),
+        setting.spread(lambda run: run.result.metrics.get("loss"), number),
+        setting.spread(lambda run: run.recording.steps["loss"].last, number),
         number(sum(run.result.skipped_steps or 0 for run in done)) if done else "-",
         duration(statistics.fmean(seconds)) if seconds else "-",
     ]
@@ -202,9 +177,3 @@ def as_csv(runs: Sequence[RunRecord]) -> str:
             + ["" if value is None else value for value in found]
         )
     return text.getvalue()
-
-
-def metric_name_of(runs: Sequence[RunRecord]) -> str:
-    """What these runs are compared by; "" if none was evaluated."""
-    known = [run.result.metric_name for run in runs] + [run.metric_name for run in runs]
-    return next((str(name) for name in known if name), "")

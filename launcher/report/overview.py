@@ -8,7 +8,7 @@ from launcher.report.html import failure, folded, section, table, tiles, words
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import (
     RunSetting,
-    best_settings,
+    best_places,
     can_choose,
     difference_rows,
     setting_rows,
@@ -42,7 +42,7 @@ def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunSetting]) -> 
     Curves of many settings are chosen in the table that has one row for each.
     """
     seeds, differ, names = setting_rows(settings), difference_rows(runs), short_names(runs)
-    chosen = best_settings(settings) if can_choose(settings) else []
+    chosen = best_places(settings) if can_choose(settings) else []
     wide = len(differ[0]) > MAX_DIFFERING
     rows = [
         {"run": names[run.directory]} | ({} if wide else row) | _without_name(run)

@@ -11,7 +11,7 @@ from launcher.report.charts.gradient_chart import gradient_charts
 from launcher.report.charts.picture import write_picture
 from launcher.report.charts.run_charts import metric_chart, run_charts
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import RunSetting, best_settings, can_choose, run_settings
+from launcher.report.settings import RunSetting, best_places, can_choose, run_settings
 from launcher.run_dir.atomic import write_content
 
 CURVES = "curves.png"
@@ -51,7 +51,7 @@ def draw_gradients(run: RunRecord) -> Path | None:
 
 def draw_comparison(settings: Sequence[RunSetting], metric_name: str, path: Path) -> Path:
     """Write training loss and this metric of the settings, of many the best. Raises OSError."""
-    best = sorted(best_settings(settings)) if can_choose(settings) else range(len(settings))
+    best = sorted(best_places(settings)) if can_choose(settings) else range(len(settings))
     charts = run_charts([replace(settings[k], place=place) for place, k in enumerate(best)])
     loss, held_out = (
         charts["loss"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,22 @@ class RunSetting:
     @property
     def color(self) -> int:
         return self.place % NUM_COLORS
+
+    @property
+    def done(self) -> list[RunRecord]:
+        return [run for run in self.runs if run.state == "done"]
+
+    @property
+    def mean_metric(self) -> float | None:
+        """Over the runs that are done; None where none has it, or where it is no number."""
+        found = [run.metric if run.result.metric is None else run.result.metric for run in self.done]
+        values = [value for value in found if value is not None]
+        mean = statistics.fmean(values) if values else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def spread(self, of: Callable[[RunRecord], float | None], shown: Callable[[float], str]) -> str:
+        """Mean and deviation over the runs that are done."""
+        return mean_and_deviation([of(run) for run in self.done], shown)
 
 
 def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
@@ -94,43 +110,44 @@ def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
     return next(known, not metric_name.endswith("loss"))
 
 
-def best_settings(settings: Sequence[RunSetting]) -> list[int]:
-    """The places of the best settings, as many as there are colours; those without a metric come last."""
+def compared_by(runs: Sequence[RunRecord]) -> str:
+    """The name of the metric by which these runs are compared; "" if none was evaluated."""
+    named = [run.result.metric_name for run in runs] + [run.metric_name for run in runs]
+    return next((str(name) for name in named if name), "")
+
+
+def best_first(settings: Sequence[RunSetting]) -> list[RunSetting]:
+    """Sort by the mean metric; settings without one are last, in the order in which they ran."""
     runs = [run for setting in settings for run in setting.runs]
-    name = next((run.metric_name for run in runs if run.metric_name), "loss")
-    sign = -1.0 if higher_is_better([run.result for run in runs], name) else 1.0
+    sign = -1.0 if higher_is_better([run.result for run in runs], compared_by(runs)) else 1.0
+    return sorted(
+        settings, key=lambda each: math.inf if each.mean_metric is None else sign * each.mean_metric
+    )
 
-    def rank(place: int) -> float:
-        values = [run.metric for run in settings[place].runs if run.state == "done"]
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        return sign * statistics.fmean(known) if known else math.inf
 
-    return sorted(range(len(settings)), key=rank)[:NUM_COLORS]
+def best_places(settings: Sequence[RunSetting]) -> list[int]:
+    """The places of the best settings, as many as there are colours, the best first."""
+    return [setting.place for setting in best_first(settings)[:NUM_COLORS]]
 
 
 def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
     """One row per setting: mean and deviation over its runs that are done; none where each has one run."""
     if all(len(setting.runs) < 2 for setting in settings):
         return []
-    rows = []
-    name = next((run.metric_name for s in settings for run in s.runs if run.metric_name), "metric")
-    for setting in settings:
-        done = [run for run in setting.runs if run.state == "done"]
-        rows.append(
-            {
-                "setting": setting.label,
-                "runs done": f"{len(done)} of {len(setting.runs)}",
-                metric_title(name): mean_and_deviation(
-                    [run.metric for run in done if run.metric_name == name], partial(metric, name)
-                ),
-                "loss, training": mean_and_deviation(
-                    [run.recording.steps["loss"].last for run in done], number
-                ),
-                "samples / s": mean_and_deviation([run.samples_per_s for run in done], number),
-                "time": mean_and_deviation([run.seconds for run in done], duration),
-            }
-        )
-    return rows
+    name = compared_by([run for setting in settings for run in setting.runs]) or "metric"
+    return [
+        {
+            "setting": setting.label,
+            "runs done": f"{len(setting.done)} of {len(setting.runs)}",
+            metric_title(name): mean_and_deviation(
+                [run.metric for run in setting.done if run.metric_name == name], partial(metric, name)
+            ),
+            "loss, training": setting.spread(lambda run: run.recording.steps["loss"].last, number),
+            "samples / s": setting.spread(lambda run: run.samples_per_s, number),
+            "time": setting.spread(lambda run: run.seconds, duration),
+        }
+        for setting in settings
+    ]
 
 
 def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> str:

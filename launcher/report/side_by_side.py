@@ -12,7 +12,6 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.config.messages import program
 from launcher.errors import counted
@@ -366,11 +365,10 @@ def measured(
     seed: str,
     result: Result,
     recording: Recording,
-    config: Mapping[str, Any],
+    config: Mapping[str, str],
     words: tuple[str, ...] = (),
 ) -> Measured:
-    """Read a run's result.json (with `state`), its events, and its config.yaml, as far as there is one."""
-    data = config.get("data")
+    """Read a run's result.json (with `state`), its events, and its config by dotted key, if it is known."""
     end, decisions = recording.of(EndEvent).last, recording.of(DecisionEvent).all()
     _, memory = recording.steps["memory_bytes"].points()  # thinned without losing peaks
     return Measured(
@@ -387,7 +385,7 @@ def measured(
         metric_name=result.metric_name or "",
         skipped_steps=result.skipped_steps or 0,
         emulated=any(each.topic == "precision" and "emulated" in each.text for each in decisions),
-        cache_is_off=isinstance(data, dict) and data.get("cache") == "none",
+        cache_is_off=config.get("data.cache") == "none",
         error=(end.error if end else None) or "",
         words=words,
     )

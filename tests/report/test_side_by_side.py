@@ -100,15 +100,15 @@ def test_a_step_that_waits_for_data_makes_no_precision_slower_or_faster(precisio
 @pytest.mark.parametrize(
     ("config", "advised"),
     [
-        ({"data": {"name": "digits"}}, False),
-        ({"data": {"name": "cifar10", "cache": "auto"}}, False),  # it is used already
-        ({"data": {"name": "cifar10", "cache": "none"}}, True),
-        ({"data": None}, False),
+        ({"data.name": "digits"}, False),
+        ({"data.name": "cifar10", "data.cache": "auto"}, False),  # it is used already
+        ({"data.name": "cifar10", "data.cache": "none"}, True),
+        ({"data": "null"}, False),
         ({}, False),
     ],
 )
 def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
-    config: dict[str, Any], advised: bool
+    config: dict[str, str], advised: bool
 ) -> None:
     cache_is_off = measured("0", decoded(Result, {"state": "done"}), Recording(), config).cache_is_off
     slow = Side("fp16", (replace(run_of(data=500.0), cache_is_off=cache_is_off),))
