@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from launcher.process import guardian, lifetime, streams
 
     streams.make_unfailing()
-    lifetime.end_with_torchrun(os.environ)
+    lifetime.end_with_starter(os.environ)
     guardian.start(lifetime.ParentDeathSignal().hangup)
     try:
         from launcher import cli

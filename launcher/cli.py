@@ -21,6 +21,7 @@ from launcher.commands.report import write_reports
 from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
 from launcher.commands.watch import watch
+from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
 from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, escaped, in_words
@@ -44,7 +45,7 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     leader = Leader(launch, run_worker, arguments=argv)
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
-        exit_code, reason = run_command(parse(argv), leader), ""
+        exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), leader), ""
     except (KeyboardInterrupt, Interrupted):
         exit_code, reason = INTERRUPTED, "interrupted"
     except SystemExit as stop:  # Hydra exits after some queries

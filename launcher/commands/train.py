@@ -31,8 +31,9 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     from launcher.config.experiments import with_experiment
     from launcher.config.overrides import with_plain_constant
     from launcher.config.resolve import compose_jobs
+    from launcher.config.wandb_sweep import refuse_sweep
     from launcher.telemetry.tracker.registry import refuse_missing
-    from launcher.telemetry.tracker.wandb_environment import with_environment
+    from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 
     request = request_of(arguments)
     if "--hydra-help" in arguments.flags:
@@ -50,9 +51,11 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         refuse_small_batch(config, leader.launch)  # all jobs are checked before the first starts
         refuse_missing(config.tracker)
     if expanded.multirun:
+        refuse_sweep(os.environ)
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs
-    run_one(with_environment(config, request.overrides, os.environ), request.overrides, leader)
+    tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
+    run_one(tracked, request.overrides, leader)
     return 0
 
 

@@ -35,7 +35,7 @@ from launcher.config import search_path
 from launcher.config.environment_values import CALL, differing, escaped, refuse_missing, typed
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.messages import nearest, show, suggestion
+from launcher.config.messages import nearest, quoted, show, suggestion
 from launcher.config.overrides import code_problem
 from launcher.config.trees import leaves, paths_of, replaced, texts, value_at
 from launcher.errors import ConfigError, first_line
@@ -303,9 +303,3 @@ def interpolation_text(error: OmegaConfBaseException, composed: object) -> str:
     if "Recursive interpolation" in str(error):
         return f"{where}: refers to itself, directly or through other keys. Write the value in one of them."
     return f"{where}: {first_line(error)}"
-
-
-def quoted(value: str) -> str:
-    """The text as a quoted value of Hydra's grammar."""
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

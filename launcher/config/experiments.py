@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from launcher.config.composition import SWEEP, Request, quoted
+from launcher.config.composition import SWEEP, Request
 from launcher.config.groups import choice_file, choice_values, group_choices
-from launcher.config.messages import as_typed, show
+from launcher.config.messages import literal, show
 from launcher.config.overrides import with_names
 from launcher.errors import ConfigError
 
@@ -71,9 +71,4 @@ def lines_of(name: str, sweep: Mapping[str, object]) -> Iterator[tuple[str, str]
             raise ConfigError(
                 f"{GROUP}={name}: `{SWEEP}.{key}` is {show(values)}; it must be a list of values."
             )
-        yield key, f"{key}={','.join(map(written, values))}"
-
-
-def written(value: object) -> str:
-    """A value in Hydra's grammar."""
-    return quoted(value) if isinstance(value, str) and not value.isidentifier() else as_typed(value)
+        yield key, f"{key}={','.join(map(literal, values))}"

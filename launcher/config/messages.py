@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
+PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w-]*", re.IGNORECASE)  # read as text unquoted
+# YAML reads 1e-3 as text, because YAML 1.1 wants a dot in it; whoever lists it among values means the number.
+EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def program() -> str:
@@ -84,8 +87,24 @@ def directory_override(key: str, directory: Path) -> str:
     """The override that gives a directory, to be typed in a shell: Hydra reads `=` or a comma as its own."""
     if re.fullmatch(r"[\w./:%+@-]+", str(directory)):
         return f"{key}={directory}"
-    escaped = str(directory).replace("\\", "\\\\").replace("'", "\\'")
-    return shlex.quote(f"{key}='{escaped}'")
+    return shlex.quote(f"{key}={quoted(str(directory))}")
+
+
+def literal(value: object) -> str:
+    """A value in the syntax of Hydra's overrides, which reads it back with its type."""
+    if isinstance(value, str):
+        return value if PLAIN.fullmatch(value) or EXPONENT.fullmatch(value) else quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(literal, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
+    return as_typed(value)
+
+
+def quoted(value: str) -> str:
+    """The text as a quoted value of Hydra's syntax, in which a backslash escapes only before a quote."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def summary(problems: Sequence[str]) -> str:

@@ -29,9 +29,9 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """Under torchrun, which starts workers from its main thread: be killed when it ends."""
-    if "TORCHELASTIC_RUN_ID" in environ:
+def end_with_starter(environ: Mapping[str, str]) -> None:
+    """Be killed when torchrun or wandb's agent ends; both start processes from their main thread."""
+    if "TORCHELASTIC_RUN_ID" in environ or "WANDB_SWEEP_PARAM_PATH" in environ:
         end_with(os.getppid())
 
 

@@ -31,8 +31,8 @@ from launcher.config.composition import (
     check_files,
     composition_text,
     hydra_initialised,
-    quoted,
 )
+from launcher.config.messages import quoted
 from launcher.config.resolve import swept_keys
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError, first_line

@@ -13,7 +13,9 @@ from typing import Any
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import Config, TrackerConfig, rules
+from launcher.config.wandb_sweep import sweep_of_agent
 from launcher.errors import ConfigError
+from launcher.run_dir.claim import DEFAULT_ROOT
 
 VARIABLES = {
     "project": "WANDB_PROJECT",
@@ -27,6 +29,7 @@ VARIABLES = {
 MODES = ("WANDB_MODE", "WANDB_DISABLED")
 MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
 READ_HERE = (*VARIABLES.values(), *MODES)  # passed to wandb as arguments
+OF_THE_AGENT = ("project", "entity", "run_id")  # in a sweep of wandb's it takes these from the variables only
 
 
 def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -34,7 +37,12 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
 
     Raises ConfigError for a value that wandb would refuse.
     """
-    free = {key: variable for key, variable in VARIABLES.items() if not _given(f"tracker.{key}", overrides)}
+    fixed = OF_THE_AGENT if sweep_of_agent(environ) else ()
+    free = {
+        key: variable
+        for key, variable in VARIABLES.items()
+        if key in fixed or not _given(f"tracker.{key}", overrides)
+    }
     changes: dict[str, Any] = {
         key: _value(key, variable, environ[variable])
         for key, variable in free.items()
@@ -45,6 +53,24 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
             _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
         changes["mode"] = "auto"  # decided by the variables
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
+
+
+def of_agent(config: Config, environ: Mapping[str, str]) -> Config:
+    """The config of a run that wandb's agent has started, with a directory named after sweep and run.
+
+    An agent that resumes a run of its sweep starts it with the same id, so that it finds its checkpoints.
+    """
+    sweep, run_id = sweep_of_agent(environ), environ.get("WANDB_RUN_ID")
+    if config.run.dir or not (sweep and run_id):
+        return config
+    directory = DEFAULT_ROOT / config.recipe.name / f"{sweep}-{run_id}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+
+
+def hidden(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that wandb must not see, because it is given their values as arguments."""
+    kept = {VARIABLES[key] for key in OF_THE_AGENT} if sweep_of_agent(environ) else ()
+    return tuple(name for name in READ_HERE if name not in kept)
 
 
 def _refuse_unknown_mode(mode: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.telemetry.tracker.protocol import TrackedRun
 from launcher.telemetry.tracker.sink import TrackerTimeouts
-from launcher.telemetry.tracker.wandb_environment import READ_HERE
+from launcher.telemetry.tracker.wandb_environment import hidden
 
 if TYPE_CHECKING:
     from wandb import Settings
@@ -106,12 +106,13 @@ def quiet_environment() -> Iterator[None]:
     Empty variables are removed, because wandb would refuse them. So are those passed to wandb as arguments,
     because the command line takes precedence over them.
     """
-    hidden = {
+    names = hidden(os.environ)
+    removed = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("WANDB_") and (not value or name in READ_HERE)
+        if name.startswith("WANDB_") and (not value or name in names)
     }
-    for name in hidden:
+    for name in removed:
         del os.environ[name]
     wanted = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -121,7 +122,7 @@ def quiet_environment() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-        os.environ.update(hidden)
+        os.environ.update(removed)
 
 
 @contextlib.contextmanager

@@ -104,6 +104,21 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert {run.run_group for run in runs} == {"a-group"}
 
 
+def test_a_run_of_wandbs_agent_is_the_one_that_it_has_named(tmp_path: Path) -> None:
+    """wandb takes project, entity and id from the variables alone there, whatever it is called with."""
+    file = tmp_path / "values.yaml"
+    file.write_text("wandb_version: 1\n\noptim.clip_norm:\n  value: null\n")
+    environ = {**ALL, "WANDB_SWEEP_ID": "the-sweep", "WANDB_SWEEP_PARAM_PATH": str(file)}
+    train(tmp_path, "optim.clip_norm=None", "tracker.run_id=typed", **environ)
+    (directory,) = (tmp_path / "outputs" / "tiny").iterdir()
+    assert directory.name == "the-sweep-an-id"
+    run = tracked(directory)
+    assert (run.run_id, run.project, run.entity) == ("an-id", "my project", "my-team")
+    assert run.sweep_id == "the-sweep"
+    events = (directory / "metrics.jsonl").read_text().splitlines()
+    assert any('"an-id"' in event for event in events)
+
+
 def environment_of(*overrides: str, **environ: str):
     return with_environment(composed("tracker.project=x"), overrides, environ).tracker
 
