@@ -13,25 +13,22 @@ import os
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from textwrap import wrap
+from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.full_screen import Screen, Stop
 from launcher.commands.report import checked, warn
 from launcher.config.messages import program
-from launcher.errors import DIVERGED, ConfigError, StorageError
+from launcher.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from launcher.report.watching import View
+    from launcher.report.watching import Watched, WatchedSweep
 
 EVERY_S, EVERY_LINE_S = 1.0, 10.0  # on a terminal; elsewhere, where each look is a line
-LONGEST_S = 86_400.0
+LONGEST_S = 86_400.0  # a day: one that waits longer has stopped watching
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-QUIET_S = 60.0  # after which a sweep without a running job has ended
 
 
 def watch(arguments: Arguments) -> int:
@@ -44,6 +41,7 @@ def watch(arguments: Arguments) -> int:
     Example: {program} watch outputs/resnet18/20260101-120000-ab12
     """
     from launcher.report.comparison import is_sweep
+    from launcher.report.watching import Watched, WatchedSweep
 
     if len(arguments.words) != 1:
         raise ConfigError(f"watch: give one run or sweep: {program()} watch outputs/<recipe>/<run>")
@@ -51,15 +49,17 @@ def watch(arguments: Arguments) -> int:
     on_terminal = sys.stdout.isatty()
     every_s = interval(arguments, EVERY_S if on_terminal else EVERY_LINE_S)
     try:
-        source = SweepSource(directory) if is_sweep(directory) else RunSource(directory)
+        source = WatchedSweep(directory) if is_sweep(directory) else Watched(directory)
+        source.poll()
         for text in source.warnings():
             warn(text)
         with stopping() as stop:
             if on_terminal:
+                lines_for = partial(source.screen, braille=has_unicode())
                 with Screen(stop) as screen:
-                    follow(source, lambda source: screen.draw(source.screen), every_s, stop)
+                    follow(source, lambda: screen.draw(lines_for), every_s, stop)
             else:
-                follow(source, show_line, every_s, stop)
+                follow(source, lambda: print("\n".join(source.lines()), flush=True), every_s, stop)
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"watch {directory}: {name}{error.strerror or error}.") from error
@@ -86,108 +86,16 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-class RunSource:
-    """One run."""
-
-    def __init__(self, directory: Path) -> None:
-        from launcher.report.watching import Watched
-
-        self._watched = Watched(directory)
-        self.view: View = self._watched.view()
-
-    def poll(self) -> bool:
-        """Read what is new; whether the run has ended."""
-        self.view = self._watched.view()
-        return self.view.has_ended
-
-    def screen(self, columns: int, rows: int) -> list[str]:
-        from launcher.report.watching import run_screen
-
-        return run_screen(self.view, columns, rows, has_unicode())
-
-    def warnings(self) -> list[str]:
-        """What was left out of metrics.jsonl, as where a newer version wrote it."""
-        return self.view.record.recording.warnings
-
-    def lines(self) -> list[str]:
-        from launcher.report.watching import run_line
-
-        return [run_line(self.view)]
-
-    def exit_code(self) -> int:
-        return self.view.exit_code
-
-
-class SweepSource:
-    """The jobs of a sweep, as they appear."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._runs: dict[Path, RunSource] = {}
-        self._quiet_since: float | None = None
-        self._over = False
-
-    def poll(self) -> bool:
-        """Read what is new; whether all jobs have ended and the comparison is written."""
-        from launcher.report.comparison import TABLE, job_directories
-
-        for directory in job_directories(self._directory):
-            if directory not in self._runs:
-                self._runs[directory] = RunSource(directory)
-        over = [run.poll() for run in self._runs.values()]
-        ended = all(over)
-        now = time.monotonic()
-        self._quiet_since = (self._quiet_since or now) if ended else None
-        compared = (self._directory / TABLE).exists()
-        self._over = ended and (compared or now - (self._quiet_since or now) > QUIET_S)
-        return self._over
-
-    def screen(self, columns: int, rows: int) -> list[str]:
-        from launcher.report.watching import sweep_screen
-
-        rest = [line for text in self.rest() for line in wrap(text, columns, break_long_words=False)]
-        views = [run.view for run in self._runs.values()]
-        return [*sweep_screen(views, columns, rows - len(rest)), *rest]
-
-    def rest(self) -> list[str]:
-        """What is left of a sweep that has ended before its last job, and the command that runs it."""
-        from launcher.report.watching import rest_of_sweep
-
-        views = {path.name: run.view for path, run in self._runs.items()}
-        return rest_of_sweep(self._directory, views) if self._over else []
-
-    def warnings(self) -> list[str]:
-        """Return no warnings: `report` prints those of the jobs."""
-        return []
-
-    def lines(self) -> list[str]:
-        from launcher.report.watching import sweep_screen
-
-        views = [run.view for run in self._runs.values()]
-        return [*sweep_screen(views, 400, len(self._runs) + 3), *self.rest()]
-
-    def exit_code(self) -> int:
-        """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
-        from launcher.report.comparison import compares_precisions
-
-        findings = (0, DIVERGED) if compares_precisions([*self._runs]) else (0,)
-        failed = (code for run in self._runs.values() if (code := run.exit_code()) not in findings)
-        return next(failed, 1 if self.rest() else 0)
-
-
-Source = RunSource | SweepSource
-
-
-def follow(source: Source, show: Callable[[Source], None], every_s: float, stop: Stop) -> None:
+def follow(source: Watched | WatchedSweep, show: Callable[[], None], every_s: float, stop: Stop) -> None:
     """Show the source until it ends, a signal arrives, or nobody reads what is shown."""
     while not source.poll():
-        show(source)
+        show()
         if stop.wait(every_s):
             return
         if reader_left():
             stop.request(0)
             return
-    show(source)
+    show()
 
 
 def reader_left() -> bool:
@@ -198,10 +106,6 @@ def reader_left() -> bool:
     except (OSError, ValueError):
         return False
     return bool(poll.poll(0))
-
-
-def show_line(source: Source) -> None:
-    print("\n".join(source.lines()), flush=True)
 
 
 def interval(arguments: Arguments, usual_s: float) -> float:

@@ -1,7 +1,7 @@
 """What `watch` shows of a run or a sweep: one screen, or one line.
 
 Owns the texts and their fit to the terminal. Reads the files of the run and never writes to it; the command
-owns the terminal and the clock.
+owns the terminal.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from textwrap import wrap
 
 from launcher.config.messages import program
-from launcher.errors import counted, listed
+from launcher.errors import DIVERGED, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
+from launcher.report.comparison import TABLE, compares_precisions, job_directories
 from launcher.report.reading import text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
@@ -32,6 +33,10 @@ SETTLE_S = 15.0  # for which a run that failed may still be restarted by its par
 BAR = 20  # characters
 MIN_NAME = 10
 SHOWN_JOBS = 5  # that are left
+WIDE = 400  # characters of a job's line where there is no terminal: its reason of a failure fits
+QUIET_S = (
+    60.0  # without a running job and a comparison, after which a sweep has ended: its next job starts sooner
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,6 @@ class View:
         return self.record.state
 
     @property
-    def was_killed(self) -> bool:
-        return self.state == KILLED
-
-    @property
     def exit_code(self) -> int:
         return self.record.life.exit_code
 
@@ -72,7 +73,9 @@ class View:
 
 
 class Watched:
-    """Follows the files of one run."""
+    """Follows the files of one run: `latest` is what the last `poll` found. Raises OSError."""
+
+    latest: View
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -80,11 +83,77 @@ class Watched:
         self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
 
     def view(self, now: float | None = None) -> View:
-        """What the files say. Raises OSError for unreadable ones; those that are missing are empty."""
+        """Read what is new. Files that are missing are empty."""
         process = process_of(self.directory)  # before its files: one that has ended has written all of them
         self._follower.poll()
         record = RunRecord.followed(self.directory, self._follower.recording, process, now)
         return View(record, self._may_restart)
+
+    def poll(self) -> bool:
+        """Read what is new; whether the run has ended."""
+        self.latest = self.view()
+        return self.latest.has_ended
+
+    def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
+        return run_screen(self.latest, columns, rows, braille)
+
+    def lines(self) -> list[str]:
+        return [run_line(self.latest)]
+
+    def warnings(self) -> list[str]:
+        """What was left out of metrics.jsonl, as where a newer version wrote it."""
+        return self.latest.record.recording.warnings
+
+    def exit_code(self) -> int:
+        return self.latest.exit_code
+
+
+class WatchedSweep:
+    """Follows the jobs of a sweep, as they appear."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._runs: dict[Path, Watched] = {}
+        self._quiet_since: float | None = None
+        self._over = False
+
+    def poll(self) -> bool:
+        """Read what is new; whether all jobs have ended and the comparison is written."""
+        for directory in job_directories(self._directory):
+            if directory not in self._runs:
+                self._runs[directory] = Watched(directory)
+        polled = [run.poll() for run in self._runs.values()]  # all of them, also after one that is going
+        ended = all(polled)
+        now = time.monotonic()
+        self._quiet_since = (self._quiet_since or now) if ended else None
+        compared = (self._directory / TABLE).exists()
+        self._over = ended and (compared or now - (self._quiet_since or now) > QUIET_S)
+        return self._over
+
+    def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
+        rest = [line for text in self._rest() for line in wrap(text, columns, break_long_words=False)]
+        return [*sweep_screen(self._views(), columns, rows - len(rest)), *rest]
+
+    def lines(self) -> list[str]:
+        return [*sweep_screen(self._views(), WIDE, len(self._runs) + 3), *self._rest()]
+
+    def warnings(self) -> list[str]:
+        """Return no warnings: `report` prints those of the jobs."""
+        return []
+
+    def exit_code(self) -> int:
+        """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
+        findings = (0, DIVERGED) if compares_precisions([*self._runs]) else (0,)
+        failed = (code for run in self._runs.values() if (code := run.exit_code()) not in findings)
+        return next(failed, 1 if self._rest() else 0)
+
+    def _views(self) -> list[View]:
+        return [run.latest for run in self._runs.values()]
+
+    def _rest(self) -> list[str]:
+        """What is left of a sweep that has ended before its last job, and the command that runs it."""
+        views = {path.name: run.latest for path, run in self._runs.items()}
+        return rest_of_sweep(self._directory, views) if self._over else []
 
 
 def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> list[str]:
@@ -96,7 +165,7 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
     room = rows - len(top) - len(bottom) - 2
     curve = characters(curve_chart("loss", record.recording.steps["loss"]), columns, min(room, 16), braille)
     title = ["loss"] if curve else []
-    leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.was_killed) else []
+    leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.state == KILLED) else []
     lines = [*top, *title, *curve, *bottom, *leave]
     return [_cut(line, columns) for line in lines[:rows]]
 

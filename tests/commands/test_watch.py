@@ -655,7 +655,7 @@ def test_a_reader_that_leaves_ends_it(run_dir):
 def test_a_sweep_whose_parent_was_killed_says_what_is_left(
     tmp_path, capsys, monkeypatch, codes, rest
 ) -> None:
-    monkeypatch.setattr("launcher.commands.watch.QUIET_S", 0.0)
+    monkeypatch.setattr("launcher.report.watching.QUIET_S", 0.0)
     names = [f"{number}_seed={number}" for number in range(3)]
     write_json(tmp_path / "sweep.json", {"jobs": names, "continue": ["-m", "hydra.sweep.dir='/a b'"]})
     for name, code in zip(names, codes, strict=False):
