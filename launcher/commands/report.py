@@ -33,8 +33,8 @@ def write_reports(arguments: Arguments) -> None:
     Example: {program} report outputs/resnet18/* --out runs.html
     """
     from launcher.report.comparison import is_sweep, job_directories, write_comparison
+    from launcher.report.overview import run_table
     from launcher.report.page import render
-    from launcher.report.run_table import run_table
 
     if not arguments.words:
         raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")

@@ -1,9 +1,10 @@
-"""The beginning of a page: one run in large numbers or a table of several, their settings, what failed."""
+"""The runs at a glance: the beginning of a page, and the table of a terminal, each with what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from launcher.process.terminal import wrapped
 from launcher.report.html import failure, folded, section, table, tiles, words
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import (
@@ -18,6 +19,9 @@ from launcher.telemetry.formatting import duration, metric, number
 
 MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table, unfolded
 MAX_DIFFERING = 5  # keys that are columns of the table of runs
+LEFT = ("run", "state", "bound by")
+LAST_TO_GO = ("run", "state", "steps", "loss")
+MAX_NAME, MIN_NAME = 48, 12
 
 
 def headline(run: RunRecord) -> str:
@@ -112,3 +116,43 @@ def _common_overrides(runs: Sequence[RunRecord]) -> list[str]:
 def _differences(runs: Sequence[RunRecord]) -> str:
     rows = zip(runs, difference_rows(runs), strict=True)
     return table("Config differences", [{"run": run.name, **row} for run, row in rows], texts=("run",))
+
+
+def run_table(runs: Sequence[RunRecord], columns: int | None) -> str:
+    """Columns that do not fit are dropped from the right; what is not a terminal (None) gets all of them."""
+    longest = MAX_NAME if columns is None else min(MAX_NAME, max(MIN_NAME, columns // 3))
+    rows = [{**row_of(run), "run": shortened(run.name, longest)} for run in runs]
+    titles = list(dict.fromkeys(title for row in rows for title in row))
+    widths = {title: max(len(title), *(len(row.get(title, "-")) for row in rows)) for title in titles}
+    droppable = [title for title in reversed(titles) if title not in LAST_TO_GO] + ["loss", "steps"]
+    while columns is not None and droppable and sum(widths.values()) + 2 * (len(widths) - 1) > columns:
+        widths.pop(droppable.pop(0), None)
+    lines = [_line({title: title for title in widths}, widths)]
+    for run, row in zip(runs, rows, strict=True):
+        lines.append(_line(row, widths))
+        if text := run.error or run.note:
+            lines.append(wrapped(f"  {first_line(text)}", columns))
+    return "\n".join(lines)
+
+
+def shortened(name: str, longest: int) -> str:
+    """The end of the name, where runs differ, without control characters."""
+    name = printable(name)
+    return name if len(name) <= longest else f"...{name[3 - longest :]}"
+
+
+def first_line(text: str) -> str:
+    """The first line, without control characters."""
+    return printable(text.strip().partition("\n")[0])
+
+
+def printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _line(row: Mapping[str, str], widths: Mapping[str, int]) -> str:
+    cells = (
+        row.get(title, "-").ljust(width) if title in LEFT else row.get(title, "-").rjust(width)
+        for title, width in widths.items()
+    )
+    return printable("  ".join(cells).rstrip())

@@ -20,7 +20,7 @@ from launcher.report.spread import Spread, joined, mean_and_deviation
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import DecisionEvent, EndEvent
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
-from launcher.telemetry.step_time import FEW_STEPS, TimeShares
+from launcher.telemetry.step_time import FEW_STEPS, PARTS, TITLES, TimeShares
 
 ALIKE = 0.03  # a difference in time or memory below this share is none
 WAITS = 0.4  # a part of the step with this share bounds it
@@ -29,12 +29,6 @@ CERTAIN = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 DATA, COMPUTE, WIRE, UPDATE = "data_ms", "compute_ms", "wire_ms", "update_ms"
 # Of the error of a run that diverged: a module made what is not finite from inputs that were.
 OUT_OF_RANGE = re.compile(r"first module whose output was not finite: [^;\n]*from inputs between [^;\n]*")
-PARTS = {
-    DATA: "waiting for data",
-    COMPUTE: "forward and backward",
-    WIRE: "waiting for the wire",
-    UPDATE: "update",
-}
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ def reason_of(first: Side, other: Side) -> str:
     parts, parts_before = other.parts_ms(), first.parts_ms()
     changes = {part: parts[part] - parts_before[part] for part in PARTS}
     part = max(changes, key=lambda each: abs(changes[each]))
-    most = f"Most of the difference is in {PARTS[part]} ({changes[part]:+.3g} ms)."
+    most = f"Most of the difference is in {TITLES[part]} ({changes[part]:+.3g} ms)."
     before, after = first.mean(lambda run: run.step_ms) or 0.0, other.mean(lambda run: run.step_ms) or 0.0
     if emulated:
         who = f"{' and '.join(emulated)} is emulated here, in fp32 with roundings"
@@ -303,7 +297,7 @@ def table(first: Side, others: Sequence[Side]) -> Iterator[str]:
 
 
 def rows(metric_name: str) -> list[Row]:
-    parts = [Row(f"... {title}", part_of(part), milliseconds) for part, title in PARTS.items()]
+    parts = [Row(f"... {title}", part_of(part), milliseconds) for part, title in TITLES.items()]
     return [
         Row("training time", lambda run: run.seconds, duration),
         Row("time of a step", lambda run: run.step_ms, milliseconds),

@@ -17,11 +17,11 @@ from launcher.config.messages import program
 from launcher.errors import DIVERGED, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.comparison import TABLE, compares_precisions, job_directories
+from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
-from launcher.report.run_table import first_line, printable, shortened
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, SWEEP
 from launcher.telemetry.event_log import FILE_NAME

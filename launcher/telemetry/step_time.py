@@ -17,6 +17,12 @@ from launcher.telemetry.events import EndEvent, StepEvent
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
 TIMES = ("step_ms", *PARTS)
+TITLES = {
+    "data_ms": "waiting for data",
+    "compute_ms": "forward and backward",
+    "wire_ms": "waiting for the wire",
+    "update_ms": "update",
+}
 OVERHEAD = "overhead"
 LIMIT = 0.3  # a part with this share is reported, even where computing takes longer
 FEW_STEPS = 5  # with fewer measured ones nothing is said of the time

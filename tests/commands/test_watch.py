@@ -23,10 +23,9 @@ from launcher.cli import main
 from launcher.commands.full_screen import ENTER, LEAVE
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.curve import Curve
-from launcher.report.overview import state_text
+from launcher.report.overview import run_table, state_text
 from launcher.report.run_record import RunRecord
 from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
-from launcher.report.run_table import run_table
 from launcher.report.watching import (
     SETTLE_S,
     Watched,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.report.overview import run_table
 from launcher.report.run_record import RunRecord
-from launcher.report.run_table import run_table
 from launcher.report.settings import difference_rows, differing_keys, run_settings, setting_rows
 from launcher.report.watching import Watched, run_screen
 from launcher.run_dir.atomic import json_line, write_json

@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from launcher.report.charts.canvas import INK, SOFT, Canvas, rgb, text_length
+from launcher.report.charts.picture import INK, SOFT, Canvas, rgb, text_length
 from launcher.report.curve import FloatArray
 from launcher.report.html import paragraph, picture, scrolled, table
 from launcher.report.run_record import RunRecord

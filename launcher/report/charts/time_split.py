@@ -9,14 +9,7 @@ from launcher.report.charts.chart import stacked
 from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
-from launcher.telemetry.step_time import PARTS
-
-TITLES = {
-    "data_ms": "waiting for data",
-    "compute_ms": "forward and backward",
-    "wire_ms": "waiting for the wire",
-    "update_ms": "update",
-}
+from launcher.telemetry.step_time import PARTS, TITLES
 
 
 def time_split(run: RunRecord) -> str:

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 from launcher.report.charts.axis import Axis
-from launcher.report.charts.canvas import rgb
 from launcher.report.charts.chart import Chart, Line
-from launcher.report.charts.picture import HEIGHT, WIDTH, write_picture
+from launcher.report.charts.picture import HEIGHT, WIDTH, rgb, write_picture
 
 X = np.arange(2.0, 8.0)
 AXIS = Axis(0, 10)
