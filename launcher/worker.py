@@ -205,7 +205,7 @@ def _assemble(
 def _prepare(job: Job, saved: SavedRun, start: Start) -> None:
     """What must be known before the first step: weights, micro-batch, batches."""
     job.parts.of(InitialWeights).check(saved.resumed)
-    job.parts.of(Relief).choose(job, start.step < job.course.total_steps)
+    job.parts.of(Relief).choose(start.step < job.course.total_steps)
     job.run.heartbeat.beat("data", start.step)
 
 

@@ -49,7 +49,7 @@ TRAINING_LAYERS = (
     {"recorded_config", "device", "digests", "step_times", "answers", "model_folder", "chosen_metric"},
     {"reports", "replicas", "results"},
     {"run", "moments", "failures"},
-    {"steps", "after_evaluation", "divergence"},
+    {"steps", "after_evaluation", "rerun"},
     {"setup"},
     {"job"},
     {"resume"},

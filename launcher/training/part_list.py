@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from launcher.distributed.preflight import Peer
 from launcher.telemetry.gpu import GpuSampler
-from launcher.training.divergence.rerun import DivergenceInspector
 from launcher.training.job import Job
 from launcher.training.moments import Parts
 from launcher.training.parts.averages import Averages
@@ -29,6 +28,7 @@ from launcher.training.parts.skipped_steps import SkippedSteps
 from launcher.training.parts.stragglers import Stragglers
 from launcher.training.parts.totals import Totals
 from launcher.training.parts.training_metrics import TrainingMetrics
+from launcher.training.rerun import DivergenceInspector
 from launcher.training.resume import SavedRun
 from launcher.training.setup.initial_weights import Loaded
 
@@ -46,7 +46,7 @@ def parts_of(
     What a part measures on this rank, or is given by it, may differ; which parts there are may not.
     """
     run, config, course, several = job.run, job.run.config, job.course, job.run.env.world_size > 1
-    inspector = DivergenceInspector(run.stepper, job.recipe.loss, lambda: job.batches, run.env.group)
+    inspector = DivergenceInspector(run.stepper, job.recipe.loss, lambda: job.batches, run.env)
     rescue, trained = Rescue(run, inspector), TrainingMetrics(job.answers)
     trial = BucketTrial(
         run.stepper, run.env.world_size, course.total_steps, config.wire.shard, run.telemetry.decision
@@ -68,7 +68,7 @@ def parts_of(
         Log(run),  # after those that may end the run by the same step
         ReplicaCheck(run, course) if config.consistency.every_steps else None,
         InitialWeights(run, loaded),
-        Relief(run, lambda: job.batches, job.answers),  # before the votes are cast again
+        Relief(job),  # before the votes are cast again
         Evaluator(job, trained),
         EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,
         Plateau(run, config.plateau, job.recipe) if config.plateau.factor is not None else None,

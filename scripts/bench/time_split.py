@@ -12,6 +12,8 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from launcher.engine import SGD, Policy, Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA, Spans
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
+from launcher.training.job import Job
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Position
 from launcher.training.requests import Requests
@@ -94,7 +97,8 @@ def relief_of(stepper: Stepper) -> Relief:
     run = Run(config, env, stepper, Telemetry(), Heartbeat(), Requests())
     plan = BatchPlan(64, 4, None, 1, 0, 0, drop_last=False)
     batches = DeviceBatches(TensorData({"x": torch.ones(64, 8)}), plan, None)
-    return Relief(run, lambda: batches, Answers(env, None))
+    of_job = SimpleNamespace(run=run, batches=batches, answers=Answers(env, None))
+    return Relief(cast(Job, of_job))
 
 
 def added(times: Times, ours: str, baseline: str) -> float:

@@ -12,7 +12,7 @@ from launcher.data.tensors import Batch, DeviceBatches, TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
-from launcher.training.divergence.rerun import DivergenceInspector
+from launcher.training.rerun import DivergenceInspector
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
@@ -49,7 +49,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
         reference_count=8,
     )
     before = state_digest(stepper)
-    text = DivergenceInspector(stepper, loss, lambda: batches, env.group).explain(
+    text = DivergenceInspector(stepper, loss, lambda: batches, env).explain(
         EPOCH, EPOCH * plan.steps_per_epoch + STEP, range(env.world_size), backward
     )
     return text, state_digest(stepper) == before

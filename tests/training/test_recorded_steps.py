@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -104,7 +106,8 @@ class Parts:
         self.course = Course(self.plan.steps_per_epoch, 12, 1)
         batches = training_batches(set_, self.plan, transform, 12)
         model.eval()  # as a trial of the evaluation may leave it
-        relief = Relief(self.run, lambda: batches, self.answers)
+        of_job = SimpleNamespace(run=self.run, batches=batches, answers=self.answers)
+        relief = Relief(cast(Any, of_job))
         network = compiled(compiles, model, self.stepper)
         self.task = Task(self.stepper, network, loss, batches, self.answers, relief)
 

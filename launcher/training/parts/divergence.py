@@ -8,34 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
-from launcher.training.divergence.evidence import MAX_NAMES
 from launcher.training.progress import Measured, Position
+from launcher.training.rerun import MAX_NAMES, DivergenceInspector
 
 LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
-
-
-class Inspector(Protocol):
-    """Inspects a failed step. All ranks make the same calls at the same step."""
-
-    def broken_weights(self) -> str: ...
-
-    def narrowed(self, parameters: Sequence[str]) -> list[str]: ...
-
-    def explain(self, epoch: int, step: int, suspected_ranks: Sequence[int], backward: bool) -> str: ...
 
 
 class DivergenceCheck:
     """Checks each step's report in order, and the end of the run."""
 
     def __init__(
-        self, limits: ScaleConfig, inspector: Inspector, counters: Callable[[], Mapping[str, int]]
+        self, limits: ScaleConfig, inspector: DivergenceInspector, counters: Callable[[], Mapping[str, int]]
     ) -> None:
         """`counters` are those of the loss scale."""
         self._limits = limits

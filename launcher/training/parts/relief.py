@@ -8,7 +8,6 @@ that one step late, so the rank abandons the next step as well: all ranks then r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,18 +15,16 @@ import torch
 from torch import Tensor
 
 from launcher.data.random_state import States, restore, states
-from launcher.data.tensors import Batches
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import OutOfMemoryEvent
-from launcher.training.answers import Answers, Kept
+from launcher.training.answers import Kept
 from launcher.training.job import Job
 from launcher.training.memory import free_memory
 from launcher.training.progress import Position
-from launcher.training.run import Run
 from launcher.training.setup.micro_batch import Trials
 from launcher.training.setup.micro_batch_sizes import half_of
 
@@ -56,20 +53,17 @@ class Relief:
     Only with train.on_oom=halve. Not with model.sync_bn on several ranks, whose passes wait for each other.
     """
 
-    def __init__(self, run: Run, batches: Callable[[], Batches], answers: Answers) -> None:
+    def __init__(self, job: Job) -> None:
+        run = job.run
         self.micro_batch: MicroBatch | None = None  # None: that of the config
+        self._job = job
         self._run = run
-        self._batches_of_run = batches  # which are made after the parts
-        self._answers = answers
+        self._answers = job.answers
         self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
         self._active = run.config.train.on_oom == "halve"
         self._before: dict[int, _Before] = {}  # by step, of the latest two
         self._halved = ""  # how, once it has been
         self._shortage = ""  # of this rank, until the micro-batch is halved
-
-    @property
-    def _batches(self) -> Batches:
-        return self._batches_of_run()
 
     def state(self) -> dict[str, Any]:
         return {"micro_batch": None if self.micro_batch is None else asdict(self.micro_batch)}
@@ -79,14 +73,15 @@ class Relief:
         self.micro_batch = None if saved is None else MicroBatch(**saved)
 
     def add_to(self, result: Result) -> Result:
-        return replace(result, micro_batch=self._batches.plan.largest_micro_batch)
+        return replace(result, micro_batch=self._job.batches.plan.largest_micro_batch)
 
-    def choose(self, job: Job, steps_left: bool) -> None:
+    def choose(self, steps_left: bool) -> None:
         """Divide the batches as data.micro_batch says, as in the run so far, or as found by trying.
 
         A collective. Raises OutOfMemoryError, on all ranks, where not even one sample fits.
         """
-        run, before, wish = self._run, self.micro_batch, self._run.config.data.micro_batch
+        job, run, before = self._job, self._run, self.micro_batch
+        wish = run.config.data.micro_batch
         if before is not None and before.wish == wish:
             run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
             size = before.size
@@ -112,7 +107,7 @@ class Relief:
     @property
     def _half(self) -> int | None:
         """The size after halving; None where it cannot be smaller."""
-        config, plan = self._run.config, self._batches.plan
+        config, plan = self._run.config, self._job.batches.plan
         return half_of(plan, config.data.augment.mixup, config.train.total_steps(plan.steps_per_epoch))
 
     def keep(self, position: Position) -> None:
@@ -149,7 +144,7 @@ class Relief:
         return True
 
     def _not_halved(self, shortage: str, position: Position) -> OutOfMemoryError:
-        size = self._batches.plan.largest_micro_batch
+        size = self._job.batches.plan.largest_micro_batch
         changes = ["a smaller model or smaller samples"]
         reason = f"The micro-batch is {size} already, which cannot be halved."
         if self._waits_for_others:
@@ -170,10 +165,10 @@ class Relief:
     def retake(self, position: Position) -> None:
         """Divide the batches from `position` on into smaller pieces, and return there. A collective."""
         texts = exchange_texts(self._run.env, self._shortage)
-        plan = self._batches.plan
+        plan = self._job.batches.plan
         smaller = replace(plan, micro_batch=self._half)
         free_memory(self._run.env.device)
-        self._batches.divide(smaller, position.epoch, position.step_of_epoch)
+        self._job.batches.divide(smaller, position.epoch, position.step_of_epoch)
         self._run.stepper.set_micro_batches(smaller.micro_batches)
         before = self._before[position.step]
         restore(before.generators)

@@ -9,21 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from launcher.engine import StepReport, StepResult
 from launcher.engine.fp32_modules import kind_of
-from launcher.training.divergence.evidence import Overflow
 from launcher.training.progress import Position
+from launcher.training.rerun import DivergenceInspector, Overflow
 from launcher.training.run import Run
-
-
-class Searcher(Protocol):
-    """Searches a failed step for its cause. All ranks make the same calls at the same step."""
-
-    def broken_weights(self) -> str: ...
-
-    def overflow(self, position: Position) -> Overflow | None: ...
 
 
 class Rescue:
@@ -32,7 +24,7 @@ class Rescue:
     New ones only where `precision.rescue` is set, and the arithmetic is half; those of the run so far always.
     """
 
-    def __init__(self, run: Run, searcher: Searcher) -> None:
+    def __init__(self, run: Run, searcher: DivergenceInspector) -> None:
         self.latest = 0  # the step that has led to the latest rescue of this process
         self.silent = not (run.config.precision.rescue and run.stepper.policy.arithmetic.itemsize < 4)
         self._run = run

@@ -1,4 +1,4 @@
-"""The error of a diverged run: its texts, and its messages of fixed size between ranks. Pure functions.
+"""The error of a diverged run: its texts. Pure functions.
 
 Whole runs are in ../test_diverged_runs.py, the search by real ranks in tests/ranks/test_divergence.py.
 """
@@ -7,36 +7,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
-from launcher.training.divergence.evidence import (
-    MESSAGE_BYTES,
+from launcher.training.rerun import (
     NOTHING,
     Evidence,
     evidence_of,
     master_text,
     nonfinite_rows,
-    pack,
     samples_text,
     told_by_rank,
-    unpack,
 )
 
 MODULE = ModuleFinding("fc", "Linear", "inf", 7, True, (-2.0, 3.0), (1,), 3)
 FINE = Diagnosis(None, None, True, (), ("fc", 12.5))
 BATCH = {"image": torch.zeros(3, 2), "label": torch.zeros(3, dtype=torch.int64)}
-
-
-@given(st.integers(0, NOTHING), st.text(st.characters(codec="utf-8", exclude_characters="\0")))
-def test_a_message_has_one_size_and_keeps_what_fits(order: int, text: str) -> None:
-    message = pack(Evidence(order, text))
-    assert message.shape == (MESSAGE_BYTES,)
-    received = unpack(message)
-    assert received.order == order
-    assert text.startswith(received.text)
-    assert received.text == text or len(text.encode()) > MESSAGE_BYTES - 12
 
 
 @pytest.mark.parametrize(

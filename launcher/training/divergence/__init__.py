@@ -1,1 +1,0 @@
-"""Detection of divergence, and the text of its error. Import each module by its name."""
