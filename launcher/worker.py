@@ -43,18 +43,19 @@ from launcher.training.answers import Answers
 from launcher.training.device import apply_switches, seed_generators
 from launcher.training.ends import announce, finish
 from launcher.training.failures.rank_failure import (
+    advice_for,
     failure_of,
     of_another_rank,
+    place_of_shortage,
     release_frames,
     report_failure,
 )
 from launcher.training.failures.recipe_errors import guarded, guarding
-from launcher.training.failures.shortage_advice import advice_for, place_of_shortage
 from launcher.training.job import Job
 from launcher.training.loop import train
 from launcher.training.part_list import parts_of
 from launcher.training.parts.evaluation import Evaluator
-from launcher.training.parts.initial_weights import InitialWeights
+from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Course, Start
 from launcher.training.recorded_steps import recorded
@@ -64,7 +65,6 @@ from launcher.training.run import Run
 from launcher.training.setup import build
 from launcher.training.setup.compilation import compiled
 from launcher.training.setup.data_check import compare_data
-from launcher.training.setup.initial_weights import Loaded, load_weights
 from launcher.training.setup.scale_start import calibrate
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged

@@ -45,8 +45,8 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINING_LAYERS = (
-    {"votes", "progress", "requests", "occurrences", "memory", "warning_log"},
-    {"recorded_config", "device", "digests", "step_times", "answers", "model_folder", "chosen_metric"},
+    {"votes", "progress", "requests", "warning_log"},
+    {"device", "step_times", "answers"},
     {"reports", "replicas", "results"},
     {"run", "moments", "failures"},
     {"steps", "after_evaluation", "rerun"},

@@ -1,4 +1,4 @@
-"""The value of an evaluation by which runs are compared, and whether a higher one is better."""
+"""The value of an evaluation by which runs are compared or a part of one decides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from launcher.checkpoint import Compared
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe.checks import refuse_unknown_comparison
+from launcher.recipe.checks import names_to_compare_by, refuse_unknown_comparison
 
 
 def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> Compared:
@@ -34,3 +34,24 @@ def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) ->
             f"higher_is_better in its class: True, False, or a mapping such as {{{name!r}: True}}."
         )
     return Compared(full_name, evaluation.metrics[name], lower_is_better=not higher)
+
+
+def refuse_unknown(section: str, metric: str | None, evaluations: Mapping[str, Evaluation]) -> None:
+    """Raise ConfigError, on all ranks alike, for a metric that evaluations do not have."""
+    if metric is None:
+        return
+    known = names_to_compare_by(next(iter(evaluations.values())).metrics, evaluations)
+    if metric not in known:
+        raise ConfigError(
+            f"{section}.metric={metric}: the evaluations of this recipe have no such metric. "
+            f"They have {', '.join(known)}."
+        )
+
+
+def refuse_none(key: str, value: object, evaluations: Mapping[str, Evaluation]) -> None:
+    """Raise ConfigError for a key that needs evaluations in a run without any."""
+    if not evaluations:
+        raise ConfigError(
+            f"{key}={value} needs evaluations, and data.val_fraction=0 holds nothing out to evaluate on. Set "
+            "one of them to another value."
+        )

@@ -1,8 +1,12 @@
-"""Exact evaluation on any number of ranks.
+"""Exact evaluation on any number of ranks, and its trial before the first step.
 
 Owns the pass over a set, in which every sample counts exactly once; `measuring` owns the metrics.
 Communicates only after the pass: ranks may have unequal shares, or none. Requires the same weights and
 buffers on all ranks. Never changes them, and restores the mode of each module.
+
+The trial, on a few samples, finds mistakes of a recipe. It changes nothing of a run: generators, buffers and
+the order of the data are as before. Its metrics have seen other samples, and another model, than in an
+evaluation: what depends on these is reported and not raised.
 """
 
 from __future__ import annotations
@@ -16,14 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
-from launcher.data.sources import Readable, evaluation_batches
+from launcher.data.random_state import GeneratorsKept
+from launcher.data.sources import Readable, evaluation_batches, first_batch
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.works import all_reduce
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Guard, Measuring, rows_with_nan, unguarded
+from launcher.evaluation.measuring import Guard, Measuring, MetricValues, rows_with_nan, unguarded
+from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
 Result = TypeVar("Result")
@@ -86,42 +92,59 @@ def never_smaller(error: Exception, size: int) -> int:
     raise error
 
 
-def in_smaller_batches(measure: Callable[[int], Result], size: int, smaller: Smaller) -> tuple[Result, int]:
-    """What `measure` returns for batches of `size`, or from the start for `smaller` ones; how often halved.
+@dataclass(frozen=True)
+class Pass:
+    """What a pass over a set measures, and what it calls.
 
-    For a part that does not communicate: each rank may need another size.
+    `guard` is the context of each call of a metric. `beat` is called before each batch and each message to
+    rank 0. `smaller` gives the size of the batches with which a rank begins again after an error.
     """
-    halvings = 0
-    while True:
-        try:
-            return measure(size), halvings
-        except Exception as error:
-            size = smaller(error, size)
-            halvings += 1
+
+    recipe: Recipe
+    model: nn.Module
+    forward_context: Callable[[], AbstractContextManager[object]]
+    env: WorkerEnv
+    guard: Guard = unguarded
+    beat: Callable[[], object] = lambda: None
+    smaller: Smaller = never_smaller
+
+    def measure_batch(self, batch: Batch, measuring: Measuring) -> Loss:
+        """The loss of a batch, which the metrics are updated with."""
+        self.beat()
+        with self.forward_context():
+            transform = self.recipe.eval_transform
+            made = batch if transform is None else transformed("eval_transform", transform, batch)
+            loss = loss_of(self.recipe.loss, self.model, made)
+        refuse_unusable_loss(self.recipe, loss)
+        measuring.update(loss, batch | made)
+        return loss
+
+    def in_smaller_batches(self, measure: Callable[[int], Result], size: int) -> tuple[Result, int]:
+        """What `measure` returns for batches of `size`, or from the start for smaller ones; how often halved.
+
+        For a part that does not communicate: each rank may need another size.
+        """
+        halvings = 0
+        while True:
+            try:
+                return measure(size), halvings
+            except Exception as error:
+                size = self.smaller(error, size)
+                halvings += 1
 
 
 def evaluate(
-    recipe: Recipe,
-    model: nn.Module,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-    data: Readable,
-    env: WorkerEnv,
-    batch_size: int,
-    interrupted: Callable[[], bool] = lambda: False,
-    guard: Guard = unguarded,
-    beat: Callable[[], object] = lambda: None,
-    smaller: Smaller = never_smaller,
+    over: Pass, data: Readable, batch_size: int, interrupted: Callable[[], bool] = lambda: False
 ) -> Evaluation:
     """Measure the model on `data` (on the device, whole on every rank). A collective.
 
-    `guard` is the context of each call of a metric. `beat` is called before each message to rank 0.
-    `smaller` gives the size of the batches with which a rank begins again after an error. Raises
-    EvaluationStopped, on all ranks, if `interrupted` was true before a batch on any of them.
+    Raises EvaluationStopped, on all ranks, if `interrupted` was true before a batch on any of them.
     """
+    env = over.env
 
     def measure(size: int) -> tuple[_Totals, Tensor, Measuring]:
         """This rank's share, up to a batch before which it is interrupted."""
-        totals, measuring = _Totals(), Measuring(recipe, env, guard, beat)
+        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat)
         # How often each sample was seen. A stream has no size and no indices.
         num_samples = 0 if isinstance(data, StreamData) else len(data)
         seen = torch.zeros(num_samples, dtype=torch.int64, device=env.device)
@@ -135,11 +158,11 @@ def evaluate(
                 totals.unreadable += len(indices)
                 totals.samples += len(indices)
             else:
-                totals.add(measure_batch(recipe, model, forward_context, batch, measuring), len(indices))
+                totals.add(over.measure_batch(batch, measuring), len(indices))
         return totals, seen, measuring
 
-    with evaluating(model), torch.no_grad():
-        (own, seen, measuring), halvings = in_smaller_batches(measure, batch_size, smaller)
+    with evaluating(over.model), torch.no_grad():
+        (own, seen, measuring), halvings = over.in_smaller_batches(measure, batch_size)
         own.halvings = halvings
         total = own.over_ranks(env)
         all_reduce(seen, env.group)
@@ -160,22 +183,6 @@ def evaluate(
         int(total.halvings),
         found.confusion,
     )
-
-
-def measure_batch(
-    recipe: Recipe,
-    model: nn.Module,
-    forward_context: Callable[[], AbstractContextManager[object]],
-    batch: Batch,
-    measuring: Measuring,
-) -> Loss:
-    """The loss of a batch, which the metrics are updated with."""
-    with forward_context():
-        made = _transformed(recipe, batch)
-        loss = loss_of(recipe.loss, model, made)
-    refuse_unusable_loss(recipe, loss)
-    measuring.update(loss, batch | made)
-    return loss
 
 
 def refuse_unusable_loss(recipe: Recipe, loss: Loss) -> None:
@@ -221,6 +228,44 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _transformed(recipe: Recipe, batch: Batch) -> Batch:
-    transform = recipe.eval_transform
-    return batch if transform is None else transformed("eval_transform", transform, batch)
+def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
+    """What the metrics give for the first samples of each rank, with NaN for names that they only declare.
+
+    Raises what an evaluation would raise, but for exceptions of a metric's `compute` that may be due to these
+    samples: `MetricValues.failed` has their texts. A collective.
+    """
+    env = over.env
+
+    def measure(size: int) -> tuple[Tensor, Measuring]:
+        sums = torch.zeros(2, dtype=torch.float64, device=env.device)  # of the losses, and their count
+        measuring = Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
+        batch = first_batch(data, env.rank, env.world_size, size)
+        if batch is not None:
+            loss = over.measure_batch(batch, measuring)
+            sums[0] += loss.sum
+            sums[1] += loss.count
+        return sums, measuring
+
+    with evaluating(over.model), torch.no_grad(), _unchanged(over.model, env.device):
+        (sums, measuring), _ = over.in_smaller_batches(measure, batch_size)
+        all_reduce(sums, env.group)
+        loss_sum, count = sums.tolist()
+        found = measuring.conclude(loss_sum, count or 1)
+    for metric in over.recipe.measures:
+        for name in declared_names(metric) or ():
+            found.values.setdefault(name, float("nan"))
+            found.higher_is_better.setdefault(name, direction_of(metric, name))
+    return found
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the random states of the process and the device, and the model's buffers."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gpus = [device] if device.type == "cuda" else []
+    try:
+        with GeneratorsKept(), torch.random.fork_rng(gpus):
+            yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)

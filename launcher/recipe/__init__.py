@@ -6,10 +6,10 @@ from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
+from launcher.recipe.checks import require_counts, require_dropout, require_heads
 from launcher.recipe.contract import Loss, Mixed, Recipe, class_loss, cross_entropy
 from launcher.recipe.images import image_recipe
 from launcher.recipe.load import load_recipe, model_builder
-from launcher.recipe.options import require_counts, require_dropout, require_heads
 from launcher.recipe.registry import model, optimizer, recipe, registry_of, schedule
 
 __all__ = [

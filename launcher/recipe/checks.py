@@ -1,4 +1,4 @@
-"""Refuses a recipe that cannot be trained, before a model is built.
+"""Refuses a recipe or the options of a model that cannot be trained, before a model is built.
 
 Each error names the value, the rule and what to change. What has to be read is checked where it is read.
 """
@@ -144,3 +144,23 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
                 f"{len(recipe.classes)} classes: a label must lie between 0 and {len(recipe.classes) - 1}. "
                 f"{correction(lowest)}"
             )
+
+
+def require_counts(**options: Any) -> None:
+    """Raise ConfigError unless each option of the model, by name, is a whole number of at least 1."""
+    for name, value in options.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
+
+
+def require_heads(width: Any, heads: Any) -> None:
+    """Raise ConfigError unless both are whole numbers and the width divides by the number of heads."""
+    require_counts(heads=heads, width=width)
+    if width % heads:
+        raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
+
+
+def require_dropout(value: Any) -> None:
+    """Raise ConfigError unless the option `dropout` is a number of at least 0 and below 1."""
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise ConfigError(f"model.dropout={value!r} must be a number from 0 to below 1.")

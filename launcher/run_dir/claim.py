@@ -28,8 +28,7 @@ from launcher.run_dir.records import (
     foreign_to_a_run,
     refuse_links,
 )
-from launcher.run_dir.reserve import give_up_reserve, keep_reserve
-from launcher.run_dir.status import FILE_NAME
+from launcher.run_dir.status import FILE_NAME, give_up_reserve, keep_reserve
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second

@@ -31,9 +31,8 @@ from launcher.run_dir.atomic import (
     write_text,
 )
 from launcher.run_dir.codec import encoded
-from launcher.run_dir.reserve import RESERVE, write_with_reserve
 from launcher.run_dir.result import Failure, Result
-from launcher.run_dir.status import FILE_NAME, Status, mark_ended
+from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, write_with_reserve
 
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
 METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"

@@ -1,16 +1,56 @@
-"""The content of `status.json`, and its update for a run whose leader can no longer write it."""
+"""The content of `status.json`, and the disk space reserved for the last files of a run.
+
+Owns the update of `status.json` for a run whose leader can no longer write it, and one hidden file of the
+run's directory, which exists while the run does. It is deleted when the disk is full for result.json or
+status.json, to make room for their few kB.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.run_dir.atomic import read_json, write_json
-from launcher.run_dir.reserve import write_with_reserve
+from launcher.run_dir.atomic import open_plain, read_json, write_json
+
+RESERVE = ".reserve"
+SIZE_BYTES = 64 * 1024  # room for the temporary files of result.json and status.json
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def keep_reserve(directory: Path) -> None:
+    """Allocate the reserve if there is room. A run without it continues."""
+    with contextlib.suppress(OSError):
+        descriptor = open_plain(directory / RESERVE, os.O_RDWR | os.O_CREAT)
+        try:
+            os.posix_fallocate(descriptor, 0, SIZE_BYTES)
+        except OSError:
+            give_up_reserve(directory)
+        finally:
+            os.close(descriptor)
+
+
+def give_up_reserve(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        (directory / RESERVE).unlink(missing_ok=True)
+
+
+def write_with_reserve(directory: Path, write: Callable[[], None]) -> None:
+    """Call `write`; if the disk is full, delete the reserve and call it again. Raises OSError."""
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        give_up_reserve(directory)
+        write()
+
 
 FILE_NAME = "status.json"
 

@@ -1,7 +1,8 @@
-"""Switches and generators of a process, as the config says."""
+"""Switches, generators and memory of a process."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import warnings
@@ -42,3 +43,11 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # NumPy accepts no larger seed
     torch.manual_seed(seed)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what a failed pass held, so that smaller pieces find room."""
+    # First: tensors in reference cycles hold blocks that the cache could not return.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -12,12 +12,12 @@ from launcher.run_dir.records import write_environment
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EndEvent, StartEvent
 from launcher.training import results
-from launcher.training.digests import weights_sha256
 from launcher.training.job import Job
-from launcher.training.model_folder import facts_for_prediction, write_model_folder
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.progress import Start
-from launcher.training.recorded_config import asked
+from launcher.training.replicas import weights_sha256
+from launcher.training.results import facts_for_prediction, write_model_folder
+from launcher.training.run import asked
 from launcher.training.setup.data_check import nan_warnings
 from launcher.training.setup.decisions import decisions
 

@@ -18,7 +18,7 @@ from launcher.training.parts.energy import Energy
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.parts.first_step import FirstStep
 from launcher.training.parts.gradient_stats import GradientStats
-from launcher.training.parts.initial_weights import InitialWeights
+from launcher.training.parts.initial_weights import InitialWeights, Loaded
 from launcher.training.parts.log import Log
 from launcher.training.parts.plateau import Plateau
 from launcher.training.parts.relief import Relief
@@ -30,7 +30,6 @@ from launcher.training.parts.totals import Totals
 from launcher.training.parts.training_metrics import TrainingMetrics
 from launcher.training.rerun import DivergenceInspector
 from launcher.training.resume import SavedRun
-from launcher.training.setup.initial_weights import Loaded
 
 
 def parts_of(

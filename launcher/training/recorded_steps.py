@@ -28,7 +28,7 @@ from launcher.errors import ConfigError, first_sentence
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Loss
-from launcher.training.memory import free_memory
+from launcher.training.device import free_memory
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.task import Learner, Task

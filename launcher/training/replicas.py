@@ -1,4 +1,4 @@
-"""Checks that all ranks still hold the same bits.
+"""Digests of a run's weights, and the check that all ranks still hold the same bits.
 
 Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters, their average
 and optimizer states; and of buffers that have changed on some ranks only. Compares integers (sums of bit
@@ -7,14 +7,17 @@ patterns), so that no NaN and no rounding can hide a difference.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.distributed.collectives import gather
+from launcher.distributed.collectives import exchange_texts, gather
+from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import Stepper, WeightAverage
+from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 
@@ -85,3 +88,28 @@ def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
         "for a faulty device or for code that changes weights or the learning rate on one rank only, and "
         "start again."
     )
+
+
+def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
+    """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes.
+
+    A collective: all ranks get that of the leader, where alone sharded masters are gathered.
+    """
+    weights = _frozen(stepper) | stepper.named_masters(LEADER)
+    return _digest(weights | named_buffers(stepper.model), env)
+
+
+def ema_sha256(stepper: Stepper, average: WeightAverage, env: WorkerEnv) -> str:
+    """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
+    return _digest(_frozen(stepper) | average.state(LEADER).weights, env)
+
+
+def _frozen(stepper: Stepper) -> dict[str, Tensor]:
+    return {name: p.float() for name, p in named_parameters(stepper.model).items() if not p.requires_grad}
+
+
+def _digest(tensors: Mapping[str, Tensor], env: WorkerEnv) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return exchange_texts(env, digest.hexdigest())[LEADER]

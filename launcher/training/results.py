@@ -1,17 +1,23 @@
-"""The files that a run writes at its end: result.json, the report, the plots.
+"""The files that a run writes beside its checkpoints: result.json, the report, the plots, and `model/`.
 
-A plot that cannot be written does not fail
-the run; a result does.
+`model/` holds what predicting needs besides the weights: classes and normalisation, and for a model of
+`transformers` its config and tokenizer; `export RUN DIR/` copies it. A plot that cannot be written does not
+fail the run; a result does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import StorageError, in_words
+from torch import nn
+
+from launcher.errors import StorageError, described, in_words
 from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe
 from launcher.report.page import write_report
@@ -25,7 +31,7 @@ from launcher.report.pictures import (
 )
 from launcher.report.run_record import RunRecord
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import REPORT, write_result
+from launcher.run_dir.records import MODEL, REPORT, write_result
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
@@ -92,3 +98,39 @@ def write_page(run_dir: Path, telemetry: Telemetry) -> None:
         except Exception as error:  # a plot must not fail a run that is complete, nor cost the other files
             reason = " ".join(in_words(error).split())
             telemetry.warn(f"{name} could not be drawn: {type(error).__name__}: {reason}")
+
+
+def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
+    """The classes in the order of the logits, and the `normalisation` of images, where there are any.
+
+    Mean and deviation are per channel, for pixels in 0..1.
+    """
+    transform = recipe.eval_transform and inspect.unwrap(recipe.eval_transform)
+    facts = {
+        "classes": None if recipe.classes is None else list(recipe.classes),
+        "normalisation": getattr(transform, "normalisation", None),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def write_model_folder(
+    run_dir: Path, recipe: Recipe, network: nn.Module, warn: Callable[[str], None]
+) -> None:
+    """Write what is known before the first step. Raises StorageError; other failures are warnings."""
+    folder = run_dir / MODEL
+    try:
+        folder.mkdir(exist_ok=True)
+        write_text(folder / "prediction.json", json.dumps(facts_for_prediction(recipe), indent=1) + "\n")
+        config: Any = copy.deepcopy(getattr(network, "config", None))
+        if callable(getattr(config, "save_pretrained", None)):  # of transformers
+            config.architectures = [type(network).__name__]
+            if recipe.classes is not None:
+                config.id2label = dict(enumerate(recipe.classes))
+                config.label2id = {name: number for number, name in enumerate(recipe.classes)}
+            config.save_pretrained(folder)
+        if callable(save := getattr(getattr(recipe.train, "tokenizer", None), "save_pretrained", None)):
+            save(folder)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except Exception as error:  # of a config or tokenizer, which training does not need
+        warn(f"{folder} is incomplete, and so is what export makes of it: {described(error)}")

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launcher.config.schema import Config
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import Stepper, WeightAverage
-from launcher.run_dir.records import logs_of_failure
+from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
-from launcher.training.recorded_config import RecordedConfig
 from launcher.training.reports import Reports
 from launcher.training.requests import Requests
 from launcher.training.votes import Votes
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """The user's values of what `Run.record` may replace, by key, so that reports compare runs by them.
+
+    Without model.weights_sha256: weights of other content are another start.
+    """
+    return {
+        "data.micro_batch": config.data.micro_batch,
+        "precision.fp32_modules": list(config.precision.fp32_modules),
+    }
 
 
 @dataclass
@@ -32,9 +44,21 @@ class Run:
 
     def __post_init__(self) -> None:
         self.reports = Reports(self.telemetry, self.votes)
-        self.recorded = RecordedConfig(self.config, self.env.is_leader, self.telemetry.warn)
+        self._recorded = self.config
 
     @property
     def logs_of_failure(self) -> str:
         """The logs that a failure of this rank refers to, as the end of a sentence."""
         return logs_of_failure(Path(self.config.run.dir), self.env.rank, self.env.world_size)
+
+    def record(self, **sections: Any) -> None:
+        """Write sections that the run has found out to config.yaml, on rank 0, so that a new run can start
+        with them. A failure is a warning: a resume reads its checkpoint instead.
+        """
+        self._recorded = dataclasses.replace(self._recorded, **sections)
+        if not self.env.is_leader:
+            return
+        try:
+            write_config(Path(self.config.run.dir), self._recorded)
+        except OSError as error:
+            self.telemetry.warn(f"config.yaml lacks what the run has found out: {error}")

@@ -1,4 +1,4 @@
-"""Python warnings of a run: each shown once, and counted.
+"""Warnings of a run: each of Python's shown once, and counted; when those of a run's own are due again.
 
 Owns which rank shows them: those of the engine and the data sets become events, which rank 0 has; those of
 other libraries go to the stderr of rank 0 and to the log of their rank. The user's own filters are respected.
@@ -79,3 +79,19 @@ class _Shown:
             if number > 1:
                 name = f"{os.path.basename(filename)}:{lineno}"
                 log.warning("%s: given %d times: %s", name, number, text.partition("\n")[0])
+
+
+class Occurrences:
+    """Counts what has occurred on this rank since the run started, by a number such as that of a rank.
+
+    All of it is an event in metrics.jsonl; the first, the tenth, the hundredth time is a warning too.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, what: int = 0) -> int:
+        """How often it has occurred, if that is due for a warning, else 0."""
+        self._counts[what] += 1
+        times = self._counts[what]
+        return times if str(times).strip("0") == "1" else 0

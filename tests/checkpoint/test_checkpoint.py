@@ -45,7 +45,7 @@ from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
-from launcher.training.digests import weights_sha256
+from launcher.training.replicas import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import Odd, conv_net, features
@@ -450,8 +450,8 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 
 
 def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("launcher.checkpoint.throttle.SHARE", 1e-9)
-    monkeypatch.setattr("launcher.checkpoint.throttle.LONGEST_S", 3600.0)
+    monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
+    monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
     with Writer(tmp_path, keep=2) as writer:
         writer.publish(lambda: snapshot(1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from launcher.checkpoint import throttle
-from launcher.checkpoint.throttle import Throttle
+from launcher.checkpoint import async_writer as throttle
+from launcher.checkpoint.async_writer import Throttle
 
 
 class Pauses(threading.Event):

@@ -13,6 +13,7 @@ from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import (
     Evaluation,
     EvaluationStopped,
+    Pass,
     check_every_sample_once,
     evaluate,
     refuse_unusable_loss,
@@ -56,7 +57,7 @@ def linear_model():
 
 def evaluate_points(env, num_samples, batch_size=5):
     data = points(num_samples)
-    return evaluate(recipe_for(data), linear_model(), contextlib.nullcontext, data, env, batch_size)
+    return evaluate(Pass(recipe_for(data), linear_model(), contextlib.nullcontext, env), data, batch_size)
 
 
 def reference(num_samples):
@@ -123,7 +124,7 @@ def test_the_model_is_in_evaluation_mode_only_meanwhile_and_unchanged():
         return cross_entropy(network, batch, inputs="x")
 
     data = points(12)
-    evaluate(recipe_for(data, loss=loss), model, contextlib.nullcontext, data, ALONE, 5)
+    evaluate(Pass(recipe_for(data, loss=loss), model, contextlib.nullcontext, ALONE), data, 5)
     assert modes == [[False] * 3] * 3
     assert [module.training for module in model] == [True, True, False]
     assert model.training
@@ -136,7 +137,7 @@ def test_the_mode_is_restored_after_an_error():
 
     model, data = linear_model(), points(4)
     with pytest.raises(ValueError, match="no"):
-        evaluate(recipe_for(data, loss=fail), model, contextlib.nullcontext, data, ALONE, 5)
+        evaluate(Pass(recipe_for(data, loss=fail), model, contextlib.nullcontext, ALONE), data, 5)
     assert model.training
 
 
@@ -150,7 +151,10 @@ def interrupt_the_last_rank(env):
     data = points(23)
     with pytest.raises(EvaluationStopped):
         evaluate(
-            recipe_for(data), linear_model(), contextlib.nullcontext, data, env, 5, interrupted=interrupted
+            Pass(recipe_for(data), linear_model(), contextlib.nullcontext, env),
+            data,
+            5,
+            interrupted=interrupted,
         )
     return asked[0]
 
@@ -175,7 +179,7 @@ def test_the_forward_context_surrounds_every_batch():
         return cross_entropy(network, batch, inputs="x")
 
     data = points(12)
-    evaluate(recipe_for(data, loss=loss), linear_model(), context, data, ALONE, 5)
+    evaluate(Pass(recipe_for(data, loss=loss), linear_model(), context, ALONE), data, 5)
     assert entered == [3]
 
 
@@ -184,7 +188,7 @@ def test_a_recipe_without_classes_measures_the_loss_per_token():
     recipe = recipe_for(
         data, classes=None, loss=lambda model, batch: Loss(batch["x"].sum(), 10 * len(batch["x"]))
     )
-    result = evaluate(recipe, linear_model(), contextlib.nullcontext, data, ALONE, 3)
+    result = evaluate(Pass(recipe, linear_model(), contextlib.nullcontext, ALONE), data, 3)
     assert result == Evaluation(0.8, 7, {}, {})
 
 
@@ -199,7 +203,7 @@ def test_a_loss_may_count_weights(largest):
     data = points(23)
     data = TensorData(data.columns | {"weight": torch.linspace(0, largest, 23)})
     recipe = recipe_for(data, loss=weighted_loss, classes=None)
-    found = evaluate(recipe, linear_model(), contextlib.nullcontext, data, ALONE, 5)
+    found = evaluate(Pass(recipe, linear_model(), contextlib.nullcontext, ALONE), data, 5)
     away = linear_model()(data.columns["x"] * 2).detach().square().sum(1)
     expected = (data.columns["weight"] * away).sum() / data.columns["weight"].sum()
     assert found.loss == pytest.approx(float(expected), rel=1e-6)

@@ -17,7 +17,7 @@ from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation, evaluate
+from launcher.evaluation.evaluate import Evaluation, Pass, evaluate
 from launcher.metrics import Classification, Perplexity, Regression
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
@@ -114,7 +114,7 @@ def measure(env: WorkerEnv, num_samples: int) -> Evaluation:
     ]
     recipe = recipe_of(data, *metrics)
     refuse_unusable_metrics(recipe)
-    found = [evaluate(recipe, model(), contextlib.nullcontext, data, env, 4) for _ in range(2)]
+    found = [evaluate(Pass(recipe, model(), contextlib.nullcontext, env), data, 4) for _ in range(2)]
     assert found[0].metrics == found[1].metrics, "an evaluation starts from nothing"
     return found[1]
 
@@ -234,7 +234,7 @@ def fail(env: WorkerEnv, where: str) -> str:
     if where == "column":
         recipe = replace(recipe, eval_transform=with_odd_column)
     try:
-        evaluate(recipe, model(), contextlib.nullcontext, data, env, 4, guard=guard)
+        evaluate(Pass(recipe, model(), contextlib.nullcontext, env, guard=guard), data, 4)
     except LauncherError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -338,7 +338,7 @@ def evaluated(*metrics: Any) -> Evaluation:
     data = points(6)
     recipe = recipe_of(data, *metrics)
     refuse_unusable_metrics(recipe)
-    return evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+    return evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
 
 
 def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
@@ -385,7 +385,7 @@ def test_outputs_that_are_no_tensors_are_refused(outputs) -> None:
     data = points(6)
     recipe = recipe_of(data, Nameless("a"), loss=lambda network, batch: Loss(torch.ones(()), 1, outputs))
     with pytest.raises(ConfigError, match=r"recipe's metrics \(Nameless\) read outputs, but its loss gave "):
-        evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+        evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
 
 
 @pytest.mark.parametrize(
@@ -401,9 +401,9 @@ def test_a_set_without_loss_is_refused_and_nan_among_outputs_is_counted(count, n
     recipe = recipe_of(data, Classification(CLASSES, output="a"), loss=loss)
     if count < 1:
         with pytest.raises(DataError, match=f"none of the 6 samples .* add up to {count * 6}"):
-            evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+            evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
         return
-    found = evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+    found = evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
     assert found.nan_outputs == (data.columns["label"] == 5).sum()
     assert all(np.isnan(value) for value in found.metrics.values())
 

@@ -20,9 +20,8 @@ from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation
+from launcher.evaluation.evaluate import Evaluation, Pass, rehearse
 from launcher.evaluation.measuring import MetricValues
-from launcher.evaluation.rehearsal import rehearse
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
 from launcher.recipe.contract import ONLY_SET
@@ -69,7 +68,7 @@ def tried(
 ) -> MetricValues:
     recipe = Recipe(lambda: nn.Linear(4, 3), data, data, loss, metrics=metrics)
     made = readable(data, None, Loading(0, ALONE.device, 0), "validation")
-    return rehearse(recipe, model or nn.Linear(4, 3), contextlib.nullcontext, made, ALONE, 8, guard)
+    return rehearse(Pass(recipe, model or nn.Linear(4, 3), contextlib.nullcontext, ALONE, guard), made, 8)
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
@@ -199,7 +198,7 @@ def test_few_samples_are_read(kind: type[Any]) -> None:
     data = kind()
     recipe = Recipe(lambda: nn.Linear(4, 3), data, data, cross_entropy, metrics=[Classification("abc")])
     made = readable(data, None, Loading(0, ALONE.device, 0), "validation")
-    rehearse(recipe, nn.Linear(4, 3), contextlib.nullcontext, made, ALONE, 500)
+    rehearse(Pass(recipe, nn.Linear(4, 3), contextlib.nullcontext, ALONE), made, 500)
     assert (data if kind is Indexed else data.indexed).read == list(range(FIRST))
 
 

@@ -14,7 +14,7 @@ from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation, evaluate
+from launcher.evaluation.evaluate import Evaluation, Pass, evaluate
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_metrics
 from launcher.recipe.contract import ONLY_SET
@@ -120,7 +120,7 @@ def measure(env: WorkerEnv) -> list[Evaluation]:
             with warnings.catch_warnings():
                 if num_samples == 1:
                     warnings.filterwarnings("ignore", "No (posi|nega)tive samples in targets")
-                found.append(evaluate(recipe, model(), contextlib.nullcontext, data, env, 4))
+                found.append(evaluate(Pass(recipe, model(), contextlib.nullcontext, env), data, 4))
     return found
 
 
@@ -163,4 +163,4 @@ def test_they_read_one_tensor() -> None:
         metrics=objects()[1:2],
     )
     with pytest.raises(ConfigError, match=r"Accuracy of torchmetrics reads one tensor, but .* a, b"):
-        evaluate(recipe, model(), contextlib.nullcontext, data, ALONE, 4)
+        evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)

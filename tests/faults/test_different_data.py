@@ -19,7 +19,7 @@ from launcher.data.loader import Loading
 from launcher.data.sources import readable
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
-from launcher.evaluation.evaluate import evaluate
+from launcher.evaluation.evaluate import Pass, evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.run_dir.atomic import read_json
 from launcher.training.setup.data_check import COMPARED, changes, compare_data, refuse_other_data
@@ -126,7 +126,7 @@ def evaluate_other_labels(env: Any) -> dict[str, float]:
     label[1] = env.rank
     data = TensorData({"image": x, "label": label})
     recipe = replace(recipe_of(), validation=data)
-    found = evaluate(recipe, torch.nn.Linear(3, 2), nullcontext, data, env, 100)
+    found = evaluate(Pass(recipe, torch.nn.Linear(3, 2), nullcontext, env), data, 100)
     return found.metrics
 
 

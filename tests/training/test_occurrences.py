@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.training.occurrences import Occurrences
+from launcher.training.warning_log import Occurrences
 
 
 def test_the_first_the_tenth_and_the_hundredth_of_each_are_due() -> None:

@@ -1,6 +1,7 @@
 """How the failure of a rank is explained, recorded and passed on to the other ranks.
 
-Owns the order in which causes are considered. The error for users is a LauncherError with the exit code.
+Owns the order in which causes are considered, and the advice for a lack of memory, by where in the run it
+occurred. The error for users is a LauncherError with the exit code.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.config.schema import Config
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import innermost, place_of
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import failure_of_another, stall_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss
+from launcher.distributed.heartbeat import Beat, where
 from launcher.distributed.last_words import LastWords
 from launcher.distributed.lost_rank import is_loss, is_of_another
 from launcher.distributed.nccl import failure_of_nccl
@@ -29,7 +32,7 @@ from launcher.errors import (
     described,
 )
 from launcher.process import frames
-from launcher.process.shortage import shortage_of
+from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
@@ -38,6 +41,56 @@ from launcher.training.failures.recipe_errors import IN_LOG, recipe_failure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+PARTS = {
+    "compute": "the forward or backward pass",
+    "wire": "the exchange of gradients",
+    "update": "the update",
+}
+BUILDING = ("building the model", "comparing the models", "restoring")  # masters and states are made then
+SHARDABLE = ("sgd", "adamw")
+MORE_ROOM = "a smaller data.micro_batch leaves more room beside it"
+
+
+def place_of_shortage(beat: Beat) -> str:
+    """` in the update of step 7`."""
+    if beat.phase in PARTS and beat.step:
+        return f" in {PARTS[beat.phase]} of step {beat.step}"
+    return f" {where(beat)}"
+
+
+def advice_for(beat: Beat, config: Config, world_size: int) -> str:
+    """What to change, for a shortage at this point of the run."""
+    if beat.phase == "wire":
+        return _any_of([*_of_the_wire(config), MORE_ROOM])
+    if beat.phase == "update":
+        return _any_of([*_of_the_states(config, world_size), MORE_ROOM])
+    if beat.phase in BUILDING:
+        return _any_of([*_of_the_states(config, world_size), "choose a smaller model"])
+    return TO_LOWER
+
+
+def _of_the_wire(config: Config) -> list[str]:
+    found = ["a smaller wire.bucket_mb sends fewer gradients at once"]
+    if config.wire.sum == "fp32" and not config.wire.shard:
+        found.append("wire.sum=native receives into the same buffer")
+    return found
+
+
+def _of_the_states(config: Config, world_size: int) -> list[str]:
+    found = []
+    if world_size > 1 and not config.wire.shard and config.optim.name in SHARDABLE:
+        found.append("wire.shard=true divides masters and optimizer states among the ranks")
+    if config.optim.name != "sgd":
+        found.append(f"optim=sgd has fewer states than {config.optim.name}")
+    if config.ema.decay is not None:
+        found.append("ema.decay=null saves 4 bytes per parameter")
+    return found
+
+
+def _any_of(changes: list[str]) -> str:
+    return f"What helps: {'; '.join(changes)}."
+
 
 log = logging.getLogger("launcher")
 

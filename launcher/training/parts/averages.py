@@ -7,8 +7,8 @@ from dataclasses import replace
 from launcher.engine import StepResult, WeightAverage
 from launcher.engine.replica import size_bytes
 from launcher.run_dir.result import Result
-from launcher.training.digests import ema_sha256
 from launcher.training.progress import Position
+from launcher.training.replicas import ema_sha256
 from launcher.training.run import Run
 
 

@@ -14,11 +14,10 @@ from typing import Any
 from launcher.checkpoint import Compared
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
-from launcher.evaluation.comparison import comparison
+from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
-from launcher.training.chosen_metric import refuse_none, refuse_unknown
 from launcher.training.progress import Course, Measured, Position
 
 

@@ -21,17 +21,16 @@ from launcher.engine.uncompiled import uncompiled
 from launcher.errors import DataError, counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, evaluate
-from launcher.evaluation.rehearsal import rehearse
+from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import ONLY_SET, set_title
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.training.after_evaluation import AfterEvaluation
+from launcher.training.device import free_memory
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.job import Job
-from launcher.training.memory import free_memory
 from launcher.training.parts.training_metrics import HIGHER_IS_BETTER, TrainingMetrics
 from launcher.training.progress import Measured, Position
 from launcher.training.votes import Question
@@ -149,17 +148,7 @@ class Evaluator:
         """
         found: dict[str, Evaluation] = {}
         for name in self.data:
-            tried = rehearse(
-                self.recipe,
-                self.model,
-                self._context_of_trial,
-                self.data[name],
-                self.run.env,
-                self._batch_size,
-                partial(self._guard, name),
-                self._beat_of_trial,
-                self._smaller,
-            )
+            tried = rehearse(self._pass(name, "trying the evaluation"), self.data[name], self._batch_size)
             for text in tried.failed:
                 self.run.telemetry.warn(
                     f"{text} This was a trial on a few samples of the {set_title(name)} set. If the metric "
@@ -194,16 +183,10 @@ class Evaluator:
         began = time.perf_counter()
         telemetry = self.run.telemetry
         found = evaluate(
-            self.recipe,
-            self.model,
-            self._context,
+            self._pass(name, "evaluation"),
             self.data[name],
-            self.run.env,
             self._batch_size,
             interrupted=lambda: self.run.requests.stop is not None,
-            guard=partial(self._guard, name),
-            beat=self._beat,
-            smaller=self._smaller,
         )
         if found.halvings:
             telemetry.warn(
@@ -246,20 +229,14 @@ class Evaluator:
         if count:
             self.run.telemetry.warn(f"{text} and were left out: {logs}")
 
-    def _context(self) -> AbstractContextManager[object]:
-        self._beat()
-        return self.run.stepper.forward()
+    def _pass(self, name: str, phase: str) -> Pass:
+        """A pass over a set. Each batch is a sign of life, since a large set may exceed a phase's limit.
 
-    def _beat(self) -> None:
-        self.run.heartbeat.beat("evaluation")  # per batch: a large set may exceed the limit of a phase
-
-    def _context_of_trial(self) -> AbstractContextManager[object]:
-        self._beat_of_trial()
-        return self.run.stepper.forward()
-
-    def _beat_of_trial(self) -> None:
-        """A phase of its own: after an evaluation the limits are those of a run that has made a step."""
-        self.run.heartbeat.beat("trying the evaluation")
+        A trial is a phase of its own: after an evaluation the limits are those of a run that has made a step.
+        """
+        run = self.run
+        beat, guard = partial(run.heartbeat.beat, phase), partial(self._guard, name)
+        return Pass(self.recipe, self.model, run.stepper.forward, run.env, guard, beat, self._smaller)
 
     def _guard(self, name: str, what: str, batch: Batch | None) -> AbstractContextManager[None]:
         logs = self.run.logs_of_failure

@@ -1,16 +1,32 @@
-"""The weights that a run has started from: model.weights."""
+"""Starts a new run from the weights of a safetensors file: `model.weights=FILE`.
+
+Owns the comparison of the file with the model, and what is reported and recorded of it. Rank 0 reads the file
+into its model; building the Stepper then broadcasts its values.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from launcher.checkpoint.weights_file import FLOATS, parts_of, read, sha256_of
 from launcher.config.messages import program
-from launcher.engine.flat.names import named_parameters
+from launcher.config.schema import Config, ModelConfig
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.env import WorkerEnv
+from launcher.engine.flat.buffers import HALF
+from launcher.engine.flat.names import named_parameters, plain_names
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
 from launcher.training.run import Run
-from launcher.training.setup.initial_weights import SHOWN, Loaded
 
 
 class InitialWeights:
@@ -43,7 +59,7 @@ class InitialWeights:
             self._started_from = (loaded.file, loaded.sha256)
             self._report(loaded)
         if self._started_from is not None and self._started_from[0] == model.weights:
-            self._run.recorded.change(model=replace(model, weights_sha256=self._started_from[1]))
+            self._run.record(model=replace(model, weights_sha256=self._started_from[1]))
 
     def add_to(self, result: Result) -> Result:
         if self._started_from is None:
@@ -70,3 +86,195 @@ class InitialWeights:
                 f"model.weights={loaded.file}: they keep the random values that the recipe built. Do not "
                 "freeze them, or give a file that has them."
             )
+
+
+SHOWN = 3  # names in an error
+SHOWN_IN_DECISION = 6
+COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, as torch accepts
+RENAMING = (
+    "import safetensors.torch as s; "
+    "s.save_file({{{key}: v for k, v in s.load_file({old!r}).items()}}, {new!r})"
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What of a file a model took. Names are keys of the model's state_dict, or of the file.
+
+    `error` is the text of the failure, empty where the model has the values.
+    """
+
+    file: str
+    sha256: str = ""
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # in the file: they keep the values that the recipe built
+    unexpected: tuple[str, ...] = ()  # in the file only
+    misfits: tuple[str, ...] = ()  # of another shape there: name and both shapes
+    rounded: str = ""  # the half dtypes of the file's values that became fp32
+    error: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The decision, for people."""
+        total = len(self.loaded) + len(self.missing) + len(self.misfits)
+        text = f"{len(self.loaded)} of {total} tensors from {self.file} (sha256 {self.sha256[:12]})"
+        if kept := (*self.misfits, *self.missing):
+            text += f"; as the recipe built them: {listed(kept, SHOWN_IN_DECISION)}"
+        if self.unexpected:
+            text += f"; not in this model: {listed(self.unexpected, SHOWN_IN_DECISION)}"
+        return text
+
+
+def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | None:
+    """Load the file of `model.weights` into rank 0's `model`; None where none is given. A collective.
+
+    Never raises for the file: a run that resumes has no use for it. `Loaded.error` is the same on all ranks.
+    """
+    wish = config.model
+    if wish.weights is None:
+        return None
+    own = asdict(_load(wish, model)) if env.is_leader else {}
+    values = json.loads(exchange_texts(env, json.dumps(own))[0])
+    agreed: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+    return Loaded(**agreed)
+
+
+def _load(wish: ModelConfig, model: nn.Module) -> Loaded:
+    assert wish.weights is not None
+    file = Path(wish.weights)
+    try:
+        digest = sha256_of(file, wish.weights_sha256)
+        return _assign(model, read(file), file, digest, wish.weights_strict)
+    except ConfigError as error:
+        return Loaded(wish.weights, error=f"model.weights={wish.weights}: {error}")
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool) -> Loaded:
+    """Copy what fits. Raises ConfigError, before anything is copied, where the file must not be used."""
+    own = _named(model)
+    shared = [name for name in own if name in tensors]
+    for name in shared:
+        _refuse_kind(name, own[name], tensors[name])
+    fitting = [name for name in shared if tensors[name].shape == own[name].shape]
+    _refuse_untied(own, tensors, fitting)
+    given = {id(own[name]) for name in fitting}  # a tied tensor is given under one of its names
+    mismatched = {id(own[name]) for name in shared} - given
+    missing = [
+        name for name, tensor in own.items() if id(tensor) not in given | mismatched and not _is_counter(name)
+    ]
+    misfits = [
+        f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
+        for name in shared
+        if id(own[name]) in mismatched
+    ]
+    unexpected = [name for name in tensors if name not in own]
+    if not fitting or (strict and (missing or misfits or unexpected)):
+        raise ConfigError(_of_other_model(own, tensors, file, missing, unexpected, misfits))
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(tensors[name])
+    rounded = [
+        str(tensors[name].dtype).removeprefix("torch.")
+        for name in fitting
+        if tensors[name].dtype in HALF and own[name].dtype not in HALF
+    ]
+    return Loaded(
+        str(file),
+        digest,
+        tuple(fitting),
+        tuple(missing),
+        tuple(unexpected),
+        tuple(misfits),
+        " and ".join(dict.fromkeys(rounded)),
+    )
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their keys in the state_dict; a tied one under each.
+
+    Lazy ones are left out: building the Stepper refuses them.
+    """
+    plain = plain_names(model)
+    state = model.state_dict(keep_vars=True)
+    return {
+        plain(key): value for key, value in state.items() if isinstance(value, Tensor) and not is_lazy(value)
+    }
+
+
+def _is_counter(name: str) -> bool:
+    return name.rpartition(".")[2] == COUNTER
+
+
+def _refuse_kind(name: str, own: Tensor, given: Tensor) -> None:
+    """Floating-point values for floating-point tensors, whole numbers for the others."""
+    kinds = FLOATS if own.dtype in FLOATS else (own.dtype,)
+    if given.dtype not in kinds:
+        words = [str(dtype).removeprefix("torch.") for dtype in (given.dtype, *kinds)]
+        raise ConfigError(f"{name} is {words[0]} in the file; the model needs {' or '.join(words[1:])}.")
+
+
+def _refuse_untied(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], fitting: list[str]) -> None:
+    """Raise for a tensor that is tied in the model and has several values in the file."""
+    first: dict[int, str] = {}
+    for name in fitting:
+        other = first.setdefault(id(own[name]), name)
+        if not torch.equal(tensors[other], tensors[name]):
+            raise ConfigError(
+                f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
+                "that does not tie them."
+            )
+
+
+def _of_other_model(
+    own: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    file: Path,
+    missing: list[str],
+    unexpected: list[str],
+    misfits: list[str],
+) -> str:
+    parts = [
+        f"{len(names)} {what}: {listed(names, SHOWN)}"
+        for names, what in (
+            (missing, "of the model's tensors are not in the file"),
+            (unexpected, "in the file are not in the model"),
+            (misfits, "have another shape"),
+        )
+        if names
+    ]
+    text = "it does not fit the model. " + "; ".join(parts) + "."
+    if hint := _prefix_hint(own, tensors, file):
+        return f"{text} {hint}"
+    if any(name in own and tensors[name].shape == own[name].shape for name in tensors):
+        return (
+            f"{text} model.weights_strict=false loads those that fit and keeps the others as they are built."
+        )
+    return f"{text} No tensor fits by name and shape: it is of another model."
+
+
+def _prefix_hint(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file: Path) -> str:
+    """How to rename the file's tensors, where more of them would match without or with a prefix."""
+    extra: Counter[str] = Counter()
+    lacking: Counter[str] = Counter()
+    for name in tensors:
+        parts = name.split(".")
+        extra.update(".".join(parts[:at]) + "." for at in range(1, len(parts)) if ".".join(parts[at:]) in own)
+    for name in own:
+        parts = name.split(".")
+        lacking.update(
+            ".".join(parts[:at]) + "." for at in range(1, len(parts)) if ".".join(parts[at:]) in tensors
+        )
+    count, prefix, is_extra = max(
+        *((count, prefix, True) for prefix, count in extra.items()),
+        *((count, prefix, False) for prefix, count in lacking.items()),
+        (0, "", True),
+        (0, "", False),
+    )
+    if count <= sum(name in own for name in tensors):
+        return ""
+    found = f"{count} names would match {'without' if is_extra else 'with'} the prefix {prefix!r}."
+    if parts_of(file) != [file]:
+        return f"{found} Merge its files into one, with the names of the model."
+    key = f"k.removeprefix({prefix!r})" if is_extra else f"{prefix!r} + k"
+    line = RENAMING.format(key=key, old=str(file), new=str(file.with_stem(f"{file.stem}-renamed")))
+    return f'{found} To rename them: python -c "{line}"'

@@ -12,10 +12,9 @@ from typing import Any
 from launcher.checkpoint import Compared
 from launcher.config.schema import PlateauConfig
 from launcher.errors import ConfigError
-from launcher.evaluation.comparison import comparison
+from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.contract import Recipe
-from launcher.training.chosen_metric import refuse_none, refuse_unknown
 from launcher.training.progress import Measured, Position
 from launcher.training.run import Run
 

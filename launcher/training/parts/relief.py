@@ -22,11 +22,10 @@ from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import OutOfMemoryEvent
 from launcher.training.answers import Kept
+from launcher.training.device import free_memory
 from launcher.training.job import Job
-from launcher.training.memory import free_memory
 from launcher.training.progress import Position
-from launcher.training.setup.micro_batch import Trials
-from launcher.training.setup.micro_batch_sizes import half_of
+from launcher.training.setup.micro_batch import Trials, half_of
 
 log = logging.getLogger("launcher")
 
@@ -97,7 +96,7 @@ class Relief:
     def _use(self, micro_batch: MicroBatch) -> None:
         """Record another micro-batch than that of the config, in config.yaml too."""
         self.micro_batch = micro_batch
-        self._run.recorded.change(data=replace(self._run.config.data, micro_batch=micro_batch.size))
+        self._run.record(data=replace(self._run.config.data, micro_batch=micro_batch.size))
 
     @property
     def dropping(self) -> bool:

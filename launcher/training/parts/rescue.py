@@ -77,7 +77,7 @@ class Rescue:
         return tuple(dict.fromkeys((*self._run.config.precision.fp32_modules, *rescued)))
 
     def _record(self) -> None:
-        self._run.recorded.change(precision=replace(self._run.config.precision, fp32_modules=self._modules))
+        self._run.record(precision=replace(self._run.config.precision, fp32_modules=self._modules))
 
     def _report(self, position: Position, found: Overflow, patterns: Sequence[str]) -> None:
         self._run.telemetry.decision(

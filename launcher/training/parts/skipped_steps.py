@@ -5,10 +5,10 @@ from __future__ import annotations
 from launcher.engine import StepReport
 from launcher.errors import counted
 from launcher.telemetry.events import OverflowEvent
-from launcher.training.occurrences import Occurrences
 from launcher.training.parts.rescue import Rescue
 from launcher.training.progress import Position
 from launcher.training.run import Run
+from launcher.training.warning_log import Occurrences
 
 
 class SkippedSteps:

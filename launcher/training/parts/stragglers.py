@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
-from launcher.training.occurrences import Occurrences
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.votes import DATA_SLOT, WAIT_SLOT, milliseconds_of, time_as_votes
+from launcher.training.warning_log import Occurrences
 
 WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one

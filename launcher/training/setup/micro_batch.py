@@ -1,13 +1,15 @@
 """The largest micro-batch that fits in memory, found by trying before the first step: data.micro_batch=auto.
 
-Owns the trials, which change nothing of a run, and the choice by their results. A trial is a forward and
-backward pass on real samples, with the buffers that a step of such micro-batches needs, in a step that is
-dropped on all ranks: weights, BatchNorm statistics, loss scale and counters are kept, generators are
-restored, and the batches are made apart from those of the run.
+Owns the sizes among which a run may choose for itself, which obey what a size given by hand does
+(data.augment.mixup needs whole pairs), the trials, which change nothing of a run, and the choice by their
+results. A trial is a forward and backward pass on real samples, with the buffers that a step of such
+micro-batches needs, in a step that is dropped on all ranks: weights, BatchNorm statistics, loss scale and
+counters are kept, generators are restored, and the batches are made apart from those of the run.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,13 +20,46 @@ from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import Readable, trial_batches
 from launcher.distributed.collectives import exchange_texts
-from launcher.errors import OutOfMemoryError, counted, in_words
+from launcher.errors import ConfigError, OutOfMemoryError, counted, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
-from launcher.training.memory import free_memory
+from launcher.recipe.training_aids import refuse_split_pairs
+from launcher.training.device import free_memory
 from launcher.training.run import Run
-from launcher.training.setup.micro_batch_sizes import sizes_to_try
+
+
+def sizes_to_try(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> list[int]:
+    """The sizes that differ in the number of micro-batches per step, largest first.
+
+    They are about twice the square root of a rank's share: 8 trials by halves decide for a share of up to
+    16,000. The last is 1, or larger where `mixup`, the alpha of the config, is not 0. `total_steps` are those
+    of the run.
+    """
+    share = plan.largest_share
+    sizes = sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
+    return [
+        size
+        for size in sizes
+        if not mixup or _keeps_pairs(replace(plan, micro_batch=size), mixup, total_steps)
+    ]
+
+
+def half_of(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> int | None:
+    """The largest size of at most half of the present one, rounded up; None where there is none."""
+    present = plan.largest_micro_batch
+    half = -(-present // 2)
+    sizes = sizes_to_try(plan, mixup, total_steps)
+    return next((size for size in sizes if size <= half and size < present), None)
+
+
+def _keeps_pairs(plan: BatchPlan, mixup: float, total_steps: int) -> bool:
+    try:
+        refuse_split_pairs(plan, mixup, total_steps)
+    except ConfigError:
+        return False
+    return True
+
 
 MOST_TRIALS = 8
 PASSES = 2  # per trial: the second adds to the sums of the first

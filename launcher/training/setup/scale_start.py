@@ -20,9 +20,9 @@ from launcher.errors import in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.recipe.contract import Recipe, loss_of
-from launcher.training.memory import free_memory
+from launcher.training.device import free_memory
 from launcher.training.run import Run
-from launcher.training.setup.micro_batch_sizes import half_of
+from launcher.training.setup.micro_batch import half_of
 
 
 def calibrate(

@@ -17,7 +17,7 @@ import launcher.engine.wire.shards as shards
 from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
-from launcher.training.digests import ema_sha256, weights_sha256
+from launcher.training.replicas import ema_sha256, weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.meta_device import META, MetaDevice, fake_group

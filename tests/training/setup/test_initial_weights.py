@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.training.setup.initial_weights import Loaded, load_weights
+from launcher.training.parts.initial_weights import Loaded, load_weights
 from tests.configs import composed
 from tests.models import Odd, conv_net, mlp
 

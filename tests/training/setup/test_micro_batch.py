@@ -10,8 +10,7 @@ import torch
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.recipe.training_aids import refuse_split_pairs
-from launcher.training.setup.micro_batch import MOST_TRIALS, Trials, largest_that_fits
-from launcher.training.setup.micro_batch_sizes import half_of, sizes_to_try
+from launcher.training.setup.micro_batch import MOST_TRIALS, Trials, half_of, largest_that_fits, sizes_to_try
 from tests.configs import composed
 
 
