@@ -1,8 +1,7 @@
 """Data sets and the order in which ranks read them. Exports what recipes import."""
 
 from launcher.data.augment import Normalise, crop_and_flip
-from launcher.data.images.catalog import load_images
-from launcher.data.images.image_set import ImageSet
+from launcher.data.images.catalog import ImageSet, load_images
 from launcher.data.reader import columns
 from launcher.data.tables.tabular_set import TabularSet, load_table
 from launcher.data.tensors import Batch, TensorData

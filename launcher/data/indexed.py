@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
-from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
-from launcher.data.reader import Collate, Fetched, Indexed, Reader, Request
-from launcher.data.references import ByReference
-from launcher.data.tensors import Batch, Batches, transformed
+from launcher.data.reader import ByReference, Collate, Fetched, Indexed, Reader, Request
+from launcher.data.tensors import Batch, Batches, batch_to_device, to_device, transformed
 
 log = logging.getLogger("launcher")
 

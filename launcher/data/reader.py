@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from torch.utils.data import default_collate
 from launcher.config.short_traceback import short_traceback
 from launcher.config.user_code import place_of
 from launcher.data.epochs import enter_epoch, reads_together, with_epochs
-from launcher.data.ragged import refuse_unlike
 from launcher.data.random_state import (
     GeneratorsKept,
     sample_seeds,
@@ -29,13 +29,13 @@ from launcher.data.random_state import (
     states,
     undrawn_since,
 )
-from launcher.data.references import ByReference
 from launcher.data.tensors import Batch, time_first
 from launcher.errors import DataError, LauncherError, counted, described, listed
 
 # By a user's data set. Those that are no Exception end a loader process without a word.
 RAISED = (Exception, GeneratorExit, KeyboardInterrupt, SystemExit)
 SHOWN_SAMPLES = 8  # in an error
+SHOWN_SHAPES = 4
 TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
@@ -51,6 +51,33 @@ class Indexed(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> object: ...
+
+
+class ByReference(ABC):
+    """A map-style data set whose large columns the training process reads from a file that all map.
+
+    A loader process hands over a number in place of the column: to send it through shared memory takes longer
+    than to read it, new memory for each batch, zeroed and mapped page by page in both processes. Used where
+    the recipe has no collate.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def reference(self, index: int, generator: torch.Generator) -> object:
+        """The sample without what `complete` adds, its random numbers drawn from `generator`."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """The batch of such samples, which may be complete already."""
+
+    @abstractmethod
+    def complete(self, batch: Batch, pinned: bool) -> Batch:
+        """The whole batch, on the CPU; of one that is complete, itself. In the process that trains.
+
+        `pinned`: what is added is in memory that a GPU copies from by itself.
+        """
 
 
 @dataclass(frozen=True)
@@ -308,6 +335,49 @@ def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
         "raise an error in the data set and set data.max_bad. A packed batch needs one column with a row per "
         "sample, such as their lengths."
     )
+
+
+def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
+    """Raise DataError where samples have other columns or shapes than the first.
+
+    `names` are those of a tuple's parts.
+    """
+    rows = [_columns_of(sample, names) for sample in samples]
+    first = rows[0]
+    for offset, row in enumerate(rows):
+        if odd := sorted(first.keys() ^ row.keys()):
+            raise DataError(
+                f"the samples have different columns: {', '.join(odd)} is not in all of them; the first has "
+                f"{', '.join(first)}, the one at {offset} of the batch has {', '.join(row)}. Every sample "
+                "of a data set must have the same columns."
+            )
+    for name in first:
+        shapes = list(dict.fromkeys(_shape(row[name]) for row in rows))
+        if len(shapes) > 1:
+            more = f" and {len(shapes) - SHOWN_SHAPES} more" if len(shapes) > SHOWN_SHAPES else ""
+            raise DataError(
+                f"the column {name} has samples of different shapes in one batch: "
+                f"{', '.join(str(list(shape)) for shape in shapes[:SHOWN_SHAPES])}{more}. A batch stacks its "
+                "samples, so all must have one shape. Pad them in Recipe.collate, for instance with "
+                "torch.nn.utils.rnn.pad_sequence(values, batch_first=True), and give Recipe.lengths, so that "
+                "samples of similar length share a batch; or cut or resize them in the data set."
+            )
+
+
+def _columns_of(sample: Any, names: Sequence[str]) -> Mapping[str, Any]:
+    if isinstance(sample, Mapping):
+        return {str(name): value for name, value in sample.items()}
+    parts = sample if isinstance(sample, tuple | list) else [sample]
+    return {names[n] if n < len(names) else f"part {n}": value for n, value in enumerate(parts)}
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor or an array; for a list its length, and the shape of its first element."""
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    if isinstance(value, list | tuple):
+        return (len(value), *(_shape(value[0]) if value else ()))
+    return ()
 
 
 def _none_in(sample: object) -> str:

@@ -24,12 +24,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from launcher.data.batch_plan import BatchPlan, generator_for
-from launcher.data.device import batch_to_device, to_device
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated, in_words, unforeseen
-from launcher.data.tensors import Batch, Batches, transformed
+from launcher.data.tensors import Batch, Batches, batch_to_device, to_device, transformed
 from launcher.errors import ConfigError, counted
 
 CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."

@@ -16,6 +16,8 @@ from torch import Tensor
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.errors import DataError
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
 Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
 
 
@@ -147,7 +149,7 @@ class DeviceBatches(Batches):
         if self._epoch is None or self._epoch.number != epoch:
             device = next(iter(self._data.columns.values())).device
             order, noise = self.plan.order(epoch), self.plan.noise(epoch)
-            self._epoch = _Epoch(epoch, _move(order, device), _move(noise, device))
+            self._epoch = _Epoch(epoch, to_device(order, device), to_device(noise, device))
         return self._epoch
 
 
@@ -172,13 +174,6 @@ def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch,
     return made
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without making the host wait for queued work."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def tensor_batches(
     data: TensorData, rank: int, world_size: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Batch]]:
@@ -190,3 +185,25 @@ def tensor_batches(
     for piece in cut(share_of(range(len(data)), rank, world_size), batch_size):
         indices = torch.arange(piece.start, piece.stop, device=device)
         yield indices, {name: column[piece.start : piece.stop] for name, column in data.columns.items()}
+
+
+def batch_to_device(batch: Batch, device: torch.device) -> Batch:
+    """The columns of a batch on the CPU, each by `to_device`."""
+    return batch if device.type == "cpu" else {name: to_device(each, device) for name, each in batch.items()}
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy on a separate stream, so that the copy does not wait for what the device is still computing."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _streams[device]
+    with torch.cuda.stream(stream):
+        # From memory that is not pinned the copy would make the host wait.
+        moved = tensor.pin_memory().to(device, non_blocking=True)
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(stream)
+    # It was allocated on the other stream: its memory may be reused only after this one has read it.
+    moved.record_stream(current)
+    return moved

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from launcher.config.schema import Config
-from launcher.data.images.image_set import ImageSet
+from launcher.data.images.catalog import ImageSet
 from launcher.recipe.contract import Recipe, cross_entropy
 
 

@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.images.catalog import load_images
-from launcher.data.images.image_set import ImageSet
+from launcher.data.images.catalog import ImageSet, load_images
 from launcher.data.images.photograph import random_region
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading, loader_processes

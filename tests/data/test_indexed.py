@@ -198,7 +198,7 @@ def test_an_evaluation_never_waits_for_the_device():
         found = list(evaluation_batches(data, 0, 1, 2))
     assert [len(indices) for indices, _ in found] == [1, 1, 2, 2]
     assert device.reads == []
-    assert {upload.partition(":")[0] for upload in device.uploads} == {"data/device.py to_device"}
+    assert {upload.partition(":")[0] for upload in device.uploads} == {"data/tensors.py to_device"}
 
 
 @pytest.mark.parametrize("seen_by", ["torch's handler of SIGCHLD", "its wait for a batch"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher.data.images.cache import open_cache
-from launcher.data.pruning import KEPT_DAYS, prune
+from launcher.data.tensor_cache import KEPT_DAYS, prune
 from launcher.data.tensor_cache import Stored, cached
 
 SHAPE = (3, 2, 2)

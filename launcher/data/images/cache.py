@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.data.pruning import prune, use
+from launcher.data.tensor_cache import prune, use
 from launcher.errors import DataWarning
 from launcher.run_dir.atomic import open_plain
 

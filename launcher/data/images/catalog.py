@@ -10,7 +10,7 @@ import gzip
 import importlib.util
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,24 @@ from torch import Tensor
 
 from launcher.config.messages import install_line, unknown_name
 from launcher.config.rules import whole
-from launcher.config.schema import DataConfig
+from launcher.config.schema import AugmentConfig, DataConfig
+from launcher.data.augment import Constants, Normalise, NormaliseBatch, crop_and_flip, photograph_transform
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder
 from launcher.data.images.hugging_face import list_rows
-from launcher.data.images.image_set import ImageSet, photographs
 from launcher.data.images.parquet import load_parquet_splits
-from launcher.data.images.photograph_set import photograph_options
+from launcher.data.images.photograph_set import (
+    MEAN,
+    STD,
+    Listing,
+    PhotographOptions,
+    PhotographSet,
+    photograph_options,
+)
 from launcher.data.options import cache as cache_option
 from launcher.data.options import options_of
 from launcher.data.split import parts
-from launcher.data.tensors import TensorData
+from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError, PreflightError
 
 FOLDER_KEYS = ("csv", "image_column", "label_column", "train", "validation")  # of data=imagefolder
@@ -39,6 +46,57 @@ SIZES = {
     for name, default in {"num_samples": 2048, "num_classes": 10, "channels": 3, "image_size": 32}.items()
 }
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Columns "image" (uint8 [n, c, h, w]) and "label" (int64 [n]), split for training and validation.
+
+    Either both sets are in memory or both are photographs that loader processes decode.
+    """
+
+    train: TensorData | PhotographSet
+    validation: TensorData | PhotographSet
+    classes: tuple[str, ...]
+    mean: Constants
+    std: Constants
+
+    @property
+    def channels(self) -> int:
+        """1 for grey images, 3 for colour images."""
+        return self._shape[0]
+
+    @property
+    def height(self) -> int:
+        """Height of the images in pixels, as the model sees them."""
+        return self._shape[1]
+
+    @property
+    def width(self) -> int:
+        """Width of the images in pixels, as the model sees them."""
+        return self._shape[2]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        if isinstance(self.train, PhotographSet):
+            return self.train.shape
+        return tuple(self.train.columns["image"].shape[1:])
+
+    def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
+        """(batch, noise fp32 [n, >= 3]) -> batch with randomly cropped, mirrored, normalised fp32 images."""
+        if isinstance(self.train, PhotographSet):
+            return photograph_transform(Normalise(self.mean, self.std), self.height)
+        normalise = self.eval_transform()
+
+        def transform(batch: Batch, noise: Tensor) -> Batch:
+            image = crop_and_flip(batch["image"], noise, augment.crop_padding, augment.flip)
+            return normalise({**batch, "image": image})
+
+        return transform
+
+    def eval_transform(self) -> Callable[[Batch], Batch]:
+        """batch -> the same with normalised fp32 images."""
+        return NormaliseBatch(Normalise(self.mean, self.std))
 
 
 def load_images(config: DataConfig) -> ImageSet:
@@ -112,6 +170,17 @@ def hf(config: DataConfig) -> ImageSet:
         raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
     listing = list_rows(config.path, own["image_column"], own["label_column"], config.val_fraction)
     return photographs(config.name, listing, options)
+
+
+def photographs(name: str, listing: Listing, options: PhotographOptions) -> ImageSet:
+    """The set of a listing, with one cache for both parts."""
+    cache = options.open_cache(listing)
+    indices = range(len(listing.labels))
+    parts = (indices[: listing.num_train], True), (indices[listing.num_train :], False)
+    train, validation = (
+        PhotographSet(name, listing, part, options, cache, training) for part, training in parts
+    )
+    return ImageSet(train, validation, listing.classes, MEAN, STD)
 
 
 IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {

@@ -18,9 +18,10 @@ import torch
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.images.folder import TRAIN, VALIDATION
-from launcher.data.images.parquet import IMAGE_COLUMNS, datasets_library, offline_if_unreachable
+from launcher.data.images.parquet import IMAGE_COLUMNS
 from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
+from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import parts
 from launcher.errors import ConfigError, DataError, first_line, listed
 

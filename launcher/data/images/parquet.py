@@ -7,11 +7,8 @@ need no cache. Only downloads from the hub are cached, by `datasets`, which also
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,13 +19,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from launcher.config.messages import install_line
-from launcher.data.hub import reachable
 from launcher.data.images.photograph import DAMAGED
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
+from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
-from launcher.errors import ConfigError, DataError, PreflightError, first_line
+from launcher.errors import ConfigError, DataError, first_line
 
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMN = "label"
@@ -74,20 +70,6 @@ def _decoded(path: str | None, hub_name: str) -> Stored:
     return Stored(tensors, {"classes": json.dumps(classes)})
 
 
-def datasets_library(user: str) -> ModuleType:
-    """The `datasets` library, silenced. Raises PreflightError, naming its user, where it is missing."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise PreflightError(
-            f"{user} needs the `datasets` package, which is not installed: {install_line('datasets')}"
-        ) from error
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # failures are raised instead
-    datasets.disable_progress_bars()
-    module: ModuleType = datasets
-    return module
-
-
 def _from_folder(folder: Path) -> dict[str, Any]:
     """The `pyarrow.Table` of each split."""
     from pyarrow import parquet
@@ -123,23 +105,6 @@ def _from_hub(datasets: ModuleType, hub_name: str) -> dict[str, Any]:
             f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
         ) from error
     return {name: loaded[name].data.table for name in SPLITS}
-
-
-@contextlib.contextmanager
-def offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
-    """Without a network the hub's client retries for 24 s; in offline mode it uses its cache."""
-    import huggingface_hub
-
-    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [switch.HF_HUB_OFFLINE for switch in switches]
-    if not reachable(huggingface_hub.constants.ENDPOINT):
-        for switch in switches:
-            switch.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.HF_HUB_OFFLINE = value
 
 
 def _read_split(table: Any, where: str) -> dict[str, Tensor]:

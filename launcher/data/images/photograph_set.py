@@ -30,8 +30,7 @@ from launcher.data.images.photograph import (
     read_photograph,
 )
 from launcher.data.options import Known, cache, filled, options_of
-from launcher.data.reader import stacked
-from launcher.data.references import ByReference
+from launcher.data.reader import ByReference, stacked
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError

@@ -18,12 +18,13 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
-from launcher.config.messages import install_line, nearest, suggestion
+from launcher.config.messages import nearest, suggestion
+from launcher.data.libraries import optional
 from launcher.data.tables.columns import Cell, Column
-from launcher.errors import ConfigError, DataError, LauncherError, PreflightError, listed
+from launcher.errors import ConfigError, DataError, LauncherError, listed
 
 TRAINING_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
@@ -292,7 +293,8 @@ def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
 
 
 def _read_parquet(file: Path, wanted: Wanted) -> Table:
-    pyarrow, parquet = _parquet_library()
+    pyarrow = optional("pyarrow", "parquet files need")
+    parquet = import_module("pyarrow.parquet")
     columns: dict[str, Column] = {}
     num_rows = 0
     for part in _shards(file):
@@ -335,17 +337,6 @@ def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
         return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
-
-
-def _parquet_library() -> tuple[ModuleType, ModuleType]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise PreflightError(
-            f"parquet files need the `pyarrow` package, which is not installed: {install_line('pyarrow')}"
-        ) from error
-    return pyarrow, pyarrow.parquet
 
 
 def part_named(files: Sequence[Path], words: Sequence[str], of: str = "") -> Path | None:

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from launcher.config.schema import DataConfig
-from launcher.data.hub import hub_answers
+from launcher.data.libraries import hub_answers, optional, without_threads
 from launcher.data.options import options_of
-from launcher.data.text.library import transformers_library, without_threads
 from launcher.data.text.sentences import OPTIONS
 from launcher.data.text.tokenizer import SentenceTokenizer
 from launcher.errors import ConfigError, listed
@@ -55,7 +54,7 @@ class PretrainedEncoder:
     def tokenizer(self, config: DataConfig) -> SentenceTokenizer:
         """Its tokenizer. Raises ConfigError where data.max_seq_len is more than the model was made for."""
         with self._loading("tokenizer") as how:
-            found = transformers_library().AutoTokenizer.from_pretrained(self.path, **how)
+            found = optional("transformers").AutoTokenizer.from_pretrained(self.path, **how)
         if not getattr(found, "is_fast", False):
             raise ConfigError(
                 f"model.path={self.path}: its tokenizer has no tokenizer.json. Convert it first."
@@ -86,7 +85,7 @@ class PretrainedEncoder:
     def classifier(self, num_classes: int) -> nn.Module:
         """The model with a classifier on top, new where it has none for so many classes. fp32, on the CPU."""
         with self._loading("model") as how:
-            network = transformers_library().AutoModelForSequenceClassification.from_pretrained(
+            network = optional("transformers").AutoModelForSequenceClassification.from_pretrained(
                 self.path,
                 num_labels=num_classes,
                 ignore_mismatched_sizes=True,  # a classifier of other classes is of no use
@@ -110,12 +109,12 @@ class PretrainedEncoder:
     @cached_property
     def _config(self) -> Any:
         with self._loading("config") as how:
-            return transformers_library().AutoConfig.from_pretrained(self.path, **how)
+            return optional("transformers").AutoConfig.from_pretrained(self.path, **how)
 
     @contextmanager
     def _loading(self, what: str) -> Iterator[dict[str, Any]]:
         """The options of each call that loads; what fails there is a ConfigError."""
-        library = transformers_library()
+        library = optional("transformers")
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
         local = self._local

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from launcher.config.rules import Rule, either, flag, list_of, null, string, whole
 from launcher.config.schema import DataConfig
+from launcher.data.libraries import tokenizers_library
 from launcher.data.options import Known, cache, filled, options_of
 from launcher.data.split import numbered, parts
 from launcher.data.tables.files import (
@@ -35,7 +36,6 @@ from launcher.data.tables.files import (
 )
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import Batch
-from launcher.data.text.library import tokenizers_library
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 

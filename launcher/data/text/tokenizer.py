@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.data.text.library import tokenizers_library, transformers_library, without_threads
+from launcher.data.libraries import optional, tokenizers_library, without_threads
 from launcher.errors import ConfigError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -54,7 +54,7 @@ class SentenceTokenizer:
         """Write the files that AutoTokenizer.from_pretrained reads."""
         library = self.library_object()
         types = ["token_type_ids"] if self.has_types else []
-        transformers_library().PreTrainedTokenizerFast(
+        optional("transformers").PreTrainedTokenizerFast(
             tokenizer_object=library,
             pad_token=library.id_to_token(self.pad),
             padding_side="left" if self.pads_left else "right",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from launcher.data.text.library import tokenizers_library, without_threads
+from launcher.data.libraries import tokenizers_library, without_threads
 from launcher.errors import ConfigError
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]

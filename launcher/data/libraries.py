@@ -1,0 +1,101 @@
+"""The packages that only some data sets need, and whether the Hugging Face hub answers.
+
+Each is imported where it is used; without one, the error has the line that installs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from launcher.config.messages import install_line
+from launcher.errors import PreflightError
+
+PROBE_TIMEOUT_S = 5.0  # of a connection to the hub, which answers within a second where there is a network
+THREADS = "TOKENIZERS_PARALLELISM"
+
+
+def optional(name: str, needed: str = "this recipe needs") -> ModuleType:
+    """Import a package. Raises PreflightError, which begins with `needed`, where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise PreflightError(
+            f"{needed} the `{name}` package, which is not installed: {install_line(name)}"
+        ) from error
+
+
+def tokenizers_library() -> ModuleType:
+    """`tokenizers` with its submodules. Raises PreflightError where it is not installed."""
+    library = optional("tokenizers")
+    for part in ("models", "normalizers", "pre_tokenizers", "processors", "decoders", "trainers"):
+        import_module(f"tokenizers.{part}")
+    return library
+
+
+@contextlib.contextmanager
+def without_threads() -> Iterator[None]:
+    """Context in which `tokenizers` starts no threads: once it has, it warns of every fork."""
+    before = os.environ.get(THREADS)
+    os.environ[THREADS] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[THREADS]
+        else:
+            os.environ[THREADS] = before
+
+
+def datasets_library(user: str) -> ModuleType:
+    """`datasets`, silenced. Raises PreflightError, naming its user, where it is not installed."""
+    datasets = optional("datasets", f"{user} needs")
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # failures are raised instead
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@contextlib.contextmanager
+def offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
+    """Without a network the hub's client retries for 24 s; in offline mode it uses its cache."""
+    import huggingface_hub
+
+    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    if not _reachable(huggingface_hub.constants.ENDPOINT):
+        for switch in switches:
+            switch.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
+
+
+def hub_answers() -> bool:
+    """Whether the hub, or a mirror that HF_ENDPOINT names, can be connected to; not in offline mode."""
+    import huggingface_hub
+
+    constants = huggingface_hub.constants
+    return not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT)
+
+
+def _reachable(url: str) -> bool:
+    """Whether the server of a URL can be connected to, or is behind a proxy."""
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.getproxies().get(parts.scheme):
+        return True  # the proxy resolves the name
+    try:
+        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        socket.create_connection(address, timeout=PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
