@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from launcher.data.images.cache import open_cache
-from launcher.data.tensor_cache import KEPT_DAYS, prune
-from launcher.data.tensor_cache import Stored, cached
+from launcher.data.tensor_cache import KEPT_DAYS, Stored, cached, prune
 
 SHAPE = (3, 2, 2)
 OLD_S = (KEPT_DAYS + 1) * 86400
