@@ -16,6 +16,7 @@ from launcher.commands.arguments import Arguments, parse
 from launcher.commands.compare import as_sweep
 from launcher.commands.export import export_weights
 from launcher.commands.help import config_directories, described_recipes, help_text, version_text
+from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
 from launcher.commands.report import write_reports
 from launcher.commands.run import report_failure, run_worker
@@ -98,6 +99,8 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         export_weights(arguments)
     elif arguments.command == "new":
         write_recipe(arguments.words)
+    elif arguments.command == "job":
+        return run_job(arguments, leader)
     elif arguments.command == "compare":
         return train(as_sweep(arguments), leader, findings=(DIVERGED,))
     else:

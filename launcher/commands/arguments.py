@@ -14,7 +14,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
-COMMANDS = ("recipes", "report", "watch", "export", "new", "compare")
+COMMANDS = ("recipes", "report", "watch", "export", "new", "compare", "job")
 ANY = ()  # any value
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 

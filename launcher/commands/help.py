@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.commands.arguments import Arguments
 from launcher.commands.compare import as_sweep
 from launcher.commands.export import export_weights
+from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
 from launcher.commands.report import write_reports
 from launcher.commands.watch import watch
@@ -50,6 +51,7 @@ USAGE = {  # the words after the name of the program, and what they do
     "watch": ("watch RUN [--every SECONDS]", "follows a run or a sweep until it ends"),
     "export": ("export RUN FILE [--dtype fp16] [--best]", "weights as a safetensors file"),
     "new": ("new NAME", "the skeleton of a recipe of your own"),
+    "job": ("job DIR", "runs or resumes one job of a sweep, from its folder"),
 }
 
 
@@ -94,6 +96,7 @@ PAGES = {
     "watch": watch,
     "export": export_weights,
     "new": write_recipe,
+    "job": run_job,
 }
 
 

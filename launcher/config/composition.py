@@ -37,6 +37,7 @@ from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, quoted, show, suggestion
 from launcher.config.overrides import code_problem
+from launcher.config.schema import SweepConfig, types_of
 from launcher.config.trees import leaves, paths_of, replaced, texts, value_at
 from launcher.errors import ConfigError, first_line
 
@@ -47,7 +48,7 @@ UNCHECKED_PATH_KEYS = ("data.cache", "model.weights")
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 MISSING_KEY = re.compile(r"Interpolation key '([^']+)'")  # of OmegaConf's error
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-SWEEP = "sweep"  # section of an experiment's file, already expanded when a job is composed
+SWEEP = "sweep"  # in an experiment's file also the swept values, already expanded when a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 
 
@@ -170,13 +171,23 @@ class Composer:
 def checked_tree(composed: DictConfig) -> Resolved:
     """The tree as plain values. Raises ConfigError for content that the user's YAML must not have."""
     OmegaConf.set_struct(composed, False)
-    composed.pop(SWEEP, None)
+    keep_sweep_settings(composed)
     unresolved = as_plain(composed, resolve=False)
     for key, value in unresolved.items():
         problem = code_problem(f"`{key}` in the config files", str(key), value)
         if problem:
             raise ConfigError(problem)
     return resolved(composed)
+
+
+def keep_sweep_settings(composed: DictConfig) -> None:
+    """Remove from the section `sweep` what an experiment sweeps over."""
+    section = composed.get(SWEEP)
+    for key in [*section] if isinstance(section, DictConfig) else ():
+        if key is True:  # as YAML reads an unquoted `on`
+            section["on"] = section.pop(key)
+        elif key not in types_of(SweepConfig):
+            del section[key]
 
 
 def with_absolute_paths(tree: dict[str, object]) -> dict[str, object]:

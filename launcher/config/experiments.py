@@ -18,6 +18,7 @@ from launcher.config.composition import SWEEP, Request
 from launcher.config.groups import choice_file, choice_values, group_choices
 from launcher.config.messages import literal, show
 from launcher.config.overrides import with_names
+from launcher.config.schema import SweepConfig, types_of
 from launcher.errors import ConfigError
 
 GROUP = "experiment"
@@ -36,6 +37,11 @@ def with_experiment(request: Request) -> Request:
     if SWEEP not in values:
         return request
     sweep = values[SWEEP]
+    if isinstance(sweep, Mapping):  # the settings of the sweep are ordinary config
+        settings = types_of(SweepConfig)
+        if sweep and sweep.keys() <= settings.keys():
+            return request
+        sweep = {key: listed for key, listed in sweep.items() if key not in settings}
     if not isinstance(sweep, Mapping) or not sweep:
         file = choice_file(request.directories, GROUP, name)
         raise ConfigError(f"{file}: has a `{SWEEP}:` section that is no list of values for each key.")

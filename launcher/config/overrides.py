@@ -156,6 +156,11 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
         return (
             f"{override.input_line}: each job of a sweep has its own directory. Set hydra.sweep.dir instead."
         )
+    if override.key_or_group.partition(".")[0] == "sweep":
+        if not multirun:
+            return f"{override.input_line}: only a sweep has this setting. Add -m."
+        if override.is_sweep_override():
+            return f"{override.input_line}: a setting of the whole sweep takes one value."
     if not override.is_sweep_override():
         return None
     if CALL.search(override.input_line or ""):

@@ -217,6 +217,26 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class SweepStopConfig:
+    trials: Count | None
+    hours: Positive | None
+    gpu_hours: Positive | None
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    on: Literal["devices", "slurm", "ray"]
+    name: Literal["grid", "random", "tpe"]
+    parallel: Auto | Count
+    jobs_per_gpu: Count
+    on_failure: Literal["continue", "stop"]
+    retries: CountOrZero
+    prune: Literal["none", "asha"]
+    stop: SweepStopConfig
+    resume: Text
+
+
+@dataclass(frozen=True)
 class RecipesConfig:
     path: Text | None
 
@@ -243,6 +263,7 @@ class Config:
     tracker: TrackerConfig
     telemetry: TelemetryConfig
     launch: LaunchConfig
+    sweep: SweepConfig
     recipes: RecipesConfig
     # Text recorded in place of values of the environment, by dotted path as users type it.
     from_environment: dict[str, Any] = field(default_factory=dict)

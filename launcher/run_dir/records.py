@@ -37,6 +37,7 @@ from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, writ
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
 METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"
 SWEEP = "sweep.json"  # of a sweep: its jobs, and the words that continue it
+JOB = "job.json"  # of a job of a sweep: its config and overrides, from which any process can start it
 FILES = (
     CONFIG,
     OVERRIDES,
@@ -49,6 +50,7 @@ FILES = (
     "curves.png",
     "gradients.png",
     REPORT,
+    JOB,
     ".lock",
     RESERVE,
 )

@@ -39,7 +39,7 @@ def problems(*overrides: str, **settings) -> str:
 
 
 def test_the_groups_are_those_of_the_design() -> None:
-    groups = {"recipe", "model", "data", "optim", "schedule", "precision", "tracker", "experiment"}
+    groups = {"recipe", "model", "data", "optim", "schedule", "precision", "tracker", "sweep", "experiment"}
     assert CHOICES.keys() == groups
     residual = [name for name in CHOICES["recipe"] if name.startswith("resnet")]
     assert residual == ["resnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
@@ -48,7 +48,12 @@ def test_the_groups_are_those_of_the_design() -> None:
 
 @pytest.mark.parametrize(
     "choice",
-    [f"{group}={name}" for group, names in CHOICES.items() if group != "experiment" for name in names],
+    [
+        f"{group}={name}"
+        for group, names in CHOICES.items()
+        if group not in ("experiment", "sweep")
+        for name in names
+    ],
 )
 def test_every_choice_gives_a_valid_config(choice: str) -> None:
     group, name = choice.split("=")
@@ -131,6 +136,7 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("hydra/launcher=basic", "is not used here"),
         ("hydra.job.env_copy=[HOME]", "Hydra's own settings are fixed"),
         ("hydra.sweep.dir=x", "only a sweep"),
+        ("sweep.parallel=2", "only a sweep"),
         ("optim.lr=0.1,0.2", "several values need a sweep"),
         ("x[", "cannot be read"),
         ("run.dir=runs/lr=0.1", "part of the syntax"),

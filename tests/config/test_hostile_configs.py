@@ -129,8 +129,8 @@ def test_the_list_of_recipes_has_the_same_limits(tmp_path, capfd, text) -> None:
 
 @pytest.mark.parametrize("group", sorted(group_choices(conf_dir())))
 def test_a_group_cannot_be_left_empty(capfd, group) -> None:
-    recipe = () if group == "recipe" else ("recipe=resnet18",)
-    error = refused(capfd, *recipe, f"{group}=null")
+    words = {"recipe": (), "sweep": ("-m", "recipe=resnet18")}.get(group, ("recipe=resnet18",))
+    error = refused(capfd, *words, f"{group}=null")
     assert error.startswith(f"{group}=null: a group cannot be left empty. Choose from ")
 
 

@@ -1,0 +1,26 @@
+"""`job`: runs one job of a sweep from its folder, as carriers start it on other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.commands.arguments import Arguments
+from launcher.commands.run import run_one
+from launcher.config.messages import program
+from launcher.distributed.handoff import Leader
+from launcher.errors import ConfigError
+
+
+def run_job(arguments: Arguments, leader: Leader) -> int:
+    """Runs one job of a sweep from its folder, or resumes it: with the config that the sweep has composed
+    and checked, whatever the files of conf/ hold today. The exit code is that of the run.
+
+    Example: {program} job multirun/resnet18/20260101-120000-ab12/3_optim.lr=0.1
+    """
+    from launcher.sweep.job import read_job
+
+    if len(arguments.words) != 1:
+        raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
+    config, overrides = read_job(Path(arguments.words[0]))
+    run_one(config, overrides, leader)
+    return 0

@@ -1,0 +1,75 @@
+"""A job of a sweep as a file, from which any process can start it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.config.resolve import Request, compose_jobs
+from launcher.config.schema import Config
+from launcher.errors import ConfigError
+from launcher.sweep.job import read_job, settings_that_differ, write_job
+from tests.configs import composed
+
+WORDS = ("optim.lr=0.1", "data=synthetic")
+
+
+def placed(config: Config, directory: Path) -> Config:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        WORDS,
+        ("recipe=bert",),
+        ("recipe=gpt", "optim=adamw", "optim.groups=[{match: '*.bias', lr_scale: 2}]"),
+        ("precision=bf16", "precision.scale.init=8"),
+        ("tracker.notes='a ${oc.env:NO_SUCH_VARIABLE,b} c'",),
+    ],
+)
+def test_a_job_is_read_as_it_was_written(tmp_path, words) -> None:
+    config = placed(composed(*words), tmp_path)
+    write_job(config, words)
+    assert read_job(tmp_path) == (config, words)
+
+
+def test_the_value_of_a_variable_is_in_no_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OWN_SEED", "3141592")
+    (config,) = compose_jobs(Request(("recipe=resnet18", "seed=${oc.env:OWN_SEED}")))
+    write_job(placed(config, tmp_path), ())
+    assert "3141592" not in (tmp_path / "job.json").read_text()
+    monkeypatch.setenv("OWN_SEED", "4")
+    assert read_job(tmp_path)[0].seed == 4
+    monkeypatch.delenv("OWN_SEED")
+    with pytest.raises(ConfigError, match="OWN_SEED is not set"):
+        read_job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", '{"config": 1, "from_environment": {}, "overrides": []}']
+)
+def test_a_folder_without_a_job_is_refused(tmp_path, text) -> None:
+    if text is not None:
+        (tmp_path / "job.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"holds no job\.json that this version can read"):
+        read_job(tmp_path)
+
+
+def test_a_key_of_another_version_is_refused(tmp_path) -> None:
+    write_job(placed(composed(*WORDS), tmp_path), WORDS)
+    record = json.loads((tmp_path / "job.json").read_text())
+    del record["config"]["seed"]
+    (tmp_path / "job.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="seed"):
+        read_job(tmp_path)
+
+
+def test_what_a_result_depends_on_is_compared(tmp_path) -> None:
+    write_job(placed(composed(*WORDS), tmp_path), WORDS)
+    other = composed(*WORDS, "optim.lr=0.2", "train.epochs=3", "tracker.mode=online", "launch.stall_s=3")
+    found = settings_that_differ(tmp_path, other)
+    assert found == {"optim.lr": (0.1, 0.2), "train.epochs": (12, 3)}
