@@ -20,14 +20,18 @@ from launcher.telemetry.console.console import Console
 from launcher.telemetry.event_log import EventLog, last_run_id, recorded, recorded_before
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
-from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
 from launcher.telemetry.tracker.delivery import Delivery, path_of
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import taken_from
-from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, new_run_id
+from launcher.telemetry.tracker.wandb_tracker import (
+    WandbOptions,
+    WandbTracker,
+    checkpoint_artifact,
+    new_run_id,
+)
 
 UPLOAD_S = 600.0  # for a checkpoint, at the end of the run
 EVERY_S = 0.1  # until the events of steps are in the files
@@ -61,71 +65,58 @@ def open_telemetry(
     if not config.tracker.names:
         telemetry.decision("tracker", "none: the run is recorded in its own files alone", mode="none")
     for name in config.tracker.names:
-        run = _tracked_run(config, name, run_id)
-        delivery = Delivery(path_of(run_dir, name), run_id, partial(recorded, run_dir / EventLog.name))
-        if name == "wandb":
-            _add_wandb(telemetry, config, run, delivery, environ, with_gpu, patience or TrackerTimeouts())
-        else:
-            telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
-            _add(telemetry, config, name, partial(make, name), run, delivery, patience)
+        run = _tracked_run(config, name, run_id, environ)
+        mode = _reported_mode(telemetry, config, name, run, environ)
+        if mode != "none":
+            online = mode == "online"
+            telemetry.add(
+                _sink(telemetry, config, name, run, online, with_gpu, patience or TrackerTimeouts())
+            )
     return telemetry
 
 
-def _add(
-    telemetry: Telemetry,
-    config: Config,
-    name: str,
-    make_tracker: Callable[[], Tracker],
-    run: TrackedRun,
-    delivery: Delivery,
-    patience: TrackerTimeouts | None,
-) -> None:
-    facts = partial(_facts, Path(config.run.dir))
-    telemetry.add(
-        TrackerSink(
-            name,
-            make_tracker,
-            run,
-            telemetry.warn,
-            patience,
-            facts=facts,
-            delivery=delivery,
-            report=partial(telemetry.decision, "tracker"),
-        )
-    )
-
-
-def _add_wandb(
-    telemetry: Telemetry,
-    config: Config,
-    run: TrackedRun,
-    delivery: Delivery,
-    environ: Mapping[str, str],
-    with_gpu: bool,
-    patience: TrackerTimeouts,
-) -> None:
+def _reported_mode(
+    telemetry: Telemetry, config: Config, name: str, run: TrackedRun, environ: Mapping[str, str]
+) -> str:
+    """The mode of wandb, the name of any other tracker; reported with what it takes from the environment."""
+    if name != "wandb":
+        telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
+        return name
     decision = decide(config.tracker, environ)
     _refuse_offline_artifacts(config, decision)
     if decision.mode == "none":
         telemetry.decision("tracker", decision.text, mode=decision.mode)
-        return
-    directory = Path(environ.get("WANDB_DIR") or config.run.dir).expanduser().absolute()
-    run = replace(run, directory=directory)
+        return decision.mode
     if given := taken_from(config.tracker, environ):
         telemetry.decision("tracker", f"takes {given}")
-    telemetry.decision(
-        "tracker",
-        decision.text,
-        mode=decision.mode,
-        run_id=run.run_id,
-        sync=sync_command(directory) if decision.mode == "offline" else None,
+    sync = sync_command(run.directory) if decision.mode == "offline" else None
+    telemetry.decision("tracker", decision.text, mode=decision.mode, run_id=run.run_id, sync=sync)
+    return decision.mode
+
+
+def _sink(
+    telemetry: Telemetry,
+    config: Config,
+    name: str,
+    run: TrackedRun,
+    online: bool,
+    with_gpu: bool,
+    timeouts: TrackerTimeouts,
+) -> TrackerSink:
+    run_dir = Path(config.run.dir)
+    make_tracker: Callable[[], Tracker] = partial(make, name)
+    if name == "wandb":
+        options = WandbOptions(online, with_gpu, telemetry.warn, timeouts)
+        if config.tracker.artifacts != "none":
+            timeouts = replace(timeouts, finish_s=UPLOAD_S)
+            chosen = partial(checkpoint_artifact, run_dir, config.tracker.artifacts)
+            options = replace(options, patience=timeouts, checkpoint=chosen)
+        make_tracker = partial(WandbTracker, options)
+    delivery = Delivery(path_of(run_dir, name), run.run_id, partial(recorded, run_dir / EventLog.name))
+    facts, report = partial(_facts, run_dir), partial(telemetry.decision, "tracker")
+    return TrackerSink(
+        name, make_tracker, run, telemetry.warn, timeouts, facts=facts, delivery=delivery, report=report
     )
-    options = WandbOptions(decision.mode == "online", with_gpu, telemetry.warn, patience)
-    if config.tracker.artifacts != "none":
-        patience = replace(patience, finish_s=UPLOAD_S)
-        chosen = partial(checkpoint_artifact, Path(config.run.dir), config.tracker.artifacts)
-        options = replace(options, patience=patience, checkpoint=chosen)
-    _add(telemetry, config, "wandb", partial(WandbTracker, options), run, delivery, patience)
 
 
 def _refuse_offline_artifacts(config: Config, decision: Decision) -> None:
@@ -137,10 +128,11 @@ def _refuse_offline_artifacts(config: Config, decision: Decision) -> None:
         )
 
 
-def _tracked_run(config: Config, name: str, run_id: str) -> TrackedRun:
+def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, str]) -> TrackedRun:
     run_dir, tracker = Path(config.run.dir), config.tracker
+    of_wandb = Path(environ.get("WANDB_DIR") or run_dir).expanduser().absolute()
     return TrackedRun(
-        directory=run_dir / TRACKERS / name,
+        directory=of_wandb if name == "wandb" else run_dir / TRACKERS / name,
         name=tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
         run_id=run_id,
         project=tracker.project,

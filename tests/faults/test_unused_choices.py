@@ -13,7 +13,7 @@ from launcher.recipe import load_recipe
 from launcher.recipe.contract import Used
 from launcher.report.page import write_report
 from launcher.report.run_record import RunRecord
-from launcher.telemetry.tracker.used_config import used_config
+from launcher.telemetry.tracker.sink import used_config
 from tests.configs import composed
 from tests.faults.launching import EPOCH, Ended, run
 from tests.faults.usercode import stop_after

@@ -10,9 +10,10 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from launcher.config.schema import DataConfig, ModelConfig
 from launcher.config.user_code import place_of
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
@@ -21,7 +22,6 @@ from launcher.telemetry.stream import Record, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import DirectedTracker, ServiceTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
-from launcher.telemetry.tracker.used_config import used_config
 
 log = logging.getLogger("launcher")
 
@@ -202,3 +202,20 @@ class TrackerSink:
             tracker.log(record["step"], row)
         for name, item in media_of(record).items():
             tracker.media(record["step"], name, item)
+
+
+def used_config(config: Mapping[str, Any], start: Record) -> dict[str, Any]:
+    """The config as trackers show it, with the names of the model and data that the `start` event names.
+
+    Options of a choice that the recipe does not use are omitted.
+    """
+    kept = {
+        group: {field.name for field in fields(kind)}
+        for group, kind in (("model", ModelConfig), ("data", DataConfig))
+    }
+    return dict(config) | {
+        group: {key: value for key, value in config[group].items() if key in kept[group]}
+        | {"name": start[group]}
+        for group in kept
+        if start.get(group) and group in config and start[group] != config[group].get("name")
+    }

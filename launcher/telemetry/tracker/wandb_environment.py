@@ -2,7 +2,7 @@
 
 Owns the mapping of variables to keys of `tracker`, and their precedence: the command line, then the
 environment, then the YAML. wandb reads all other WANDB_ variables itself (job type, resume, silence, console,
-servers and caches): see `launcher.telemetry.tracker.wandb_session`.
+servers and caches): see `wandb_tracker`.
 """
 
 from __future__ import annotations

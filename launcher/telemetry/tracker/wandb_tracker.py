@@ -1,21 +1,26 @@
 """The wandb run of a training run.
 
-Owns how values appear in wandb: axes, summaries, media. `wandb_session` owns how wandb is started and ended.
+Owns how values appear in wandb, its settings, its effects on environment and hooks of this process, its
+service process, and which checkpoint it uploads. Imports wandb only where it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import html
+import os
 import secrets
 import string
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import described
-from launcher.telemetry.tracker.checkpoint_artifact import CheckpointArtifact
+from launcher.errors import PreemptedError, described
+from launcher.telemetry.event_log import FILE_NAME, recorded
+from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.mode import sync_command
 from launcher.telemetry.tracker.protocol import (
     ConfusionMatrix,
@@ -28,19 +33,23 @@ from launcher.telemetry.tracker.protocol import (
 )
 from launcher.telemetry.tracker.rows import GROUPS
 from launcher.telemetry.tracker.sink import TrackerError, TrackerTimeouts
-from launcher.telemetry.tracker.wandb_session import (
-    hooks_restored,
-    kill_service,
-    quiet_environment,
-    start,
-    stop_service,
-    unwritten,
-)
+from launcher.telemetry.tracker.wandb_environment import hidden
 
 if TYPE_CHECKING:
+    from wandb import Settings
     from wandb.sdk.wandb_run import Run
 
-PREEMPTED = 75  # exit code of a PreemptedError
+STOP_REQUESTED = "a stop was requested on the run's wandb page; send SIGTERM to stop the run"
+FLUSH_S = 1.0  # until a row is in the .wandb file: wandb alone waits for 15 s or 32 kB
+
+
+@dataclass(frozen=True)
+class CheckpointArtifact:
+    """A checkpoint to be uploaded."""
+
+    path: Path
+    step: int
+    is_best: bool
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class WandbTracker:
 
     def finish(self, exit_code: int) -> None:
         log = Path(self._live.dir).parent / "logs" / "debug-internal.log"
-        if exit_code == PREEMPTED:
+        if exit_code == PreemptedError.exit_code:
             self._live.mark_preempting()
         if exit_code == 0 and (checkpoint := self._options.checkpoint()) is not None:
             self._upload(checkpoint)
@@ -123,17 +132,37 @@ class WandbTracker:
         return self._run
 
     def _started(self, run: TrackedRun) -> Run:
-        options = self._options
-        if options.online:
+        if self._options.online:
             try:
-                return start(run, True, options.system_metrics, options.patience, options.warn)
+                return _init(run, True, self._options)
             except Exception as error:  # errors of wandb, of its service and of the network
                 stop_service()  # it still holds the run's id
-                options.warn(
+                self._options.warn(
                     f"wandb could not start online ({described(error)}); it continues offline, "
                     f"later: {sync_command(run.directory)}"
                 )
-        return start(run, False, options.system_metrics, options.patience, options.warn)
+        return _init(run, False, self._options)
+
+
+def _init(run: TrackedRun, online: bool, options: WandbOptions) -> Run:
+    """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
+    import wandb
+
+    return wandb.init(
+        dir=str(run.directory),
+        mode="online" if online else "offline",
+        project=run.project,
+        entity=run.entity,
+        name=run.name,
+        id=run.run_id,
+        group=run.group,
+        tags=list(run.tags),
+        notes=run.notes,
+        config=dict(run.config),
+        # Otherwise a second run in this process, such as the next job of a sweep, would get the first one.
+        reinit="finish_previous",
+        settings=own_settings(online, options),
+    )
 
 
 def _shown(item: Media, name: str) -> Any:
@@ -169,6 +198,136 @@ def _confusion(item: ConfusionMatrix, name: str) -> Any:
         fields={"Actual": "Actual", "Predicted": "Predicted", "nPredictions": "nPredictions"},
         string_fields={"title": name},
     )
+
+
+def checkpoint_artifact(run_dir: Path, wanted: str) -> CheckpointArtifact | None:
+    """The `last` or `best` checkpoint that is on the disk; None without one. Raises OSError."""
+    saved = list(recorded(run_dir / FILE_NAME, lambda event: event["event"] == "checkpoint"))
+    latest, best = _newest(saved), _newest([event for event in saved if event.get("best")])
+    chosen = best if wanted == "best" else latest
+    if chosen is None:
+        return None
+    return CheckpointArtifact(Path(chosen["path"]), chosen["step"], chosen is best)
+
+
+def _newest(saved: Sequence[Record]) -> Record | None:
+    return next((event for event in reversed(saved) if Path(event["path"]).is_dir()), None)
+
+
+def own_settings(online: bool, options: WandbOptions) -> Settings:
+    """The launcher's settings, without those that a WANDB_ variable sets or that this wandb lacks.
+
+    A stop that is requested on the run's page becomes a warning.
+    """
+    import wandb
+
+    given = wandb.Settings()
+    given.update_from_env_vars(dict(os.environ))
+    ours: dict[str, Any] = {
+        "silent": True,  # the launcher reports what users need to know
+        "console": "off",
+        "symlink": False,
+        "use_dot_wandb": False,
+        "save_code": False,
+        "disable_code": not given.save_code,
+        "disable_git": True,  # a remote's URL may contain a token; the config has the commit
+        "disable_job_creation": True,
+        "x_disable_meta": True,  # would record argv and the host
+        "x_disable_machine_info": True,
+        "x_save_requirements": False,
+        "x_disable_stats": not options.system_metrics,
+        "x_transaction_log_flush_interval": FLUSH_S,
+        "init_timeout": options.patience.init_s,
+        "finish_timeout": options.patience.finish_s,
+        "resume": "allow" if online else None,  # offline, a later sync merges runs with the same id
+    }
+    allowed = wandb.Settings.model_fields.keys() - given.model_fields_set
+    return wandb.Settings(
+        **{key: value for key, value in ours.items() if key in allowed},
+        stop_fn=lambda: options.warn(STOP_REQUESTED),
+    )
+
+
+def unwritten(log: Path) -> str:
+    """The first record that wandb's service failed to save, from its log; "" if none."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"its log cannot be read: {error}"
+    failed = next((line for line in lines if "failed to save record" in line), "")
+    return failed.partition('"msg":')[2].strip('"}') if failed else ""
+
+
+@contextlib.contextmanager
+def quiet_environment() -> Iterator[None]:
+    """Set what wandb reads only from the environment: no console output, no error reports to wandb.
+
+    Error reports would be sent in offline runs too, and delay the exit where the server does not answer.
+    Empty variables are removed, because wandb would refuse them. So are those passed to wandb as arguments,
+    because the command line takes precedence over them.
+    """
+    names = hidden(os.environ)
+    removed = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("WANDB_") and (not value or name in names)
+    }
+    for name in removed:
+        del os.environ[name]
+    wanted = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+        os.environ.update(removed)
+
+
+@contextlib.contextmanager
+def hooks_restored() -> Iterator[None]:
+    """Restore sys.exit and sys.excepthook, which wandb replaces when it starts."""
+    exit_hook, except_hook = sys.exit, sys.excepthook
+    try:
+        yield
+    finally:
+        sys.exit, sys.excepthook = exit_hook, except_hook
+
+
+def stop_service() -> None:
+    """End wandb's service process, so that neither it nor its threads outlive the run."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None:
+        return
+    process = _service_process()
+    try:
+        wandb.teardown()
+    except Exception:  # teardown fails if the service has died
+        _kill(process)
+
+
+def kill_service() -> None:
+    """Kill a service that does not end: the interpreter's exit would wait for it."""
+    _kill(_service_process())
+
+
+def _service_process() -> subprocess.Popen[bytes] | None:
+    """wandb's service process. wandb has no public handle of it; None if the private one is missing."""
+    try:
+        from wandb.sdk import wandb_setup
+
+        process = wandb_setup.singleton()._connection._proc._process  # type: ignore[union-attr]
+    except (ImportError, AttributeError):
+        return None
+    return process if isinstance(process, subprocess.Popen) else None
+
+
+def _kill(process: subprocess.Popen[bytes] | None) -> None:
+    if process is not None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
 
 
 def new_run_id() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.telemetry.event_log import EventLog
-from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
+from launcher.telemetry.tracker.wandb_tracker import checkpoint_artifact
 from tests.faults.launching import WORDS
 from tests.forked import launch_forked
 from tests.telemetry.tracker.test_wandb_session import offline_records
@@ -21,9 +21,8 @@ UPLOAD = """
 import os, sys
 from pathlib import Path
 from launcher.telemetry.tracker import TrackedRun
-from launcher.telemetry.tracker.checkpoint_artifact import checkpoint_artifact
 from launcher.telemetry.tracker.sink import TrackerTimeouts
-from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker
+from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, checkpoint_artifact
 
 run_dir = Path(sys.argv[1])
 options = WandbOptions(False, False, print, TrackerTimeouts(), lambda: checkpoint_artifact(run_dir, "best"))

@@ -14,7 +14,7 @@ import wandb
 from launcher.errors import ConfigError
 from launcher.telemetry.tracker.sink import TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
-from launcher.telemetry.tracker.wandb_session import own_settings, quiet_environment
+from launcher.telemetry.tracker.wandb_tracker import WandbOptions, own_settings, quiet_environment
 from tests.configs import composed
 from tests.forked import launch_forked
 from tests.process.test_shortage import RECIPE, YAML
@@ -212,7 +212,7 @@ def test_a_variable_of_wandb_wins_over_the_setting_of_the_launcher(environ, key,
         monkeypatch.setenv(name, text)
     settings = wandb.Settings()
     settings.update_from_env_vars(os.environ)
-    settings.update_from_settings(own_settings(False, False, TrackerTimeouts(), print))
+    settings.update_from_settings(own_settings(False, WandbOptions(False, False, print, TrackerTimeouts())))
     assert getattr(settings, key) == value
 
 
