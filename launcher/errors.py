@@ -12,8 +12,12 @@ from collections.abc import Sequence
 LONGEST = 2_000  # characters of an exception's text; the rank's log has all of it
 LONGEST_OF_OURS = 4 * LONGEST  # of a message that names several ranks, each with an exception
 DIVERGED = 5
+PRUNED = 11
 INTERRUPTED = 130  # 128 + SIGINT, as of a program that the signal ends
 STOPPED = frozenset({75, *range(129, 193)})  # exit codes of a run that a signal ended, saved or not
+ON_REQUEST = frozenset(
+    {75, PRUNED}
+)  # of a run that ended as it was asked to, on all ranks after the same step
 
 
 TO_RESUME = "To resume: the same command with"
@@ -106,6 +110,12 @@ class PreemptedError(LauncherError):
     """The run was asked to stop and is saved: the same command resumes it."""
 
     exit_code = 75
+
+
+class PrunedError(PreemptedError):
+    """A sweep has ended the run, because others promise more."""
+
+    exit_code = PRUNED
 
 
 class Interrupted(BaseException):

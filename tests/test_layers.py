@@ -45,7 +45,7 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINING_LAYERS = (
-    {"votes", "progress", "requests", "warning_log"},
+    {"votes", "progress", "pruning", "requests", "warning_log"},
     {"device", "step_times", "answers"},
     {"reports", "replicas", "results"},
     {"run", "moments", "failures"},

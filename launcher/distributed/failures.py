@@ -22,9 +22,9 @@ from launcher.distributed.last_words import LastWords
 from launcher.distributed.lost_rank import TIMED_OUT, is_loss, is_of_another
 from launcher.distributed.store import awaited_in_vain, limit_silence
 from launcher.errors import (
+    ON_REQUEST,
     CollectiveError,
     LauncherError,
-    PreemptedError,
     StalledError,
     described,
     whole_text,
@@ -154,7 +154,7 @@ def failure_of_another(
         else:
             text = _awaited(words, first)
         left = Departure(**json.loads(text))
-        if left.error and not left.lost and left.exit_code != PreemptedError.exit_code:
+        if left.error and not left.lost and left.exit_code not in ON_REQUEST:
             return JobFailed(f"{'' if left.shared else f'rank {first} failed: '}{left.error}", left)
     return None
 

@@ -29,9 +29,9 @@ from launcher.distributed.failures import (
 from launcher.distributed.launches import join_launch, meeting_place, origin
 from launcher.distributed.store import awaited, awaited_in_vain, limit_silence, memory, open_store
 from launcher.errors import (
+    ON_REQUEST,
     CollectiveError,
     LauncherError,
-    PreemptedError,
     StalledError,
 )
 
@@ -97,7 +97,7 @@ class Leader:
             own = departure_of(self.launch.rank, error)
             departures = self._departures(store, job, own, config.launch.stall_s)
             first = self._first_failure(store, job, departures)
-            stopped = first.exit_code == PreemptedError.exit_code
+            stopped = first.exit_code in ON_REQUEST
             if first is own and (stopped or len(departures) == 1):
                 raise
             text = attributed(first, departures)

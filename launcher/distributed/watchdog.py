@@ -32,12 +32,12 @@ from launcher.distributed.failures import LEAVE_S, claim_first_failure, first_fa
 from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
 from launcher.distributed.store import limit_silence
-from launcher.errors import LauncherError, PreemptedError, StalledError
+from launcher.errors import ON_REQUEST, LauncherError, StalledError
 from launcher.process import guardian
 from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_failure
-from launcher.run_dir.result import Failure
+from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
 from launcher.run_dir.status import FILE_NAME, state_since
 
 if TYPE_CHECKING:
@@ -225,8 +225,8 @@ class Watchdog:
         if min(now - self._other_failed_s, beat.age_s) < SETTLE_S:
             return None
         text, exit_code = reason_of(store, self._job, first)
-        # A preempted rank saves and exits after the same step as all others.
-        return None if exit_code == PreemptedError.exit_code else Ending(text, exit_code)
+        # A rank that was asked to end exits after the same step as all others.
+        return None if exit_code in ON_REQUEST else Ending(text, exit_code)
 
     def _of_signal(self, silent: list[int], places: dict[int, Beat | None], writer: int) -> Ending | None:
         """The verdict if this rank was asked to stop and waits for another one, which may have died."""
@@ -268,7 +268,7 @@ class Watchdog:
             with open(open_plain(stacks_path(self._run_dir, rank), flags), "ab") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         # A rank that has missed the end of the run must not write over it.
-        ended = state_since(self._run_dir / FILE_NAME, self._began) in ("done", "preempted")
+        ended = state_since(self._run_dir / FILE_NAME, self._began) in ("done", *ENDS_ON_REQUEST.values())
         if rank == verdict.writer and not ended:
             failure = Failure("failed", verdict.exit_code, verdict.text)
             write_failure(self._run_dir, failure, self._heartbeat.steps_done)

@@ -105,7 +105,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """done, failed, preempted, killed, starting, running, or that it ended without a result."""
+        """done, failed, preempted, pruned, killed, starting, running, or that it ended without a result."""
         return self.life.name
 
     @property

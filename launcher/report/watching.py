@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from launcher.config.messages import program
-from launcher.errors import DIVERGED, counted, listed
+from launcher.errors import DIVERGED, PRUNED, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.comparison import TABLE, compares_precisions, job_directories
 from launcher.report.overview import first_line, printable, shortened
@@ -143,7 +143,7 @@ class WatchedSweep:
 
     def exit_code(self) -> int:
         """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
-        findings = (0, DIVERGED) if compares_precisions([*self._runs]) else (0,)
+        findings = (0, PRUNED, DIVERGED) if compares_precisions([*self._runs]) else (0, PRUNED)
         failed = (code for run in self._runs.values() if (code := run.exit_code()) not in findings)
         return next(failed, 1 if self._rest() else 0)
 

@@ -19,6 +19,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, StorageError,
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.differences import another_run, other_training
 from launcher.run_dir.lock import locked
+from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
     CHECKPOINTS,
     CONFIG,
@@ -64,6 +65,7 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
             refuse_links(directory)
             finished = _finished(resolved, directory) if _holds_run(directory) else ""
             if not finished:
+                (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
                 describe(resolved, overrides)
                 keep_reserve(directory)
         except OSError as error:

@@ -31,6 +31,7 @@ from launcher.run_dir.atomic import (
     write_text,
 )
 from launcher.run_dir.codec import encoded
+from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.result import Failure, Result
 from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, write_with_reserve
 
@@ -45,6 +46,7 @@ FILES = (
     FILE_NAME,
     METRICS,
     RESULT,
+    PRUNE,
     "classification_report.txt",
     "confusion_matrix.png",
     "curves.png",

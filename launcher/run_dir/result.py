@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.errors import LauncherError, PreemptedError, in_words
+from launcher.errors import LauncherError, PreemptedError, PrunedError, in_words
+
+ENDS_ON_REQUEST = {PreemptedError.exit_code: "preempted", PrunedError.exit_code: "pruned"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +27,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Failure:
-    """The result of a run that is not done: it failed, or it was stopped and saved."""
+    """The result of a run that is not done: it failed, or was asked to end."""
 
-    state: str  # failed, preempted
+    state: str  # failed, preempted, pruned
     exit: int
     error: str
 
@@ -35,8 +37,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """The result of a run that this error ended."""
         code = error.exit_code if isinstance(error, LauncherError) else 1
-        state = "preempted" if code == PreemptedError.exit_code else "failed"
-        return cls(state, code, in_words(error))
+        return cls(ENDS_ON_REQUEST.get(code, "failed"), code, in_words(error))
 
 
 @dataclass(frozen=True, kw_only=True)

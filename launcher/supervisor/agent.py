@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
-from launcher.errors import TO_RESUME, LauncherError, PreemptedError
+from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError
 from launcher.process.lifetime import Orphans
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
@@ -141,7 +141,7 @@ class Agent(LocalElasticAgent):
             again = directory_override("run.dir", self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
             raise RunFailed(AttemptVerdict(PREEMPTED, text))
-        if verdict.exit_code == PREEMPTED or self._signals.stop is not None:
+        if verdict.exit_code in ON_REQUEST or self._signals.stop is not None:
             raise stopped(verdict, self._signals.stop, newest)
         self._restarts.allow(verdict, newest)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
@@ -180,9 +180,11 @@ class Agent(LocalElasticAgent):
 
 
 def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
-    """The error for a run that was asked to stop: saved, or not. `newest_step` is that of its checkpoints."""
+    """The error for a run that was asked to end. `newest_step` is that of its checkpoints."""
     if verdict.exit_code == PREEMPTED:
         return PreemptedError(verdict.text)
+    if verdict.exit_code == PrunedError.exit_code:
+        return PrunedError(verdict.text)
     assert asked is not None
     if verdict.last_step is not None and newest_step >= verdict.last_step:
         text = (

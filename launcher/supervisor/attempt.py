@@ -19,10 +19,11 @@ from pathlib import Path
 
 from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
+from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import Orphans
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import OVERRUN, PREEMPTED, AttemptVerdict, Fate, hang, judge
+from launcher.supervisor.root_cause import OVERRUN, AttemptVerdict, Fate, hang, judge
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
 OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
@@ -95,7 +96,7 @@ class Generation:
     def _record_exit(self, exit_code: int) -> None:
         if exit_code == 0:
             return
-        if exit_code == PREEMPTED:
+        if exit_code in ON_REQUEST:
             self.end_within(self._limits.grace_s)
         elif exit_code in OVERRUN:
             self.end_within(OVERRUN_S)

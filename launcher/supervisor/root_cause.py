@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.distributed.failures import Departure, attributed
 from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.heartbeat import FINISHING, Beat, where
-from launcher.errors import LauncherError, PreemptedError, StalledError
+from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 UNEXPECTED, STALLED = 1, StalledError.exit_code
 PREEMPTED = PreemptedError.exit_code
@@ -39,8 +39,8 @@ class Fate:
 
     @property
     def failed(self) -> bool:
-        """Whether it left with an error. A run that was stopped as asked has not failed."""
-        return self.departure is not None and self.departure.exit_code not in (0, PREEMPTED)
+        """Whether it left with an error. A run that ended as asked has not failed."""
+        return self.departure is not None and self.departure.exit_code not in (0, *ON_REQUEST)
 
     @property
     def blames_another(self) -> bool:
@@ -98,8 +98,8 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> A
             "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive),
             last_step=alive[0].beat.step if finishing else None,
         )
-    stopped = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code == PREEMPTED]
-    return AttemptVerdict(PREEMPTED, stopped[0].error) if stopped else AttemptVerdict(0)
+    asked = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code in ON_REQUEST]
+    return AttemptVerdict(asked[0].exit_code, asked[0].error) if asked else AttemptVerdict(0)
 
 
 def hang(fates: Sequence[Fate]) -> AttemptVerdict:

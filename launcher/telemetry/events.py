@@ -252,7 +252,7 @@ class EndEvent(Event):
     """The process ends; only one that is done has more than state, exit and error."""
 
     kind = "end"
-    state: str  # done, failed, preempted
+    state: str  # done, failed, preempted, pruned
     exit: int
     error: str | None = None
     seconds: float | None = None  # of this process, for the steps after `since_step`

@@ -13,6 +13,7 @@ from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import Stepper, WeightAverage
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
+from launcher.training.pruning import PruneCheck
 from launcher.training.reports import Reports
 from launcher.training.requests import Requests
 from launcher.training.votes import Votes
@@ -44,7 +45,12 @@ class Run:
 
     def __post_init__(self) -> None:
         self.reports = Reports(self.telemetry, self.votes)
+        self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader)
         self._recorded = self.config
+
+    def is_asked_to_end(self) -> bool:
+        """Whether this rank has a request to stop, by a signal or by a sweep that prunes the run."""
+        return self.requests.stop is not None or self.pruning.asked()
 
     @property
     def logs_of_failure(self) -> str:

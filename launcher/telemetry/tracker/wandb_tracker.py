@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import PreemptedError, described
+from launcher.errors import PRUNED, PreemptedError, described
 from launcher.telemetry.event_log import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.mode import sync_command
@@ -102,7 +102,7 @@ class WandbTracker:
             self._live.mark_preempting()
         if exit_code == 0 and (checkpoint := self._options.checkpoint()) is not None:
             self._upload(checkpoint)
-        self._live.finish(exit_code=exit_code)
+        self._live.finish(exit_code=0 if exit_code == PRUNED else exit_code)  # a verdict, no failure
         if self._live.offline and (loss := unwritten(log)):
             raise TrackerError(f"could not write all of its offline run: {loss}")
 

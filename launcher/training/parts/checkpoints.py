@@ -6,14 +6,18 @@ what is reported of one. Every method is called by all ranks at the same point o
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint import Compared, Due, Report, Staged, Writer
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
-from launcher.errors import TO_RESUME, PreemptedError, StorageError
+from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
+from launcher.run_dir.pruning import PruneRequest
 from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
 from launcher.training.replicas import check_replicas
@@ -60,7 +64,7 @@ class Checkpoints:
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
         run = self.run
         self._report(self.writer.poll())
-        if run.requests.stop is not None:
+        if run.is_asked_to_end():
             run.stepper.vote(Question.STOP)
         by_clock = run.env.is_leader and self.due.by_clock()
         if run.requests.take_save() or by_clock or self._again:
@@ -78,7 +82,8 @@ class Checkpoints:
         """Save and stop as voted and as due, the same on all ranks.
 
         `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
-        PreemptedError for a run that was asked to stop, and StorageError for one that cannot be saved.
+        PreemptedError for a run that was asked to stop, PrunedError for one that a sweep has given up, and
+        StorageError for one that cannot be saved.
         """
         if measured is None and not (self.run.votes.some or self.due.after_step(position.step)):
             return
@@ -87,6 +92,10 @@ class Checkpoints:
         stops = Question.STOP in agreed and not done
         if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
             raise StorageError(failure)  # unless a later one was written
+        pruned = self._request_to_prune() if stops else None
+        if pruned is not None and not pruned.keep_checkpoint:
+            self._discard()
+            raise PrunedError(f"after step {position.step}: {pruned.reason}; no checkpoint was kept.")
         is_best = measured is not None and measured.is_best
         if stops or done or is_best or Question.SAVE in agreed or self.due.after_step(position.step):
             if is_best:
@@ -107,9 +116,27 @@ class Checkpoints:
                 )
         if stops:
             self.run.reports.drain()
+            if pruned is not None:
+                raise PrunedError(
+                    f"after step {position.step}: {pruned.reason}; checkpoint saved. To train it "
+                    f"further: the same command with {run_dir}"
+                )
             raise PreemptedError(
                 f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
             )
+
+    def _request_to_prune(self) -> PruneRequest | None:
+        """The request that the leader has found, the same on all ranks. A collective."""
+        found = self.run.pruning.request
+        text = self._of_leader("" if found is None else json.dumps(asdict(found)))
+        return PruneRequest(**json.loads(text)) if text else None
+
+    def _discard(self) -> None:
+        """Remove the checkpoints of a run that is given up; the last one is not written."""
+        self.run.reports.drain()  # raises for a step that has to be taken again: the ranks then vote again
+        self._report(self.writer.wait())
+        if self.run.env.is_leader:
+            shutil.rmtree(self.writer.directory, ignore_errors=True)
 
     def _save(self, position: Position, metric: Compared | None) -> None:
         self.run.reports.flush()  # raises if the run has diverged, which is then not saved

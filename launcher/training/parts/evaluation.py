@@ -186,7 +186,7 @@ class Evaluator:
             self._pass(name, "evaluation"),
             self.data[name],
             self._batch_size,
-            interrupted=lambda: self.run.requests.stop is not None,
+            interrupted=self.run.is_asked_to_end,
         )
         if found.halvings:
             telemetry.warn(

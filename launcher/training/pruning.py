@@ -1,0 +1,33 @@
+"""Whether a sweep has asked this job to end: its file, looked for on rank 0 alone.
+
+The other ranks learn of it by rank 0's vote to stop, so that all end after the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from launcher.run_dir.pruning import PruneRequest, prune_request
+
+EVERY_S = (
+    0.5  # between two looks: a step costs one comparison of clocks, and a shared disk two look-ups a second
+)
+
+
+class PruneCheck:
+    """Looks for a request in the run's directory; `request` is what it has found."""
+
+    def __init__(self, run_dir: Path, is_leader: bool) -> None:
+        self.request: PruneRequest | None = None
+        self._run_dir = run_dir
+        self._next_s = 0.0 if is_leader else math.inf
+
+    def asked(self) -> bool:
+        """Whether the run is to be pruned; false on all ranks but the leader."""
+        now = time.monotonic()
+        if now >= self._next_s and self.request is None:
+            self._next_s = now + EVERY_S
+            self.request = prune_request(self._run_dir)
+        return self.request is not None
