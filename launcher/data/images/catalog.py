@@ -1,7 +1,7 @@
 """Image sets by name: as uint8 tensors in memory, or as photographs that are decoded when they are read.
 
 Owns the source of each set and the split of sets that come without one. Never communicates: every rank loads
-the same set. The modules `parquet`, `folder` and `hugging_face` beside it read the files.
+the same set. The modules `folder` and `hugging_face` beside it read the files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import Constants, Normalise, NormaliseBatch, crop_and_flip, photograph_transform
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder
-from launcher.data.images.hugging_face import list_rows
-from launcher.data.images.parquet import load_parquet_splits
+from launcher.data.images.hugging_face import list_rows, load_parquet_splits
 from launcher.data.images.photograph_set import (
     MEAN,
+    NAME,
     STD,
     Listing,
     PhotographOptions,
@@ -40,7 +40,8 @@ from launcher.data.split import parts
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError, PreflightError
 
-FOLDER_KEYS = ("csv", "image_column", "label_column", "train", "validation")  # of data=imagefolder
+COLUMN_KEYS = ("image_column", "label_column")
+FOLDER_KEYS = ("csv", *COLUMN_KEYS, "train", "validation")  # of data=imagefolder
 SIZES = {
     name: (default, whole(1))
     for name, default in {"num_samples": 2048, "num_classes": 10, "channels": 3, "image_size": 32}.items()
@@ -140,9 +141,12 @@ def synthetic(config: DataConfig) -> ImageSet:
 
 
 def cifar10(config: DataConfig) -> ImageSet:
-    """50,000 + 10,000 photographs of 32 x 32 pixels, or other images in parquet files with these columns."""
-    cache = options_of(config, {"cache": cache_option})["cache"]
-    (train, validation), classes = load_parquet_splits(config.path, "uoft-cs/cifar10", cache)
+    """50,000 + 10,000 photographs of 32 x 32 pixels, or other images of one size in parquet files."""
+    options = options_of(config, {"cache": cache_option, **dict.fromkeys(COLUMN_KEYS, NAME)})
+    columns = options["image_column"], options["label_column"]
+    train, validation, classes = load_parquet_splits(
+        config.path, "uoft-cs/cifar10", options["cache"], columns
+    )
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -165,7 +169,7 @@ def imagefolder(config: DataConfig) -> ImageSet:
 
 def hf(config: DataConfig) -> ImageSet:
     """Photographs of any size through the `datasets` library: a folder, a file, or a name of the hub."""
-    options, own = photograph_options(config, ("image_column", "label_column"))
+    options, own = photograph_options(config, COLUMN_KEYS)
     if config.path is None:
         raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
     listing = list_rows(config.path, own["image_column"], own["label_column"], config.val_fraction)

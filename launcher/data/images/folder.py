@@ -24,6 +24,7 @@ import torch
 
 from launcher.data.images.photograph import Source
 from launcher.data.split import numbered, stratified
+from launcher.data.tables.files import Table, read_csv
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
@@ -180,22 +181,20 @@ def list_csv(
 ) -> FolderListing:
     """The images in the first of `columns` of a CSV, relative to `root` or to the CSV's own folder."""
     root = root or file.parent
-    rows = _rows(file)
-    _check_columns(file, rows[0] if rows else (), columns)
-    path, label = (rows[0].index(name) for name in columns)
-    split = rows[0].index(SPLIT) if SPLIT in rows[0] else None
+    table = _table(file, columns)
+    paths, labels = (table.column(name) for name in columns)
+    splits = table.columns.get(SPLIT)
     files: list[File] = []
     missing: list[str] = []
-    for number, row in enumerate(rows[1:], start=2):
-        where = f"data.csv={file}, line {number}"
-        if len(row) != len(rows[0]) or not row[path] or not row[label]:
-            raise DataError(f"{where}: {row} does not give {', '.join(rows[0])}. Give a value for each.")
-        held_out = None if split is None else _is_held_out(row[split], where)
-        name, found = _found(root, row[path])
+    for row, (path, label) in enumerate(zip(paths, labels, strict=True)):
+        if not path or not label:
+            raise DataError(f"data.csv={table.place(row)}: {' and '.join(columns)} must not be empty.")
+        held_out = None if splits is None else _is_held_out(splits[row], f"data.csv={table.place(row)}")
+        name, found = _found(root, path)
         if found is None:
             missing.append(name)
         else:
-            files.append(File(name, row[label], held_out, found.st_size, found.st_mtime_ns))
+            files.append(File(name, label, held_out, found.st_size, found.st_mtime_ns))
     if missing:
         raise DataError(
             f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
@@ -346,26 +345,18 @@ def _report_ignored(root: Path, ignored: Counter[str]) -> None:
         )
 
 
-def _rows(file: Path) -> list[list[str]]:
+def _table(file: Path, columns: tuple[str, str]) -> Table:
     if not file.is_file():
         kind = "is a folder" if file.exists() else "does not exist"
         raise ConfigError(f"data.csv={file} {kind}. Give a file with the columns {', '.join(COLUMNS)}.")
-    try:
-        with open(file, encoding="utf-8-sig", newline="") as lines:
-            return [row for row in csv.reader(lines, strict=True) if row]
-    except UnicodeDecodeError as error:
-        raise DataError(f"data.csv={file} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
-    except (OSError, csv.Error) as error:
-        raise DataError(f"data.csv={file} cannot be read: {error}") from error
-
-
-def _check_columns(file: Path, header: Sequence[str], columns: tuple[str, str]) -> None:
-    if lacking := [name for name in columns if name not in header]:
+    table = read_csv(file)
+    if lacking := [name for name in columns if name not in table.columns]:
         raise DataError(
             f"data.csv={file} has no column {' and '.join(lacking)}. Its first line has: "
-            f"{listed(list(header), 20) or 'nothing'}. Name those of the paths and the labels with "
+            f"{listed(list(table.columns), 20)}. Name those of the paths and the labels with "
             "data.image_column=NAME data.label_column=NAME. A column split (train or val) is optional."
         )
+    return table
 
 
 def _is_held_out(word: str, where: str) -> bool:

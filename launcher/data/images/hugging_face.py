@@ -1,33 +1,44 @@
-"""Photographs and labels from what the Hugging Face `datasets` library reads.
+"""Images and labels from what the Hugging Face `datasets` library reads.
 
 Owns the choice of reader (a folder that was saved, parquet, CSV or JSON files, a folder of images, a name of
-the hub), of splits, and of the two columns. Images are decoded when they are needed.
+the hub), of splits, and of the two columns. Photographs are decoded when they are needed, images of one size
+at once, into uint8 tensors: from a folder with train*.parquet and test*.parquet, beside which nothing is
+written, so that it may be read-only and several ranks may read it at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.images.folder import TRAIN, VALIDATION
-from launcher.data.images.parquet import IMAGE_COLUMNS
-from launcher.data.images.photograph import Source
+from launcher.data.images.photograph import DAMAGED, Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import parts
+from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
+from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, first_line, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
+IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
+SPLITS = ("train", "test")  # of images of one size
 SHOWN = 10
 
 
@@ -90,8 +101,23 @@ def list_rows(
     library = datasets_library("data=hf")
     where = f"data.path={path}"
     train, held_out = _splits(_loaded(library, path, named=image_column is not None), where)
-    image = _column(train, "image", image_column, library.Image, IMAGE_COLUMNS, where)
-    label = _column(train, "label", label_column, library.ClassLabel, LABEL_COLUMNS, where)
+    file = Path(path)
+    base = file if file.is_dir() else file.parent
+    return _listing(library, train, held_out, (image_column, label_column), where, base, val_fraction)
+
+
+def _listing(
+    library: ModuleType,
+    train: Any,
+    held_out: Any | None,
+    columns: tuple[str | None, str | None],
+    where: str,
+    base: Path,
+    val_fraction: float = 0.0,
+) -> HubListing:
+    """The rows of one or two splits, with the columns of images and of labels that the config names."""
+    image = _column(train, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
+    label = _column(train, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
     rows = tuple(_undecoded(library, each, image) for each in (train, held_out) if each is not None)
     values = [_values(each, label, where) for each in rows]
     classes = _classes(train.features[label], values[0])
@@ -107,9 +133,8 @@ def list_rows(
         raise DataError(
             f"{where} has one class, {listed(classes, 1)}. At least two are needed to tell apart."
         )
-    file = Path(path)
     return HubListing(
-        base=file if file.is_dir() else file.parent,
+        base=base,
         rows=rows,
         places=(*places[0], *places[1]),
         labels=(*labels[0], *labels[1]),
@@ -118,6 +143,56 @@ def list_rows(
         image_column=image,
         where=where,
     )
+
+
+def load_parquet_splits(
+    path: str | None, hub_name: str, cache: str, columns: tuple[str | None, str | None]
+) -> tuple[TensorData, TensorData, tuple[str, ...]]:
+    """Train and test with columns image uint8 [n, 3, h, w] and label int64 [n], and the names of the classes.
+
+    path: a folder with train*.parquet and test*.parquet; None: `hub_name` from the hub or its cache.
+    cache: where the decoded images of a folder are kept: none, auto or a folder.
+    columns: the names of those of images and labels; None: by their types.
+    """
+    files = {} if path is None else {name: _split_files(Path(path).expanduser(), name) for name in SPLITS}
+    about = [[str(file.resolve()), *size_and_time(file)] for each in files.values() for file in each]
+    stored = cached(
+        cache_folder(cache) if files else None,
+        {"images of": about, "columns": columns},
+        lambda: _decoded(files, path or hub_name, columns),
+    )
+    train, test = (TensorData(stored.part(name)) for name in SPLITS)
+    return train, test, tuple(json.loads(stored.texts["classes"]))
+
+
+def _decoded(
+    files: Mapping[str, Sequence[Path]], where: str, columns: tuple[str | None, str | None]
+) -> Stored:
+    """The images and labels of both splits, and the names of the classes."""
+    library = datasets_library("data=cifar10")
+    loaded = _in_memory(library, files) if files else _from_hub(library, where)
+    listing = _listing(library, loaded["train"], loaded["test"], columns, where, Path())
+    labels = torch.tensor(listing.labels)
+    tensors = {"train/label": labels[: listing.num_train], "test/label": labels[listing.num_train :]}
+    for name, rows in zip(SPLITS, listing.rows, strict=True):
+        cells = rows.with_format("arrow")[:][listing.image_column]
+        tensors[f"{name}/image"] = _one_size(cells, f"{where} ({name})")
+    in_train, in_test = (_size(tensors[f"{name}/image"]) for name in SPLITS)
+    if in_train != in_test:
+        raise DataError(f"{where}: images are {in_train} in train, {in_test} in test.")
+    return Stored(tensors, {"classes": json.dumps(listing.classes)})
+
+
+def _in_memory(library: ModuleType, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """Parquet files as rows of `datasets`, without the copy that its own reader would write."""
+    parquet = import_module("pyarrow.parquet")
+    try:
+        tables = {name: library.table.InMemoryTable(parquet.read_table(each)) for name, each in files.items()}
+    except (OSError, ValueError) as error:  # pyarrow's errors are one of these
+        folder = files["train"][0].parent
+        raise DataError(f"{folder}: a parquet file cannot be read: {first_line(error)}") from error
+    # With a fingerprint, or the library would make one of all bytes.
+    return {name: library.Dataset(table, fingerprint=name) for name, table in tables.items()}
 
 
 def _loaded(library: ModuleType, path: str, named: bool) -> Any:
@@ -255,3 +330,57 @@ def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: st
             f"knows {listed(list(classes), SHOWN)}."
         )
     return [numbers[value] for value in values]
+
+
+def _split_files(folder: Path, name: str) -> list[Path]:
+    if not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(
+            f"data.path={folder} {kind}. Give the folder with train*.parquet and test*.parquet."
+        )
+    files = sorted(folder.glob(f"{name}*.parquet"))
+    if not files:
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
+        raise DataError(f"data.path={folder} has no {name}*.parquet. It has: {found}.")
+    return files
+
+
+def _from_hub(library: ModuleType, hub_name: str) -> Any:
+    """The splits, which `datasets` has downloaded."""
+    try:
+        with offline_if_unreachable(library):
+            return library.load_dataset(hub_name)
+    except (OSError, ValueError) as error:  # no network, no such set, a damaged cache
+        raise DataError(
+            f"{hub_name} is not in the cache and cannot be downloaded from the hub: {first_line(error)}. "
+            f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
+        ) from error
+
+
+def _one_size(cells: Iterable[Any], where: str) -> Tensor:
+    """Images as one tensor, uint8 [n, 3, h, w]."""
+    images: list[Tensor] = []
+    for row, cell in enumerate(cells):
+        images.append(_decode(cell.as_py(), f"{where}, row {row}"))
+        if images[row].shape != images[0].shape:
+            raise DataError(
+                f"{where}: row {row} is {_size(images[row])} pixels, row 0 {_size(images[0])}. All images "
+                "must have the same size: resize them first."
+            )
+    return torch.stack(images)
+
+
+def _decode(cell: Any, where: str) -> Tensor:
+    """The pixels of a cell of {bytes, path} or bytes: uint8 [3, h, w]."""
+    encoded = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(encoded, bytes):
+        raise DataError(f"{where} is not an image: its bytes are {type(encoded).__name__}.")
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except DAMAGED as error:
+        raise DataError(f"{where} is an image that cannot be decoded: {first_line(error)}") from error
+
+
+def _size(images: Tensor) -> str:
+    return f"{images.shape[-1]} x {images.shape[-2]}"

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from launcher.config.rules import Rule, either, null, number
 from launcher.config.schema import DataConfig
 from launcher.data.images.cache import ImageCache, open_cache
+from launcher.data.images.folder import FolderListing
+from launcher.data.images.hugging_face import HubListing
 from launcher.data.images.photograph import (
     BASE_OVER_CROP,
     DRAWS,
-    Source,
     UInt8Array,
     centre,
     random_region,
@@ -38,32 +39,7 @@ from launcher.errors import ConfigError, DataError
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
 
 Sample = dict[str, Any]
-
-
-class Listing(Protocol):
-    """All photographs of a set, by index: those for training first."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes."""
-
-    @property
-    def num_train(self) -> int:
-        """How many are for training."""
-
-    @property
-    def labels(self) -> Sequence[int]:
-        """The label of each photograph: the index of its class."""
-
-    @property
-    def key(self) -> str:
-        """A text that changes with whatever may change a pixel."""
-
-    def identity(self, index: int) -> str:
-        """A key of the image, unique in the set and equal on all machines that have the set."""
-
-    def source(self, index: int) -> tuple[Source, str]:
-        """The image and the name by which an error mentions it."""
+Listing = FolderListing | HubListing  # all photographs of a set, by index: those for training first
 
 
 @dataclass(frozen=True)
@@ -89,6 +65,7 @@ class PhotographOptions:
         return open_cache(folder, listing.key, len(listing.labels), shape)
 
 
+NAME = None, either(null, filled)  # an option with a name, of a column or a file
 PHOTOGRAPHS: Known = {
     "image_size": (
         224,
@@ -101,7 +78,7 @@ PHOTOGRAPHS: Known = {
 
 def photograph_options(config: DataConfig, own: Sequence[str]) -> tuple[PhotographOptions, dict[str, Any]]:
     """How photographs are cut and cached, and the values of a set's `own` keys, of names. ConfigError."""
-    values = options_of(config, {**PHOTOGRAPHS, **dict.fromkeys(own, (None, either(null, filled)))})
+    values = options_of(config, {**PHOTOGRAPHS, **dict.fromkeys(own, NAME)})
     if config.augment.crop_padding:
         raise ConfigError(
             f"data.augment.crop_padding={config.augment.crop_padding} must be 0 for photographs, of which "

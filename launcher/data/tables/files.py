@@ -94,7 +94,7 @@ def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) 
     if not is_table(file):
         raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(READERS)}.")
     reader = READERS[_suffix(file)]
-    if separator is not None and reader in (_read_csv, _read_tsv):
+    if separator is not None and reader in (read_csv, _read_tsv):
         table = _from_rows(file, _csv_rows(file, separator), wanted, repr(separator))
     else:
         table = reader(file, wanted)
@@ -209,7 +209,8 @@ def _read_tsv(file: Path, wanted: Wanted) -> Table:
     return _from_rows(file, rows, wanted, "tabs")
 
 
-def _read_csv(file: Path, wanted: Wanted) -> Table:
+def read_csv(file: Path, wanted: Wanted = None) -> Table:
+    """Read a file of any name as CSV. Raises DataError."""
     return _from_rows(file, _csv_rows(file), wanted, "commas")
 
 
@@ -365,7 +366,7 @@ def _likely(data: bytes) -> str:
 READERS: Mapping[str, Callable[[Path, Wanted], Table]] = {
     ".tsv": _read_tsv,
     ".txt": _read_tsv,
-    ".csv": _read_csv,
+    ".csv": read_csv,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".parquet": _read_parquet,

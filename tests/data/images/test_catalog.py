@@ -274,6 +274,23 @@ def test_shards_are_read_in_order_and_image_may_be_the_columns_name(tmp_path):
     assert images.train.columns["image"][:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
+def test_other_columns_are_found_by_their_types_or_named(tmp_path):
+    write_pair(tmp_path, [png(3), png(4)], [1, 0], columns=("photo", "kind"))
+    assert load_images(data_config("cifar10", tmp_path)).classes == ("cat", "dog", "owl")
+    write_pair(
+        tmp_path,
+        [png(3), png(4)],
+        ["b", "a"],
+        columns=("photo", "kind"),
+        class_names=None,
+        label_type=pa.string(),
+    )
+    config = data_config("cifar10", tmp_path, image_column="photo", label_column="kind")
+    images = load_images(config)
+    assert images.classes == ("a", "b")
+    assert images.train.columns["label"].tolist() == [1, 0]
+
+
 def test_grey_images_get_three_channels(tmp_path):
     write_pair(tmp_path, [png(7, mode="L")], [0])
     assert load_images(data_config("cifar10", tmp_path)).train.columns["image"].unique().tolist() == [7]
@@ -294,21 +311,23 @@ def damaged(file):
         (lambda d: os.truncate(d / "train.parquet", 300), r"cannot be read"),
         (lambda d: damaged(d / "train.parquet"), r"cannot be (read|decoded)"),
         (
-            lambda d: write_pair(d, [png()], [0], columns=("img", "target")),
-            r"columns img, target\. Required: img or image .* and label",
+            lambda d: write_pair(d, [png()], [0], columns=("img", "kind"), class_names=None),
+            r"no columns of labels\. Its columns: img \(dict\), kind \(int64\)\. .* data\.label_column",
         ),
-        (lambda d: write_pair(d, [png()], [0], columns=("photo", "label")), r"columns photo, label"),
+        (
+            lambda d: write_pair(d, [png()], [0], columns=("photo", "label"), class_names=None),
+            r"no columns of images\. Its columns: photo",
+        ),
         (
             lambda d: write_pair(d, [png(), png()], [0, 3]),
-            r"1 labels are outside 0\.\.2, the first in row 1: 3",
+            r"1 label\(s\) are not in the training set: 3\. It knows cat, dog, owl",
         ),
-        (lambda d: write_pair(d, [png()], [-1]), r"the first in row 0: -1"),
-        (lambda d: write_pair(d, [png()], [-1], class_names=None), r"the first in row 0: -1"),
+        (lambda d: write_pair(d, [png()], [-1]), r"1 of 1 labels are -1"),
         (
-            lambda d: write_pair(d, [png()], ["cat"], label_type=pa.string(), class_names=None),
-            r"column label has type string",
+            lambda d: write_parquet(d / "test.parquet", [png()], [-1], class_names=None),
+            r"1 of 1 labels are -1",
         ),
-        (lambda d: write_pair(d, [png(), png()], [0, None]), r"1 empty rows"),
+        (lambda d: write_pair(d, [png(), png()], [0, None]), r"row 1 has None in the label column label"),
         (
             lambda d: write_pair(d, [png(), png(size=(5, 6))], [0, 1]),
             r"row 1 is 5 x 6 pixels, row 0 6 x 6",
@@ -323,7 +342,7 @@ def damaged(file):
         ),
         (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 is an image that cannot"),
         (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 is not an image"),
-        (lambda d: write_pair(d, [], []), r"has no rows"),
+        (lambda d: write_pair(d, [], []), r"has a split without rows"),
     ],
 )
 def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
@@ -338,7 +357,10 @@ def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
     [
         (data_config("cifar10", "/no/such/folder"), r"data\.path=/no/such/folder does not exist"),
         (data_config("cifar10", __file__), r"is a file\. Give the folder"),
-        (data_config("cifar10", "/no/such/folder", image_size=3), r"data\.image_size .* It has cache\."),
+        (
+            data_config("cifar10", "/no/such/folder", image_size=3),
+            r"data\.image_size .* It has cache, image_column",
+        ),
         (data_config("digits", "/tmp"), r"data\.path=/tmp is set, but data=digits"),
         (data_config("digits", size=3), r"data\.size is not an option of data=digits"),
         (

@@ -329,8 +329,8 @@ def test_the_columns_of_a_csv_may_have_any_name_and_its_files_no_suffix(tmp_path
     [
         (b"file,class\na,b\n", r"no column path and label\. Its first line has: file, class"),
         (b"path,class\na,b\n", r"no column label"),
-        (b"", r"Its first line has: nothing"),
-        (b"path,label\ncat/0.png\n", r"line 2: \['cat/0\.png'\] does not give path, label"),
+        (b"", r"mine\.csv is empty\. Its first line must have the names"),
+        (b"path,label\ncat/0.png\n", r"line 2: it has 1 cells .*, the first line 2: path, label"),
         (b"path,label\ncat/0.png,\n", r"line 2"),
         (
             b"path,label\ncat/9.png,cat\ncat/8.png,cat\n",
@@ -341,7 +341,7 @@ def test_the_columns_of_a_csv_may_have_any_name_and_its_files_no_suffix(tmp_path
             r"line 2: split='held' is not one of train, training, val",
         ),
         (b"path,label,split\ncat/0.png,cat,train\n", r"none for validation"),
-        (b"path,label\n\xff\xfe,cat\n", r"is not UTF-8 \(byte 11\)"),
+        (b"path,label\n\xff\xfe,cat\n", r"line 2: byte 0xff is no UTF-8"),
         (
             b"path,label,split\ncat/0.png,cat,train\ndog/0.png,dog,val\n",
             r"1 label\(s\) .* not in the training set: dog",
