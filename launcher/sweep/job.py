@@ -28,14 +28,17 @@ class Job:
     number: int  # from 0; never changes
     name: str  # of its folder in that of the sweep
     overrides: Sequence[str]
+    nproc: int = 1  # workers, each with a GPU where there are any
     state: str = WAITING
     attempts: int = 0  # started so far
+    failures: int = 0  # of these; a sweep that continues counts again from 0
     devices: Sequence[str] = ()  # of the latest attempt: UUIDs of GPUs, or cores; as the carrier names them
     exit: int | None = None  # of the latest attempt
     error: str | None = None  # its reason, in one line
     metric_name: str | None = None
     metric: float | None = None  # of the result, or the latest evaluation of a pruned job
-    seconds: float = 0.0  # of all attempts
+    started: float | None = None  # the latest attempt, in unix seconds
+    seconds: float = 0.0  # of all attempts that have ended
     device_seconds: float = 0.0  # the same times the devices
     handle: str | None = None  # by which a carrier finds a job that outlives the sweep's process
 

@@ -36,9 +36,8 @@ class Change:
 class Carrier(Protocol):
     """Runs jobs. Use it as a context: at its end nothing that it started in this process is left."""
 
-    @property
-    def room(self) -> int:
-        """How many further jobs may be submitted now."""
+    def has_room(self, job: Job) -> bool:
+        """Whether this job may be submitted now. The scheduler waits for the first that may not."""
 
     def submit(self, job: Job, directory: Path) -> None:
         """Start the job in this folder. Set `job.devices`, and `job.handle` where the job outlives us.
