@@ -24,9 +24,9 @@ from launcher.report.spread import Spread
 from launcher.report.step_lines import (
     PREFIX,
     StepColumns,
+    bounded_event,
     columns_of_events,
     columns_of_lines,
-    parsed,
 )
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.codec import decoded, encoded
@@ -169,12 +169,12 @@ class Recording:
         alike = [line for line in lines if line.startswith(PREFIX)]
         columns = columns_of_lines(alike) if alike else None
         if columns is not None:
-            self._add_steps(columns, parsed(alike[-1]))
+            self._add_steps(columns, bounded_event(alike[-1]))
         steps = []
         for place, line in enumerate(lines):
             if not line or (columns is not None and line.startswith(PREFIX)):
                 continue
-            record = parsed(line)
+            record = bounded_event(line)
             if record is None:
                 self._add_damaged(self.num_lines + place + 1)
             elif record["event"] == StepEvent.kind:
@@ -188,7 +188,7 @@ class Recording:
         if steps:
             self._add_steps(columns_of_events(steps), steps[-1])
         self.num_lines += len(lines)
-        latest = parsed(next((line for line in reversed(lines) if line), b""))
+        latest = bounded_event(next((line for line in reversed(lines) if line), b""))
         self._extend_attempt(latest)
 
     def _add_damaged(self, number: int) -> None:
@@ -201,7 +201,7 @@ class Recording:
         if isinstance(event, StartEvent) and self._resumes:
             self._resumes = False
             return
-        records = [parsed(line) for line in reversed(before)]
+        records = [bounded_event(line) for line in reversed(before)]
         self._extend_attempt(next((r for r in records if r and r["event"] not in OF_A_BEGINNING), None))
         time = _sane(event.time)
         self.attempts.append(Attempt(time, time, event.step, event.step))

@@ -6,7 +6,6 @@ time. That parser reads all other lines. Both give the same numbers.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -18,10 +17,9 @@ import numpy as np
 
 from launcher.report.curve import FloatArray
 from launcher.report.reading import MAX_TEXT, bounded
-from launcher.run_dir.atomic import restored
+from launcher.telemetry.event_log import MAX_STEP, parsed
 
 PREFIX = b'{"event": "step", '  # of the lines that a run writes
-MAX_STEP = 1 << 53  # exact in a float
 NUMERALS = b"0123456789.+-eE"  # what a number of JSON is written with
 SPELLED_NUMERALS = NUMERALS + b"NAIF"  # with NAN and INF
 SPELLED = ((b"null", b"NAN"), (b'"nan"', b"NAN"), (b'"inf"', b"INF"), (b'"-inf"', b"-INF"))
@@ -41,28 +39,11 @@ class StepColumns:
         return int(self.columns["step"].size)
 
 
-def is_event(value: object) -> bool:
-    """Whether this is an event: an object with the name of an event and a step."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("event"), str)
-        and type(value.get("step")) is int
-        and 0 <= value["step"] < MAX_STEP
-    )
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The event of a line; None if it holds none."""
-    try:
-        value = json.loads(line)
-        if b'inf"' in line or b'"nan"' in line:
-            value = restored(value)
-    except (ValueError, RecursionError):
-        return None
-    if not is_event(value):
-        return None
-    event: dict[str, Any] = value if len(line) <= MAX_TEXT else bounded(value)
-    return event
+def bounded_event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line, with long texts cut; None if it holds none."""
+    event = parsed(line)
+    cut: dict[str, Any] | None = event if len(line) <= MAX_TEXT else bounded(event)
+    return cut
 
 
 def columns_of_lines(lines: Sequence[bytes]) -> StepColumns | None:

@@ -29,7 +29,8 @@ SHOWN = 5  # line numbers in a warning
 MAX_LINE_BYTES = (
     1 << 24
 )  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # read at once: more makes it no faster
+MAX_STEP = 1 << 53  # exact in a float
 # The beginning of every line that `EventLog` writes: what decides whether the line is needed.
 HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d{1,18})[,}]')
 TOO_LONG = b"a longer line\n"  # holds no event
@@ -166,12 +167,17 @@ class ReadEvents:
         return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
 
 
-def read_log(path: Path) -> ReadEvents:
-    """The events of the file and its damaged lines. An incomplete last line (of a killed writer) is ignored.
+def read_log(path: Path, wanted: Callable[[Record], bool] = lambda event: True) -> ReadEvents:
+    """The wanted events of the file and its damaged lines. An incomplete last line (of a killed writer) is
+    ignored.
 
     Raises OSError.
     """
-    return _selected(path, _event, lambda event: True)
+    found = list(_selected(path, wanted))
+    return ReadEvents(
+        [event for _, event in found if event is not None],
+        [number for number, event in found if event is None],
+    )
 
 
 def recorded_before(path: Path) -> ReadEvents:
@@ -181,22 +187,7 @@ def recorded_before(path: Path) -> ReadEvents:
     """
     if not path.exists():
         return ReadEvents([], [])
-    return _selected(path, _head, lambda head: head["event"] == "decision")
-
-
-def _selected(
-    path: Path, parsed: Callable[[bytes], dict[str, Any] | None], wanted: Callable[[Record], bool]
-) -> ReadEvents:
-    found = ReadEvents([], [])
-    with _open(path) as file:
-        for number, (_, _, line) in enumerate(_lines(file), start=1):
-            head = parsed(line)
-            if head is None and line != b"\n":
-                found.damaged.append(number)
-            elif head is not None and wanted(head):
-                event = head if parsed is _event else _event(line)
-                found.events.extend([] if event is None else [event])
-    return found
+    return read_log(path, lambda head: head["event"] == "decision")
 
 
 def recorded(path: Path, wanted: Callable[[Record], bool]) -> Iterator[dict[str, Any]]:
@@ -204,13 +195,17 @@ def recorded(path: Path, wanted: Callable[[Record], bool]) -> Iterator[dict[str,
 
     `wanted` gets at least event, time and step. Nothing without a file. Raises OSError.
     """
-    if not path.exists():
-        return
+    if path.exists():
+        yield from (event for _, event in _selected(path, wanted) if event is not None)
+
+
+def _selected(path: Path, wanted: Callable[[Record], bool]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Line numbers and events that are wanted; None for a damaged line."""
     with _open(path) as file:
-        for _, _, line in _lines(file):
+        for number, (_, _, line) in enumerate(_lines(file), start=1):
             head = _head(line)
-            if head is not None and wanted(head) and (event := _event(line)) is not None:
-                yield event
+            if line != b"\n" and (head is None or wanted(head)):
+                yield number, None if head is None else parsed(line)
 
 
 def last_run_id(events: Iterable[Record]) -> str | None:
@@ -233,24 +228,26 @@ def time_of(event: Record) -> float:
     return float(time_s) if isinstance(time_s, int | float) else 0.0
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line; None if it holds none."""
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The event of a line, an object with the name of an event and a step; None if it holds none."""
     try:
-        event = restored(json.loads(line))
+        event = json.loads(line)
+        if b'inf"' in line or b'"nan"' in line:
+            event = restored(event)
     except (ValueError, RecursionError):
         return None
     whole = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
-    return event if whole else None
+    return event if whole and 0 <= event["step"] < MAX_STEP else None
 
 
 def _head(line: bytes) -> dict[str, Any] | None:
-    """`event`, `time` and `step` of a line as a run writes it, in a tenth of the time of `_event`.
+    """`event`, `time` and `step` of a line as a run writes it, in a tenth of the time of `parsed`.
 
     Any other line is parsed whole. None if it holds no event.
     """
     found = HEAD.match(line) if line.endswith(b"}\n") else None
     if found is None:
-        return _event(line)
+        return parsed(line)
     return {"event": found[1].decode(), "time": float(found[2]), "step": int(found[3])}
 
 
