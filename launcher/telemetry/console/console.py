@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher.process.terminal import columns_of, wrapped
-from launcher.telemetry.console.progress_bar import Bars, Lines, Progress
-from launcher.telemetry.console.summary import end_lines
+from launcher.telemetry.console.progress_bar import Bars, Lines
 from launcher.telemetry.events import (
     AfterEvaluationEvent,
     DecisionEvent,
@@ -25,8 +24,17 @@ from launcher.telemetry.events import (
     StepEvent,
     WarningEvent,
 )
-from launcher.telemetry.formatting import evaluation_cells, narrowed, number, table_lines, table_widths
-from launcher.telemetry.step_time import TimeTotals, time_at_end
+from launcher.telemetry.formatting import (
+    duration,
+    evaluation_cells,
+    metric,
+    metric_title,
+    narrowed,
+    number,
+    table_lines,
+    table_widths,
+)
+from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end
 
 WIDEST_REPORT = 120  # columns of the classification report where there is no terminal
 
@@ -44,7 +52,7 @@ class Console:
     ) -> None:
         self._out = out
         self._run_dir = run_dir
-        self._progress: Progress = Bars(err) if err.isatty() else Lines(self._print, clock)
+        self._progress = Bars(err) if err.isatty() else Lines(self._print, clock)
         self._times = TimeTotals()  # of the whole run, for the verdict at its end
         self._widths: dict[str, int] = {}  # by title, of the table of the last printed line
         self._report = self._sync = ""
@@ -102,3 +110,34 @@ class Console:
         columns = columns_of(self._out)
         with self._progress.aside():
             print(*(wrapped(line, columns) for line in lines), sep="\n", file=self._out, flush=True)
+
+
+def end_lines(
+    end: EndEvent, report: str, shares: TimeShares | None, run_dir: Path, sync: str = ""
+) -> list[str]:
+    """`report` is the classification report, `sync` the command that uploads an offline run; "" if none."""
+    lines = ["", report.rstrip(), ""] if report else [""]
+    lines.append(_headline(end))  # an error is printed once, on stderr, by whoever ends the run
+    if shares is not None:
+        lines += [shares.verdict, _parts(shares)]
+    lines.append(f"files: {run_dir}")
+    if sync:
+        lines.append(f"upload the offline tracker run: {sync}")
+    return lines
+
+
+def _headline(end: EndEvent) -> str:
+    parts = [f"{end.state} after {end.step:,} steps"]
+    if end.seconds is not None:
+        since = f" since step {end.since_step:,}" if end.since_step else ""
+        parts.append(f"in {duration(end.seconds)}{since}")
+    if end.samples_per_s is not None:
+        parts.append(f"at {end.samples_per_s:,.0f} samples/s")
+    metrics = end.metrics or {}
+    shown = ", ".join(f"{metric_title(name)} {metric(name, value)}" for name, value in metrics.items())
+    return " ".join(parts) + (f": {shown}" if shown else "")
+
+
+def _parts(shares: TimeShares) -> str:
+    parts = ", ".join(f"{part.removesuffix('_ms')} {shares.parts_ms[part]:.1f}" for part in PARTS)
+    return f"step {shares.step_ms:.1f} ms on average: {parts}, other {shares.other_ms:.1f}"

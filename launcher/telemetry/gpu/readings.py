@@ -28,18 +28,10 @@ class Call:
     value: Callable[[Any], Any] = lambda answer: answer  # in the unit of the name
 
 
-def from_milli(answer: float) -> float:
-    return answer / 1e3
-
-
-def from_kilo(answer: float) -> float:
-    return answer * 1e3
-
-
 MOMENTARY = {
     "utilisation_percent": Call("UtilizationRates", value=attrgetter("gpu")),
     "memory_bytes": Call("MemoryInfo", value=attrgetter("used")),
-    "power_w": Call("PowerUsage", value=from_milli),  # mW
+    "power_w": Call("PowerUsage", value=lambda mw: mw / 1e3),
     "temperature_c": Call("Temperature", ("TEMPERATURE_GPU",)),
     "sm_clock_mhz": Call("ClockInfo", ("CLOCK_SM",)),
     "memory_clock_mhz": Call("ClockInfo", ("CLOCK_MEM",)),
@@ -52,13 +44,13 @@ LIMITS = {  # the most that the GPU in this slot can have
     "pcie_width": Call("MaxPcieLinkWidth"),
 }
 COUNTERS = {
-    "energy_j": Call("TotalEnergyConsumption", value=from_milli),  # mJ
+    "energy_j": Call("TotalEnergyConsumption", value=lambda mj: mj / 1e3),
     "ecc_errors": Call("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
     "remapped_rows": Call("RemappedRows", value=lambda rows: sum(rows[:2])),  # corrected, uncorrected
 }
 RATES = {  # NVML gives KB per second
-    "pcie_tx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), from_kilo),
-    "pcie_rx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), from_kilo),
+    "pcie_tx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), lambda kb: kb * 1e3),
+    "pcie_rx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), lambda kb: kb * 1e3),
 }
 PROCESSES = Call("ComputeRunningProcesses")
 FIELD_VALUES = Call("FieldValues")

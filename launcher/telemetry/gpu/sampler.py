@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher.run_dir.records import LOGS
+from launcher.config.schema import Config
+from launcher.run_dir.records import LOGS, METRICS
 from launcher.telemetry.event_log import EventLog, recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent, WarningEvent
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
@@ -25,6 +26,10 @@ from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, Reader
 from launcher.telemetry.gpu.window import Window
 from launcher.telemetry.stream import Telemetry
+
+if TYPE_CHECKING:
+    from launcher.distributed.env import WorkerEnv
+    from launcher.distributed.preflight import Peer
 
 SAMPLE_S = 0.5
 WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
@@ -234,3 +239,24 @@ class NodeLog(EventLog):
     def write(self, event: Event) -> None:
         if isinstance(event, GpuEvent | WarningEvent):
             super().write(event)
+
+
+def measure_gpus(
+    config: Config, env: WorkerEnv, peers: Sequence[Peer], telemetry: Telemetry
+) -> GpuSampler | None:
+    """One sampler on each node, at its first rank; it is closed with the telemetry. None elsewhere."""
+    nvml = config.telemetry.nvml
+    is_wanted = nvml is True or (nvml == "auto" and any(peer.gpu is not None for peer in peers))
+    if env.local_rank != 0 or not is_wanted:
+        return None
+    run_dir = Path(config.run.dir)
+    before_j = 0.0
+    with contextlib.suppress(OSError):
+        if env.is_leader:
+            before_j = energy_before_j(run_dir / METRICS)
+        else:
+            telemetry.add(NodeLog(run_dir, env.rank))
+    ranks = [Rank(number, peer.gpu, peer.pid) for number, peer in enumerate(peers)]
+    sampler = GpuSampler(telemetry, ranks, required=nvml is True, energy_before_j=before_j)
+    telemetry.add(sampler)
+    return sampler

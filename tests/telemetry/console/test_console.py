@@ -19,8 +19,7 @@ import pytest
 
 from launcher.evaluation.confusion import Confusion
 from launcher.telemetry import Telemetry
-from launcher.telemetry.console.console import Console
-from launcher.telemetry.console.summary import end_lines
+from launcher.telemetry.console.console import Console, end_lines
 from launcher.telemetry.formatting import duration, metric, narrowed, number
 from launcher.telemetry.step_time import TimeShares, TimeTotals, time_at_end
 from tests.telemetry.made import made

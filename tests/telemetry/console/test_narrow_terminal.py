@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launcher.process.terminal import columns_of, wrapped
-from launcher.telemetry.console.bar import Moment, bar_line
+from launcher.telemetry.console.progress_bar import Moment, bar_line
 from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
 from tests.process.test_shortage import RECIPE, YAML
 from tests.telemetry.made import made
