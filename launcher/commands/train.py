@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.commands.run import run_one
+from launcher.commands.run import report_failure, run_one
 from launcher.commands.sweep import run_sweep
 from launcher.distributed.handoff import Leader
-from launcher.errors import ConfigError
+from launcher.errors import PRUNED, ConfigError, LauncherError
 from launcher.supervisor.worker_count import refuse_small_batch
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     from launcher.config.experiments import with_experiment
     from launcher.config.overrides import with_plain_constant
     from launcher.config.resolve import compose_jobs
-    from launcher.config.wandb_sweep import refuse_sweep
+    from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
     from launcher.telemetry.tracker.registry import refuse_missing
     from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 
@@ -55,7 +55,12 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs
     tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
-    run_one(tracked, request.overrides, leader)
+    try:
+        run_one(tracked, request.overrides, leader)
+    except LauncherError as error:
+        if error.exit_code != PRUNED or not sweep_of_agent(os.environ):
+            raise
+        report_failure(error)  # the agent would count another exit code as a failure, and give up after five
     return 0
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux: linux/prctl.h
+ENDS_WITH_STARTER = "LAUNCHER_ENDS_WITH_STARTER"  # set for a process that is to be killed with its parent
 F_SETSIG = 10  # linux/fcntl.h; Python has no name for it before 3.13
 
 
@@ -30,8 +31,11 @@ def end_with(parent: int) -> None:
 
 
 def end_with_starter(environ: Mapping[str, str]) -> None:
-    """Be killed when torchrun or wandb's agent ends; both start processes from their main thread."""
-    if "TORCHELASTIC_RUN_ID" in environ or "WANDB_SWEEP_PARAM_PATH" in environ:
+    """Be killed when torchrun, wandb's agent, or what has set ENDS_WITH_STARTER ends.
+
+    They start processes from a thread that lives as long as they do.
+    """
+    if {"TORCHELASTIC_RUN_ID", "WANDB_SWEEP_PARAM_PATH", ENDS_WITH_STARTER} & environ.keys():
         end_with(os.getppid())
 
 

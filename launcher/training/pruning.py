@@ -1,4 +1,4 @@
-"""Whether a sweep has asked this job to end: its file, looked for on rank 0 alone.
+"""Whether a sweep has asked this job to end: by its file, looked for on rank 0 alone, or by wandb's agent.
 
 The other ranks learn of it by rank 0's vote to stop, so that all end after the same step.
 """
@@ -6,9 +6,12 @@ The other ranks learn of it by rank 0's vote to stop, so that all end after the 
 from __future__ import annotations
 
 import math
+import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from launcher.config.wandb_sweep import sweep_of_agent
 from launcher.run_dir.pruning import PruneRequest, prune_request
 
 EVERY_S = (
@@ -31,3 +34,11 @@ class PruneCheck:
             self._next_s = now + EVERY_S
             self.request = prune_request(self._run_dir)
         return self.request is not None
+
+
+def request_of_agent(stop: signal.Signals | None, environ: Mapping[str, str]) -> PruneRequest | None:
+    """The request of a sweep of wandb, whose agent stops a run early by SIGTERM, and kills it 30 s later."""
+    sweep = sweep_of_agent(environ)
+    if not sweep or stop != signal.SIGTERM:
+        return None
+    return PruneRequest(f"stopped by wandb's sweep {sweep}", keep_checkpoint=True)

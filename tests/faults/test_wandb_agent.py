@@ -135,6 +135,29 @@ def test_values_of_every_type_reach_the_run(form: str, tmp_path: Path) -> None:
     assert (config["tracker"]["run_name"], config["tracker"]["tags"]) == (name, ["a b", "c,d"])
 
 
+def test_an_early_stop_saves_is_no_failure_and_can_be_resumed(tmp_path: Path) -> None:
+    write_recipe(tmp_path, ENDLESS)
+    with agent(tmp_path, "launch.nproc=2", "train.epochs=100000", "${args_no_hyphens}") as running:
+        for number in range(2):
+            start = running.server.run("r1", {"seed": 0}) | {"type": "resume" if number else "run"}
+            running.server.commands.append([start])
+            running.until(lambda: any(tmp_path.glob("pid-0-1")), "rank 1 is in its fifth step")
+            for file in tmp_path.glob("pid-0-*"):
+                file.unlink()
+            running.server.commands.append([{"type": "stop", "run_id": "r1"}])
+            running.until_idle()
+            status, result = running.json("r1", "status.json"), running.json("r1", "result.json")
+            assert (status["state"], result["state"]) == ("pruned", "pruned")
+            assert "stopped by wandb's sweep sweep1" in result["error"]
+            steps = sorted(
+                int(path.name[5:]) for path in (running.run_dir("r1") / "checkpoints").glob("step-*")
+            )
+            assert steps[-1] == status["step"] >= 5 * (number + 1)
+        assert running.end() == 0, running.log
+    assert running.log.count("Cleaning up finished run: r1") == 2
+    assert "failed runs" not in running.log
+
+
 def test_nothing_outlives_a_killed_agent(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with agent(tmp_path, "launch.nproc=2", "train.epochs=100000", "${args_no_hyphens}") as running:

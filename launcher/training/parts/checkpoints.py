@@ -7,6 +7,7 @@ what is reported of one. Every method is called by all ranks at the same point o
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
 from launcher.run_dir.pruning import PruneRequest
 from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
+from launcher.training.pruning import request_of_agent
 from launcher.training.replicas import check_replicas
 from launcher.training.reports import DroppedStepError
 from launcher.training.run import Run
@@ -127,7 +129,7 @@ class Checkpoints:
 
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that the leader has found, the same on all ranks. A collective."""
-        found = self.run.pruning.request
+        found = self.run.pruning.request or request_of_agent(self.run.requests.stop, os.environ)
         text = self._of_leader("" if found is None else json.dumps(asdict(found)))
         return PruneRequest(**json.loads(text)) if text else None
 
