@@ -11,10 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint import Compared, Identity, Origin, Progress, Snapshot, publish
+from launcher.checkpoint import (
+    Compared,
+    HostMemory,
+    Identity,
+    Origin,
+    Progress,
+    Snapshot,
+    Surroundings,
+    publish,
+    stage,
+)
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
 from launcher.checkpoint.tensors import write_bytes
-from launcher.engine import AverageState
+from launcher.distributed.env import WorkerEnv
+from launcher.engine import AverageState, Stepper
 from launcher.engine.state import EngineState
 
 IDENTITY = Identity(
@@ -66,9 +77,18 @@ def snapshot(
             counters={"applied": step},
         ),
         average_buffers={"norm.mean": torch.tensor([[step], [step + 1.0]]).expand(2, 2)},
-        extra={"wandb": "run-1", "best": float("inf")},
+        extra=Surroundings({"evaluation": {"best": float("inf")}}, evaluated=True, settings={"seed": "0"}),
     )
     return replace(made, **changes)
+
+
+def take(
+    stepper: Stepper, env: WorkerEnv, identity: Identity, origin: Origin, progress: Progress, **more: Any
+) -> Snapshot | None:
+    """The state of a run in memory of its own. A collective."""
+    metric, extra = more.pop("metric", None), more.pop("extra", Surroundings())
+    staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory(), **more)
+    return None if staged is None else staged.finished()
 
 
 def publish_steps(directory: Path, *steps: int) -> list[Path]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher import worker
-from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load, take
+from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group
@@ -33,6 +33,7 @@ from launcher.training.setup import build
 from tests.configs import composed
 from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net
+from tests.snapshots import take
 
 POLICIES = ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
 WIRES = [None, Wire(), Wire(sum="fp32"), Wire(shard=True)]

@@ -16,9 +16,9 @@ from launcher.checkpoint.snapshot import (
     Progress,
     Snapshot,
     Staged,
+    Surroundings,
     restore,
     stage,
-    take,
 )
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Resumption",
     "Snapshot",
     "Staged",
+    "Surroundings",
     "Writer",
     "agree",
     "best_intact",
@@ -42,6 +43,5 @@ __all__ = [
     "resume",
     "retain",
     "stage",
-    "take",
     "verify",
 ]

@@ -33,12 +33,21 @@ from launcher.checkpoint.manifest import (
     step_name,
     verify,
 )
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, of_all_ranks
+from launcher.checkpoint.snapshot import (
+    Compared,
+    Identity,
+    Origin,
+    Progress,
+    Snapshot,
+    Surroundings,
+    of_all_ranks,
+)
 from launcher.checkpoint.tensors import Pace, described, directly, read_tensors, write_bytes, write_tensors
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import read_regular, restored, strict
+from launcher.run_dir.codec import encoded, exactly
 
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
@@ -197,7 +206,7 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
         "identity": asdict(snapshot.identity),
         "origin": asdict(snapshot.origin),
         "names": snapshot.names,
-        "extra": strict(snapshot.extra),
+        "extra": strict(encoded(snapshot.extra)),
         "weights": described(engine.weights),
         "buffers": described(engine.buffers),
         "rest": described(_rest(snapshot)),
@@ -240,7 +249,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         average=average,
         average_buffers=average_buffers,
         metric=None if state["metric"] is None else Compared(**restored(state["metric"])),
-        extra=restored(state["extra"]),
+        extra=exactly(Surroundings, restored(state["extra"])),
     )
 
 

@@ -6,7 +6,7 @@ Knows no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -124,6 +124,17 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What else a resumed run needs: `extra` of state.json."""
+
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by part, what it keeps
+    evaluated: bool = False  # whether the evaluation that is due after this step has been made
+    data: Mapping[str, str] = field(default_factory=dict)  # the fingerprint of the data
+    settings: Mapping[str, str] = field(default_factory=dict)  # by dotted key, what the run learns from
+    stream: Sequence[str] | None = None  # by rank: where it stands in a stream; None without one
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The state of a run after `progress.step` steps. All tensors are on the host, whatever the device.
 
@@ -132,7 +143,7 @@ class Snapshot:
     `random` holds the states of the generators: `cpu` and, on GPUs, `cuda` of torch, `numpy` and `python`,
     uint8 [world_size, bytes].
     `names` maps each key of the model's state_dict to the name of its tensor: tied weights are stored once.
-    `metric` is None where these weights have not been evaluated. `extra` is the caller's JSON.
+    `metric` is None where these weights have not been evaluated.
     `average` is the moving average of the weights; its buffers are averaged over the ranks, and
     `average_buffers` [world_size, ...] hold those of each rank.
     """
@@ -145,7 +156,7 @@ class Snapshot:
     names: dict[str, str]
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
     metric: Compared | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Surroundings = field(default_factory=Surroundings)
     average: AverageState | None = None
     average_buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -163,24 +174,6 @@ class Staged:
         return self._snapshot
 
 
-def take(
-    stepper: Stepper,
-    env: WorkerEnv,
-    identity: Identity,
-    origin: Origin,
-    progress: Progress,
-    metric: Compared | None = None,
-    extra: Mapping[str, Any] | None = None,
-    average: WeightAverage | None = None,
-) -> Snapshot | None:
-    """Copy the run's state to new host memory, between steps. A collective: all ranks call it.
-
-    Returns the snapshot on the leader and None on the other ranks, which write nothing.
-    """
-    staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory(), average)
-    return None if staged is None else staged.finished()
-
-
 def stage(
     stepper: Stepper,
     env: WorkerEnv,
@@ -188,12 +181,13 @@ def stage(
     origin: Origin,
     progress: Progress,
     metric: Compared | None,
-    extra: Mapping[str, Any] | None,
+    extra: Surroundings,
     memory: HostMemory,
     average: WeightAverage | None = None,
 ) -> Staged | None:
-    """Take a snapshot as `take` does, without waiting for the copies of weights and states into `memory`.
+    """Copy the run's state between steps, without waiting for the copies of weights and states into `memory`.
 
+    A collective: returns the snapshot on the leader, and None on the other ranks, which write nothing.
     Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
     until `memory` is used again.
     """
@@ -220,7 +214,7 @@ def stage(
         names=_state_dict_names(stepper.model),
         rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
         metric=metric,
-        extra=dict(extra or {}),
+        extra=extra,
         average=None if averages is None else _copied_average(averages, copies, averaged_buffers),
         average_buffers=averaged_buffers,
     )

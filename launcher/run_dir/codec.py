@@ -57,6 +57,16 @@ def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     return found
 
 
+def exactly(kind: type[Kind], record: Mapping[str, object]) -> Kind:
+    """`decoded`, for a file that must be whole. Raises ValueError for what is missing or of another type."""
+    found = decoded(kind, record)
+    whole = encoded(found)
+    odd = [key.name for key in _keys(cast(Hashable, kind)) if whole.get(key.name) != record.get(key.name)]
+    if odd:
+        raise ValueError(f"{', '.join(odd)}: missing, or of another type than {kind.__name__} has")
+    return found
+
+
 def misfits(kind: Hashable, record: Mapping[str, object]) -> list[str]:
     """The keys of a file whose values are of another type than the fields of these names."""
     return [key.name for key in _keys(kind) if key.name in record and not _fits(key, record[key.name])]

@@ -6,7 +6,7 @@ methods are collected once, so a moment that a part does not have costs nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -66,7 +66,7 @@ class Parts:
         self._after_launch = self._moments("after_launch")
         self._end_step = self._moments("end_step")
         self._ending = [part for part in parts if hasattr(part, "ends")]
-        self._of_others: dict[str, dict[str, Any]] = {}
+        self._of_others: dict[str, Mapping[str, Any]] = {}
         reports.readers, reports.pauses = self._moments("after_step"), self._moments("pause")
 
     def _moments(self, name: str) -> tuple[Callable[..., None], ...]:
@@ -132,17 +132,17 @@ class Parts:
         for retake in self._moments("retake"):
             retake(position)
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, Mapping[str, Any]]:
         """What the parts keep, by name. A collective."""
         own = {_name_of(part): part.state() for part in self._parts if isinstance(part, Keeping)}
         return self._of_others | own
 
-    def load_state(self, saved: dict[str, dict[str, Any]]) -> None:
+    def load_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what was saved. That of parts which this run lacks is kept for one that has them again."""
         self._of_others = {name: values for name, values in saved.items() if name not in self.names}
         for part in self._parts:
             if isinstance(part, Keeping) and (values := saved.get(_name_of(part))) is not None:
-                part.load_state(values)
+                part.load_state(dict(values))
 
     def add_to(self, result: Result) -> Result:
         """The result of the run with what the parts add to it. A collective."""

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import checkpoint
-from launcher.checkpoint import Compared, HostMemory, Identity, Origin, Progress, Snapshot, Staged
+from launcher.checkpoint import (
+    Compared,
+    HostMemory,
+    Identity,
+    Origin,
+    Progress,
+    Snapshot,
+    Staged,
+    Surroundings,
+)
 from launcher.checkpoint.agreement import AUTO, NEVER
 from launcher.checkpoint.catalog import FOLDER
 from launcher.data.streamed import StreamData
@@ -68,20 +77,20 @@ class SavedRun:
             )
         self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
         extra = found.snapshot.extra
-        self.job.parts.load_state(extra["parts"])
-        self.stream = extra.get("stream", ())
+        self.job.parts.load_state(extra.parts)
+        self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
         at_end = step == course.total_steps or bool(self.job.parts.ends)
-        start = Start(step, at_end or (course.evaluates_after(step) and not extra["evaluated"]))
+        start = Start(step, at_end or (course.evaluates_after(step) and not extra.evaluated))
         self._report(found.snapshot, found.path, start, restart_count)
         return start
 
     def _report(self, saved: Snapshot, path: Path | None, start: Start, restart_count: int) -> None:
         """Report where the run resumes, and what has changed."""
         telemetry = self.run.telemetry
-        if text := changes(saved.extra["data"], self.job.fingerprint):
+        if text := changes(saved.extra.data, self.job.fingerprint):
             telemetry.warn(text)
-        if others := changed_settings(saved.extra["settings"], settings_of(self.run.config)):
+        if others := changed_settings(saved.extra.settings, settings_of(self.run.config)):
             telemetry.warn(
                 f"resumed with other settings than the checkpoint's: {listed(others, SHOWN, '; ')}"
             )
@@ -114,14 +123,14 @@ class SavedRun:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
         parts = self.job.parts.state()
         progress = Progress(position.epoch, position.step, round(parts["totals"]["samples"]))
-        extra = {
-            "parts": parts,
-            "evaluated": metric is not None,
-            "data": dict(self.job.fingerprint),
-            "settings": settings_of(self.run.config),
-        }
-        if position_text := self.job.batches.position():
-            extra["stream"] = exchange_texts(self.run.env, position_text)
+        place = self.job.batches.position()
+        extra = Surroundings(
+            parts,
+            evaluated=metric is not None,
+            data=self.job.fingerprint,
+            settings=settings_of(self.run.config),
+            stream=exchange_texts(self.run.env, place) if place else None,
+        )
         return checkpoint.stage(
             self.run.stepper,
             self.run.env,

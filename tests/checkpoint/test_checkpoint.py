@@ -37,7 +37,6 @@ from launcher.checkpoint import (
     restore,
     resume,
     retain,
-    take,
     verify,
 )
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
@@ -49,7 +48,7 @@ from launcher.training.replicas import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import Odd, conv_net, features
-from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot
+from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot, take
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 ORIGIN = Origin(1, "none")
@@ -119,7 +118,12 @@ def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
                 "reference_count": 4,
                 "origin": {"world_size": 2, "wire": "fp16 native"},
                 "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
-                "extra": {"wandb": "run-1", "best": "inf"},
+                "extra": {
+                    "parts": {"evaluation": {"best": "inf"}},
+                    "evaluated": True,
+                    "data": {},
+                    "settings": {"seed": "0"},
+                },
                 "weights": {"fc.weight": "float32 [3, 4]", "fc.bias": "float32 [3]"},
                 "buffers": {"norm.count": "int64 []"},
                 "rest": {
@@ -654,6 +658,27 @@ def test_nonsense_with_a_valid_manifest_is_refused(tmp_path: Path, name, content
     (path,) = publish_steps(tmp_path, 1)
     forge(path, name, content)
     with pytest.raises(StorageError):
+        load(path)
+
+
+EXTRAS = [
+    None,
+    [],
+    {},
+    {"parts": {}, "evaluated": 1, "data": {}, "settings": {}},
+    {"parts": [], "evaluated": True, "data": {}, "settings": {}},
+    {"parts": {"log": 3}, "evaluated": True, "data": {}, "settings": {}},
+    {"parts": {}, "evaluated": True, "data": {"rows": 3}, "settings": {}},
+    {"parts": {}, "evaluated": True, "data": {}, "settings": {}, "stream": "0"},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=range(len(EXTRAS)))
+def test_surroundings_of_another_form_are_refused(tmp_path: Path, extra) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    state = json.loads((path / STATE).read_text())
+    forge(path, STATE, json.dumps(state | {"extra": extra}).encode())
+    with pytest.raises(StorageError, match="does not hold the state of a run"):
         load(path)
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from launcher.checkpoint import Identity, Origin, Progress, Snapshot, publish, take
+from launcher.checkpoint import Identity, Origin, Progress, Snapshot, publish
 from launcher.checkpoint.export import export
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper
@@ -22,7 +22,7 @@ from tests.configs import composed
 from tests.engine.observe import train
 from tests.faults.saving import outcome_of
 from tests.models import Odd, conv_net, features
-from tests.snapshots import comparable, publish_steps, snapshot
+from tests.snapshots import comparable, publish_steps, snapshot, take
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, load, publish, stage
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, load, publish, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from tests.configs import composed
@@ -94,7 +94,14 @@ def test_a_snapshot_holds_the_bits_of_the_state_and_later_steps_leave_it_alone(t
         state = stepper.state().clone()
         with Copies() as copies:
             staged = stage(
-                stepper, ALONE, identity, Origin(1, "none"), Progress(0, step, step), None, None, memory
+                stepper,
+                ALONE,
+                identity,
+                Origin(1, "none"),
+                Progress(0, step, step),
+                None,
+                Surroundings(),
+                memory,
             )
         assert staged is not None
         if kind != "torch's Adam":  # whose states are as many tensors
@@ -117,7 +124,7 @@ def test_frozen_tied_and_mixed_parameters_are_kept() -> None:
         Origin(1, "none"),
         Progress(0, 0, 0),
         None,
-        None,
+        Surroundings(),
         HostMemory(),
     )
     assert staged is not None

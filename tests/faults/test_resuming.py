@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.checkpoint import Snapshot, load, publish
+from launcher.checkpoint import Snapshot, Surroundings, load, publish
 from tests.faults.launching import EPOCH, Ended, nothing, run
 from tests.faults.noisy import SAMPLES
 from tests.faults.usercode import kill, record, stop_after
@@ -242,7 +242,7 @@ def a_step_behind(taken: Snapshot) -> Snapshot:
 
 
 def without_extra(taken: Snapshot) -> Snapshot:
-    return replace(taken, extra={"evaluated": False})
+    return replace(taken, extra=Surroundings())
 
 
 LEFT_OUT: dict[str, Callable[[Snapshot], Snapshot]] = {
@@ -273,13 +273,13 @@ def test_leaving_anything_out_is_noticed(tmp_path: Path, undisturbed, part) -> N
 
 
 def seconds_of(saved: Snapshot) -> float:
-    return float(saved.extra["parts"]["totals"]["seconds"])
+    return float(saved.extra.parts["totals"]["seconds"])
 
 
 def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:
     last = load(ended.checkpoints[3 * EPOCH])
     has_the_time_before = seconds_of(last) > seconds_of(earlier)
-    return ended.digest, last.progress, last.extra["parts"]["evaluation"]["best"], has_the_time_before
+    return ended.digest, last.progress, last.extra.parts["evaluation"]["best"], has_the_time_before
 
 
 def test_going_back_to_an_earlier_checkpoint(tmp_path: Path, undisturbed) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter
@@ -227,7 +227,9 @@ def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
     identity = Identity.of(composed(), stepper.model, 100)
     for start in (10, 20):
         expected = state_on_host(stepper)
-        staged = stage(stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, None, memory)
+        staged = stage(
+            stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, Surroundings(), memory
+        )
         assert staged is not None
         for step in range(start, start + 4):
             forward_backward(stepper, *batch_of(device, step))

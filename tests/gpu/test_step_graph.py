@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import HostRead, NoMemory, Policy, StepGraph, Stepper
 from launcher.engine.recorder import Recorder
@@ -201,7 +201,9 @@ def test_a_snapshot_is_of_its_step_while_replays_go_on(device) -> None:
         graph.replay()
     for _ in range(2):
         expected = state_on_host(stepper)
-        staged = stage(stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, None, memory)
+        staged = stage(
+            stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, Surroundings(), memory
+        )
         assert staged is not None
         for _ in range(4):
             graph.replay()

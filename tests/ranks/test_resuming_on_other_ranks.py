@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint import Identity, Origin, Progress, publish, restore, resume, take
+from launcher.checkpoint import Identity, Origin, Progress, publish, restore, resume
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper, Wire
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
-from tests.snapshots import comparable
+from tests.snapshots import comparable, take
 
 
 def stepper_of(env: WorkerEnv, shard: bool) -> Stepper:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import launcher.engine.wire.shards as shards
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, stage
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
 from launcher.training.replicas import ema_sha256, weights_sha256
@@ -123,7 +123,15 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     for _ in range(2):
         present = stepper.state()
         staged = stage(
-            stepper, env, identity, Origin(env.world_size, "fp16"), progress, None, None, memory, average
+            stepper,
+            env,
+            identity,
+            Origin(env.world_size, "fp16"),
+            progress,
+            None,
+            Surroundings(),
+            memory,
+            average,
         )
         assert (staged is None) == (env.rank != LEADER)
         if staged is not None:
