@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.config.schema import Config
+from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
+from launcher.data.sets import DataSets, batch_plan
 from launcher.data.sources import training_batches
 from launcher.data.tensors import Batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
@@ -35,6 +37,7 @@ from launcher.process.signals import saving_stops
 from launcher.process.torch_private import warn_if_unchecked
 from launcher.recipe.contract import Used
 from launcher.recipe.load import load_recipe
+from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
@@ -184,11 +187,20 @@ def _assemble(
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = guarded(load_recipe(config), logs)
         refuse_unknown(config.tracker)
-        data = build.data_sets(config, recipe, env, heartbeat.reading)
+        data = DataSets.of(
+            config,
+            env,
+            recipe.train,
+            recipe.validation_sets,
+            recipe.collate,
+            None if recipe.classes is None else Labels(recipe.label, len(recipe.classes)),
+            heartbeat.reading,
+        )
     heartbeat.beat("comparing the data")
     fingerprint = compare_data(recipe, data.train, data.validation, env)
-    plan = build.batch_plan(config, recipe, data.train, env)
+    plan = batch_plan(config, env, data.train, recipe.lengths)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+    refuse_split_pairs(plan, config.data.augment.mixup, course.total_steps)
     heartbeat.beat("building the model")
     model = build.build_model(config, recipe, env, plan)
     weights = load_weights(config, model, env)

@@ -21,7 +21,13 @@ from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, ten
 from launcher.errors import DataError
 
 Readable = TensorData | IndexedData | StreamData
+ONLY_SET = ""  # the name of a validation set that is the only one
 FIRST = 32  # samples of a `first_batch` at most
+
+
+def set_title(name: str) -> str:
+    """`validation`, or the same with the name of one of several sets."""
+    return "validation" if name == ONLY_SET else f"validation ({name})"
 
 
 def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Readable:

@@ -14,12 +14,12 @@ from typing import Any
 from launcher.config.messages import nearest, suggestion
 from launcher.config.user_code import defined_at
 from launcher.data.labels import IGNORED, correction
-from launcher.data.sources import refuse_no_length
+from launcher.data.sources import ONLY_SET, refuse_no_length, set_title
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import LossMetric, Metric
 from launcher.metrics.metric import RESERVED, declared_names, name_of
-from launcher.recipe.contract import ONLY_SET, Recipe, set_title
+from launcher.recipe.contract import Recipe
 
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:

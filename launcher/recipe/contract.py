@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from launcher.config.schema import Config
 from launcher.data.labels import IGNORED
 from launcher.data.reader import Collate, Indexed
+from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import Batch, TensorData, time_first
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError
@@ -32,7 +33,6 @@ Source = (
 # Called on rank 0 alone: it must not communicate, and only read the model, which is in evaluation mode.
 # `position.epoch` counts from 0, `position.step` from 1.
 AfterEvaluation = Callable[[nn.Module, Any], Mapping[str, Any]]
-ONLY_SET = ""  # the name of a validation set that is the only one
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,6 @@ class Recipe:
         """The sets to evaluate on, by name; a single one has the name ""."""
         sets = self.validation
         return dict(sets) if isinstance(sets, Mapping) else {ONLY_SET: sets}
-
-
-def set_title(name: str) -> str:
-    """`validation`, or the same with the name of one of several sets."""
-    return "validation" if name == ONLY_SET else f"validation ({name})"
 
 
 @dataclass(frozen=True)

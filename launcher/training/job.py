@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from launcher.data.batch_plan import BatchPlan
+from launcher.data.sets import DataSets
 from launcher.data.tensors import Batches
 from launcher.recipe.contract import Recipe, Used
 from launcher.training.answers import Answers
 from launcher.training.moments import Parts
 from launcher.training.progress import Course
 from launcher.training.run import Run
-from launcher.training.setup.build import DataSets
 
 
 @dataclass

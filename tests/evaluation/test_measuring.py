@@ -13,6 +13,7 @@ import torch
 from sklearn import metrics as sk
 from torch import nn
 
+from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
@@ -21,7 +22,6 @@ from launcher.evaluation.evaluate import Evaluation, Pass, evaluate
 from launcher.metrics import Classification, Perplexity, Regression
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
-from launcher.recipe.contract import ONLY_SET
 from tests.ranks.harness import run_ranks
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)

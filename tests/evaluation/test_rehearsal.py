@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from launcher.data.loader import Loading
-from launcher.data.sources import FIRST, readable
+from launcher.data.sources import FIRST, ONLY_SET, readable
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
@@ -24,7 +24,6 @@ from launcher.evaluation.evaluate import Evaluation, Pass, rehearse
 from launcher.evaluation.measuring import MetricValues
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
-from launcher.recipe.contract import ONLY_SET
 from launcher.training.failures.recipe_errors import guarding
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
@@ -17,7 +18,6 @@ from launcher.evaluation.comparison import comparison
 from launcher.evaluation.evaluate import Evaluation, Pass, evaluate
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_metrics
-from launcher.recipe.contract import ONLY_SET
 from tests.ranks.harness import run_ranks
 
 pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")

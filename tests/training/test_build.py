@@ -14,6 +14,7 @@ from torch import nn
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
+from launcher.data.sets import batch_plan
 from launcher.data.streamed import StreamData
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
@@ -22,7 +23,7 @@ from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
 from launcher.training.device import apply_switches
 from launcher.training.failures.recipe_errors import guarded
-from launcher.training.setup.build import batch_plan, build_model, compiles_update, rates_of
+from launcher.training.setup.build import build_model, compiles_update, rates_of
 from launcher.training.setup.decisions import decisions
 from tests.configs import composed
 from tests.models import mlp
@@ -191,9 +192,9 @@ def test_lengths_that_do_not_fit_the_training_set_are_refused(lengths, text) -> 
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     data = TensorData({"x": torch.ones(64)})
     with pytest.raises(DataError, match=f"Recipe.lengths.* {text}"):
-        batch_plan(composed(), recipe, data, env)
+        batch_plan(composed(), env, data, recipe.lengths)
     good = replace(recipe, lengths=np.arange(64))
-    assert batch_plan(composed(), good, data, env).lengths.tolist() == list(range(64))
+    assert batch_plan(composed(), env, data, good.lengths).lengths.tolist() == list(range(64))
 
 
 def test_lengths_of_a_stream_are_refused() -> None:
@@ -202,7 +203,7 @@ def test_lengths_of_a_stream_are_refused() -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     stream = StreamData([], None, Loading(0, torch.device("cpu"), 0), "training")
     with pytest.raises(DataError, match=r"Recipe.lengths is given, but the training set is a stream"):
-        batch_plan(composed("train.max_steps=2"), recipe, stream, env)
+        batch_plan(composed("train.max_steps=2"), env, stream, recipe.lengths)
 
 
 @pytest.mark.parametrize(("built", "said"), [(None, "None"), (nn.Linear, "the class Linear"), (3, "3")])

@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher.checkpoint import Compared
 from launcher.config.rules import BLOCKS
+from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
 from launcher.errors import DataError, counted
@@ -24,7 +25,6 @@ from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
 from launcher.process import frames
 from launcher.process.shortage import ran_out
-from launcher.recipe.contract import ONLY_SET, set_title
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.training.after_evaluation import AfterEvaluation

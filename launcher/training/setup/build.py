@@ -1,4 +1,4 @@
-"""Turns the resolved config into what a job is made of: data sets, model, stepper.
+"""Turns the resolved config into what a job is made of: model and stepper.
 
 Owns every translation from config words to engine values. What is printed of the choices is in `decisions`.
 """
@@ -11,20 +11,14 @@ import importlib.util
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, OwnOptimConfig
 from launcher.config.rules import BLOCKS, SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.labels import Labels
-from launcher.data.loader import Loading
-from launcher.data.sources import Readable, readable
-from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import (
@@ -41,10 +35,9 @@ from launcher.engine import (
 )
 from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
-from launcher.errors import ConfigError, DataError
-from launcher.recipe.contract import Recipe, set_title
+from launcher.errors import ConfigError
+from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
-from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.training.setup.compilation import repeated_blocks
 from launcher.training.setup.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
 from launcher.training.setup.parameter_groups import parameter_groups
@@ -58,111 +51,6 @@ SECONDS_TO_COMPILE = 30.0
 # step without a compiler launches some 20 kernels of one element more, at 5 us.
 SECONDS_SAVED_PER_PARAMETER_OF_GPU = 8e-12
 SECONDS_SAVED_PER_STEP_OF_GPU = 1e-4
-
-
-MOST_LOADERS = 8  # processes per rank that data.workers=auto starts
-PATIENCE = 0.8  # of launch.stall_s: then the error can name the sample
-
-
-@dataclass(frozen=True)
-class DataSets:
-    """A recipe's sets as batches are made of them."""
-
-    train: Readable
-    validation: Mapping[str, Readable]  # by name; ONLY_SET where there is one without
-
-
-def data_sets(
-    config: Config, recipe: Recipe, env: WorkerEnv, reading: Callable[[int], None] = lambda index: None
-) -> DataSets:
-    """The recipe's data on the device, or behind the loader processes that read it.
-
-    `reading(index)` is called before each sample that is read in this process, and with -1 after the last.
-    """
-    how = Loading(
-        workers=loader_processes(config, env),
-        device=env.device,
-        seed=config.seed,
-        max_bad=config.data.max_bad,
-        timeout_s=PATIENCE * config.launch.stall_s,
-        labels=None if recipe.classes is None else Labels(recipe.label, len(recipe.classes)),
-        reading=reading,
-    )
-    return DataSets(
-        readable(recipe.train, recipe.collate, how, "training"),
-        {
-            name: readable(data, recipe.collate, how, set_title(name))
-            for name, data in recipe.validation_sets.items()
-        },
-    )
-
-
-def batch_plan(config: Config, recipe: Recipe, train: Readable, env: WorkerEnv) -> BatchPlan:
-    """How the training samples are divided.
-
-    ConfigError for a stream in a run without train.max_steps, DataError for lengths that do not fit.
-    """
-    if isinstance(train, StreamData):
-        if recipe.lengths is not None:
-            raise DataError(
-                "Recipe.lengths is given, but the training set is a stream, whose samples come in their own "
-                "order. Remove it, or group samples of similar length in the stream."
-            )
-        if config.train.max_steps is None:
-            raise ConfigError(
-                "train.max_steps is not set, but the training set is a stream, of unknown length: "
-                "set train.max_steps=N. A stream that ends earlier is read again."
-            )
-        num_samples = config.train.max_steps * config.data.batch_size
-    else:
-        num_samples = len(train)
-    plan = BatchPlan(
-        num_samples=num_samples,
-        batch_size=config.data.batch_size,
-        micro_batch=given_micro_batch(config),
-        world_size=env.world_size,
-        rank=env.rank,
-        seed=config.seed,
-        drop_last=config.data.drop_last,
-        lengths=None if recipe.lengths is None else sample_lengths(recipe.lengths, num_samples),
-    )
-    total_steps = config.train.total_steps(plan.steps_per_epoch)
-    refuse_split_pairs(plan, config.data.augment.mixup, total_steps)
-    return plan
-
-
-def given_micro_batch(config: Config) -> int | None:
-    """data.micro_batch as a number; None: the share of a rank is one micro-batch, or it is to be found."""
-    wish = config.data.micro_batch
-    return None if wish is None or wish == "auto" else int(wish)
-
-
-def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
-    """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
-    rule = f"one entry for each of the {num_samples} training samples"
-    try:
-        found = torch.as_tensor(lengths).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"Recipe.lengths is a {type(lengths).__name__} that no tensor can be made of: {error}. It must "
-            f"have {rule}."
-        ) from error
-    if found.shape != (num_samples,):
-        raise DataError(f"Recipe.lengths has shape {list(found.shape)}: it must have {rule}.")
-    if len(odd := (~(found.isfinite() & (found >= 0))).nonzero()):
-        number = int(odd[0])
-        raise DataError(
-            f"Recipe.lengths: entry {number} is {found[number].item()}: a length must be a finite number of "
-            "at least 0. Correct what the lengths are computed from."
-        )
-    return found
-
-
-def loader_processes(config: Config, env: WorkerEnv) -> int:
-    """How many processes read samples for this rank."""
-    if config.data.workers != "auto":
-        return int(config.data.workers)
-    return min(MOST_LOADERS, len(os.sched_getaffinity(0)) // env.local_world_size)
 
 
 def uses_channels_last(config: Config, device: torch.device) -> bool:

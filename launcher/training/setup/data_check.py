@@ -18,14 +18,14 @@ from torch import Tensor
 from launcher.data.epochs import EVALUATION
 from launcher.data.indexed import IndexedData
 from launcher.data.reader import Fetched, Request
-from launcher.data.sources import Readable
+from launcher.data.sources import Readable, set_title
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import DataError, DataWarning
 from launcher.metrics.metric import name_of
-from launcher.recipe.contract import Recipe, set_title
+from launcher.recipe.contract import Recipe
 
 READ = 8  # samples of a data set that has to read them
 FIRST_OF_STREAM = 4  # samples

@@ -14,11 +14,12 @@ from launcher.config.optimizers import is_fused
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import ONLY_SET
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.process_group import own_thread_count
 from launcher.engine import Stepper
 from launcher.errors import counted, listed
-from launcher.recipe.contract import ONLY_SET, Recipe
+from launcher.recipe.contract import Recipe
 from launcher.training.setup.build import (
     compiles_update,
     named_schedule,

@@ -1,0 +1,126 @@
+"""The data sets of a run, and their division into batches, as its config says.
+
+Owns the translation of `data.*` into how samples are read and in which batches they are trained on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config.schema import Config
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.labels import Labels
+from launcher.data.loader import Loading
+from launcher.data.reader import Collate
+from launcher.data.sources import Readable, readable, set_title
+from launcher.data.streamed import StreamData
+from launcher.distributed.env import WorkerEnv
+from launcher.errors import ConfigError, DataError
+
+MOST_LOADERS = 8  # processes per rank that data.workers=auto starts
+PATIENCE = 0.8  # of launch.stall_s: then the error can name the sample
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """Sets as batches are made of them: on the device, or behind the loader processes that read them."""
+
+    train: Readable
+    validation: Mapping[str, Readable]  # by name; ONLY_SET where there is one without
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        env: WorkerEnv,
+        train: object,
+        validation: Mapping[str, Any],
+        collate: Collate | None = None,
+        labels: Labels | None = None,
+        reading: Callable[[int], None] = lambda index: None,
+    ) -> DataSets:
+        """Those of a recipe.
+
+        `reading(index)` is called before each sample that is read in this process, and with -1 after the
+        last.
+        """
+        how = Loading(
+            workers=workers(config, env),
+            device=env.device,
+            seed=config.seed,
+            max_bad=config.data.max_bad,
+            timeout_s=PATIENCE * config.launch.stall_s,
+            labels=labels,
+            reading=reading,
+        )
+        held_out = {name: readable(data, collate, how, set_title(name)) for name, data in validation.items()}
+        return cls(readable(train, collate, how, "training"), held_out)
+
+
+def workers(config: Config, env: WorkerEnv) -> int:
+    """How many processes read samples for this rank."""
+    if config.data.workers != "auto":
+        return int(config.data.workers)
+    return min(MOST_LOADERS, len(os.sched_getaffinity(0)) // env.local_world_size)
+
+
+def batch_plan(
+    config: Config, env: WorkerEnv, train: Readable, lengths: Sequence[int] | Tensor | None = None
+) -> BatchPlan:
+    """How the training samples are divided. `lengths` are those of Recipe.lengths.
+
+    ConfigError for a stream in a run without train.max_steps, DataError for lengths that do not fit.
+    """
+    if isinstance(train, StreamData):
+        if lengths is not None:
+            raise DataError(
+                "Recipe.lengths is given, but the training set is a stream, whose samples come in their own "
+                "order. Remove it, or group samples of similar length in the stream."
+            )
+        if config.train.max_steps is None:
+            raise ConfigError(
+                "train.max_steps is not set, but the training set is a stream, of unknown length: "
+                "set train.max_steps=N. A stream that ends earlier is read again."
+            )
+        num_samples = config.train.max_steps * config.data.batch_size
+    else:
+        num_samples = len(train)
+    wish = config.data.micro_batch
+    return BatchPlan(
+        num_samples=num_samples,
+        batch_size=config.data.batch_size,
+        # None: the share of a rank is one micro-batch, or the size is to be found.
+        micro_batch=None if wish is None or wish == "auto" else int(wish),
+        world_size=env.world_size,
+        rank=env.rank,
+        seed=config.seed,
+        drop_last=config.data.drop_last,
+        lengths=None if lengths is None else sample_lengths(lengths, num_samples),
+    )
+
+
+def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
+    """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
+    rule = f"one entry for each of the {num_samples} training samples"
+    try:
+        found = torch.as_tensor(lengths).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Recipe.lengths is a {type(lengths).__name__} that no tensor can be made of: {error}. It must "
+            f"have {rule}."
+        ) from error
+    if found.shape != (num_samples,):
+        raise DataError(f"Recipe.lengths has shape {list(found.shape)}: it must have {rule}.")
+    if len(odd := (~(found.isfinite() & (found >= 0))).nonzero()):
+        number = int(odd[0])
+        raise DataError(
+            f"Recipe.lengths: entry {number} is {found[number].item()}: a length must be a finite number of "
+            "at least 0. Correct what the lengths are computed from."
+        )
+    return found
