@@ -1,6 +1,6 @@
 """The time of this rank's steps by part, and which rank the others wait for.
 
-Owns the sums since this process has started, and their exchange at the end of a run: a rank that waits for a
+Owns the sums over steps, and the exchange of those of a process at the end of a run: a rank that waits for a
 slower one shows that as time on the wire, so only the slowest rank shows what bounds the run.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.distributed.collectives import exchange_texts
@@ -27,37 +28,40 @@ def parts_of(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]
     return parts
 
 
+@dataclass
 class StepTimes:
-    """Sums over the steps of this process. The first step counts only while it is the only one.
+    """Sums over steps: their number, their time on the host, and its parts.
 
-    It compiles, chooses algorithms and touches memory for the first time.
+    Where it `warms_up`, the first step counts only while it is the only one: it compiles, chooses algorithms
+    and touches memory for the first time.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._steps = 0
-        self._seconds = 0.0
-        self._spans_ms: dict[str, float] = {}
+    world_size: int
+    warms_up: bool = False
+    steps: int = 0
+    seconds: float = 0.0
+    spans_ms: dict[str, float] = field(default_factory=dict)
 
     def add(self, seconds: float, spans_ms: Mapping[str, float]) -> None:
         """A step that took so long on the host, and its spans."""
-        self._steps += 1
-        if self._steps <= 2:
-            self._seconds, self._spans_ms = seconds, dict(spans_ms)
-            return
-        self._seconds += seconds
-        sums = self._spans_ms
+        if self.warms_up and self.steps == 1:
+            self.warms_up, self.steps, self.seconds, self.spans_ms = False, 0, 0.0, {}
+        self.steps += 1
+        self.seconds += seconds
+        sums = self.spans_ms
         for part, milliseconds in spans_ms.items():
             sums[part] = sums.get(part, 0.0) + milliseconds
 
+    def mean_ms(self, part: str) -> float:
+        """Of one part of a step."""
+        return self.spans_ms.get(part, 0.0) / self.steps
+
     def means(self) -> dict[str, float]:
         """`steps`, `step_ms` and the parts of a step; empty before the first."""
-        if not self._steps:
+        if not self.steps:
             return {}
-        counted = max(1, self._steps - 1)
-        means = {part: total / counted for part, total in self._spans_ms.items()}
-        step_ms = 1e3 * self._seconds / counted
-        return {"steps": counted, "step_ms": step_ms, **parts_of(means, self._world_size)}
+        parts = parts_of({part: self.mean_ms(part) for part in self.spans_ms}, self.world_size)
+        return {"steps": self.steps, "step_ms": 1e3 * self.seconds / self.steps, **parts}
 
 
 def of_the_slowest(env: WorkerEnv, times: StepTimes) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
     ("seconds", "steps", "step_ms"), [([9.0], 1, 9e3), ([9.0, 1.0], 1, 1e3), ([9, 1, 3], 2, 2e3)]
 )
 def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, step_ms) -> None:
-    times = StepTimes(1)
+    times = StepTimes(1, warms_up=True)
     assert of_the_slowest(ALONE, times) is None
     for each in seconds:
         times.add(each, SPANS)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass, field
 
 import torch
 
 from launcher.engine import StepReport
-from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.telemetry.events import StepEvent
 from launcher.training.progress import Position
 from launcher.training.run import Run
-from launcher.training.step_times import parts_of
-
-
-@dataclass
-class _Window:
-    """The steps since the last log line, and the time they took."""
-
-    reports: list[StepReport] = field(default_factory=list)
-    seconds: float = 0.0
+from launcher.training.step_times import StepTimes
 
 
 class Log:
@@ -31,29 +21,34 @@ class Log:
         self._reports = run.reports
         self._every = run.config.train.log_every_steps
         self._last: Position | None = None
-        self._window = _Window()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a window: the steps since the last log line, and the time they took."""
+        self._window: list[StepReport] = []
+        self._times = StepTimes(self._run.env.world_size)
 
     def after_step(self, position: Position, report: StepReport) -> None:
         self._last = position
-        self._window.reports.append(report)
-        self._window.seconds += self._reports.seconds
+        self._window.append(report)
+        self._times.add(self._reports.seconds, report.spans_ms)
         if position.step % self._every == 0:
             self._log(position)
 
     def pause(self) -> None:
-        if self._window.reports and self._last is not None:
+        if self._window and self._last is not None:
             self._log(self._last)
 
     def _log(self, position: Position) -> None:
-        window, self._window = self._window, _Window()
-        reports, steps = window.reports, len(window.reports)
+        reports, times = self._window, self._times
+        self._begin()
         samples = sum(report.count for report in reports)
         finite = [report for report in reports if not report.bad_losses] or reports
         weight = sum(report.count for report in finite) or 1
         latest = reports[-1]
-        spans = {part: sum(report.spans_ms.get(part, 0.0) for report in reports) / steps for part in PARTS}
-        parts_ms = parts_of(spans, self._run.env.world_size)
-        step_ms = 1e3 * window.seconds / steps
+        parts_ms = times.means()
+        step_ms = parts_ms.pop("step_ms")
+        del parts_ms["steps"]
         self._run.telemetry.emit(
             StepEvent(
                 position.step,
@@ -64,7 +59,7 @@ class Log:
                 scale=latest.scale,
                 skipped=latest.skipped_steps,
                 samples=samples,
-                samples_per_s=samples / window.seconds,
+                samples_per_s=samples / times.seconds,
                 step_ms=step_ms,
                 **parts_ms,
                 other_ms=max(0.0, step_ms - sum(parts_ms.values())),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from launcher.engine import StepReport
 from launcher.engine.diagnostics.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
 from launcher.training.progress import Position
 from launcher.training.run import Run
+from launcher.training.step_times import StepTimes
 from launcher.training.votes import DATA_SLOT, WAIT_SLOT, milliseconds_of, time_as_votes
 from launcher.training.warning_log import Occurrences
 
@@ -24,26 +24,6 @@ WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one
 LATE_SHARE = 0.25  # of a step
 LATE_MS = 1.0
-
-
-@dataclass
-class _Window:
-    """This rank's own times, summed over steps, in milliseconds."""
-
-    steps: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-
-    def add(self, spans_ms: dict[str, float]) -> None:
-        self.steps += 1
-        for part, value in spans_ms.items():
-            self.sums[part] = self.sums.get(part, 0.0) + value
-
-    def mean_ms(self, part: str) -> float:
-        return self.sums.get(part, 0.0) / self.steps
-
-    @property
-    def step_ms(self) -> float:
-        return sum(self.sums.values()) / self.steps
 
 
 class Stragglers:
@@ -54,8 +34,8 @@ class Stragglers:
         self._hosts = hosts  # by rank
         self._ranks = len(hosts)
         self._length = max(WINDOW, self._ranks + LAG)
-        self._window = _Window()
-        self._done: _Window | None = None  # the window before, where all its steps were measured
+        self._window = StepTimes(self._ranks)
+        self._done: StepTimes | None = None  # the window before, where all its steps were measured
         self._received: dict[int, tuple[float, float]] = {}  # by rank: waited, and read data, in ms per step
         self._late = Occurrences()  # by rank: windows in which it was late
 
@@ -67,10 +47,10 @@ class Stragglers:
 
     def after_step(self, position: Position, report: StepReport) -> None:
         self._receive(position.step, report.votes)
-        self._window.add(report.spans_ms)
+        self._window.add(self._run.reports.seconds, report.spans_ms)
         if position.step % self._length == self._length - 1:
             is_whole = self._window.steps == self._length
-            self._done, self._window = self._window if is_whole else None, _Window()
+            self._done, self._window = self._window if is_whole else None, StepTimes(self._ranks)
             self._received = {}
 
     def _turn(self, step: int) -> int:
@@ -87,12 +67,13 @@ class Stragglers:
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
             self._conclude(step, step - step % self._length - self._length, self._done)
 
-    def _conclude(self, step: int, first_step: int, own: _Window) -> None:
+    def _conclude(self, step: int, first_step: int, own: StepTimes) -> None:
         """All ranks have sent their times of the window before, of which `own` are those of this rank."""
         waits = [self._received[rank][0] for rank in range(self._ranks)]
         latest = min(range(self._ranks), key=waits.__getitem__)
         late_ms = statistics.median(waits[:latest] + waits[latest + 1 :]) - waits[latest]
-        if late_ms < max(LATE_MS, LATE_SHARE * own.step_ms):
+        step_ms = sum(own.spans_ms.values()) / own.steps
+        if late_ms < max(LATE_MS, LATE_SHARE * step_ms):
             return
         data_ms = [self._received[rank][1] for rank in range(self._ranks)]
         others_ms = statistics.median(data_ms[:latest] + data_ms[latest + 1 :])
@@ -103,14 +84,14 @@ class Stragglers:
                 rank=latest,
                 host=self._hosts[latest],
                 late_ms=late_ms,
-                step_ms=own.step_ms,
+                step_ms=step_ms,
                 first_step=first_step,
                 last_step=first_step + self._length - 1,
                 cause="data" if by_data else "compute",
             )
         )
         if times := self._late.add(latest):
-            self._warn(latest, times, late_ms, own.step_ms, by_data)
+            self._warn(latest, times, late_ms, step_ms, by_data)
 
     def _warn(self, rank: int, times: int, late_ms: float, step_ms: float, by_data: bool) -> None:
         advice = (

@@ -21,7 +21,7 @@ class Totals:
         self._reports = job.run.reports
         self._samples = self._seconds = 0.0  # of the whole run
         self._wire_bytes_per_step = 0
-        self._times = StepTimes(job.run.env.world_size)
+        self._times = StepTimes(job.run.env.world_size, warms_up=True)
 
     def after_step(self, position: Position, report: StepReport) -> None:
         seconds = self._reports.seconds
