@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class BatchPlan:
                 "of: the files that data.path names, or its own code."
             )
 
-    @property
+    @cached_property  # read several times in each step
     def steps_per_epoch(self) -> int:
         """Steps of an epoch, at least one: a set smaller than a batch is one step, even with drop_last."""
         full_batches, rest = divmod(self.num_samples, self.batch_size)

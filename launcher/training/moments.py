@@ -6,10 +6,11 @@ methods are collected once, so a moment that a part does not have costs nothing 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from launcher.engine import StepResult
 from launcher.run_dir.result import Result
@@ -19,23 +20,22 @@ from launcher.training.reports import Reports
 Kind = TypeVar("Kind")
 
 
-@runtime_checkable
-class Keeping(Protocol):
-    """A part that keeps something from step to step: JSON values, saved with every checkpoint."""
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run continues with. May be a collective."""
-
-    def load_state(self, values: dict[str, Any]) -> None:
-        """The inverse, before the first step. Not called where the checkpoint has nothing of this part."""
-
-
-@runtime_checkable
-class Adding(Protocol):
-    """A part that adds something to result.json."""
-
-    def add_to(self, result: Result) -> Result:
-        """The result with the part's own fields. May be a collective."""
+# The methods that make a part, with the names of their arguments.
+MOMENTS = {
+    "begin": ("step", "learner"),
+    "vote": ("position",),
+    "after_launch": ("position", "result"),
+    "after_step": ("position", "report"),
+    "pause": (),
+    "check_evaluations": ("evaluations",),
+    "after_evaluation": ("position", "measured"),
+    "at_end": ("position", "measured"),
+    "end_step": ("position", "measured"),
+    "retake": ("position",),
+    "state": (),
+    "load_state": ("values",),
+    "add_to": ("result",),
+}
 
 
 class Parts:
@@ -51,13 +51,20 @@ class Parts:
     - `at_end(position, measured)`: the run is about to be saved for the last time;
     - `end_step(position, measured)`: after everything else of a step; None where nothing was evaluated;
     - `retake(position)`: all ranks have dropped this step, which is taken again;
-    - `add_to(result)`: the result with what the part adds to it.
+    - `state()`: the JSON values that it keeps from step to step, saved with every checkpoint; may be a
+      collective;
+    - `load_state(values)`: the inverse, before the first step; not called where a checkpoint has none of it;
+    - `add_to(result)`: the result with what the part adds to it; may be a collective.
 
-    A part that keeps something has `state()` and `load_state(values)`. One that may end the run has `ends`,
-    why it ends it, empty until then. One that is `silent` only keeps its state and adds to the result.
+    Other methods are private, or named in `offers`: for callers that know the part. A part that may end the
+    run has `ends`, why it ends it, empty until then. One that is `silent` only keeps its state and adds to
+    the result.
     """
 
-    def __init__(self, course: Course, reports: Reports, parts: Sequence[object]) -> None:
+    def __init__(self, course: Course, reports: Reports, parts: Sequence[Any]) -> None:
+        """Raises TypeError for a part with a method that is neither a moment nor offered."""
+        for part in parts:
+            _refuse_other_methods(type(part))
         self._parts = parts
         self._course = course
         self._reports = reports
@@ -70,8 +77,10 @@ class Parts:
         reports.readers, reports.pauses = self._moments("after_step"), self._moments("pause")
 
     def _moments(self, name: str) -> tuple[Callable[..., None], ...]:
-        heard = (part for part in self._parts if not getattr(part, "silent", False))
-        return tuple(getattr(part, name) for part in heard if hasattr(part, name))
+        return tuple(getattr(part, name) for part in self._with(name) if not getattr(part, "silent", False))
+
+    def _with(self, name: str) -> list[Any]:
+        return [part for part in self._parts if hasattr(part, name)]
 
     @property
     def names(self) -> list[str]:
@@ -134,24 +143,38 @@ class Parts:
 
     def state(self) -> dict[str, Mapping[str, Any]]:
         """What the parts keep, by name. A collective."""
-        own = {_name_of(part): part.state() for part in self._parts if isinstance(part, Keeping)}
+        own = {_name_of(part): part.state() for part in self._with("state")}
         return self._of_others | own
 
     def load_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what was saved. That of parts which this run lacks is kept for one that has them again."""
         self._of_others = {name: values for name, values in saved.items() if name not in self.names}
-        for part in self._parts:
-            if isinstance(part, Keeping) and (values := saved.get(_name_of(part))) is not None:
+        for part in self._with("load_state"):
+            if (values := saved.get(_name_of(part))) is not None:
                 part.load_state(dict(values))
 
     def add_to(self, result: Result) -> Result:
         """The result of the run with what the parts add to it. A collective."""
-        for part in self._parts:
-            if isinstance(part, Adding):
-                result = part.add_to(result)
+        for part in self._with("add_to"):
+            result = part.add_to(result)
         return result
 
 
 def _name_of(part: object) -> str:
     """The name of the part's file: a feature is one file."""
     return type(part).__module__.rpartition(".")[2]
+
+
+def _refuse_other_methods(kind: type) -> None:
+    """A misspelt moment would never be called, and a helper with the name of one would be."""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        takes = tuple(inspect.signature(method).parameters)[1:]
+        if name in MOMENTS and takes != MOMENTS[name]:
+            raise TypeError(
+                f"{kind.__name__}.{name} takes {takes}: as a moment of a run it takes {MOMENTS[name]}"
+            )
+        if name not in MOMENTS and not name.startswith("_") and name not in getattr(kind, "offers", ()):
+            raise TypeError(
+                f"{kind.__name__}.{name} is no moment of a run: these are {', '.join(MOMENTS)}. Begin its "
+                "name with _, or name it in `offers`."
+            )

@@ -16,10 +16,14 @@ import pytest
 from launcher import worker
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
+from launcher.telemetry import Telemetry
 from launcher.training import parts as folder
 from launcher.training import results
 from launcher.training.job import Job
-from launcher.training.moments import Keeping, Parts
+from launcher.training.moments import Parts
+from launcher.training.progress import Course
+from launcher.training.reports import Reports
+from launcher.training.votes import Votes
 from tests.configs import composed
 from tests.forked import launch_forked
 
@@ -32,7 +36,7 @@ WORDS = [
 # What a part keeps from step to step without saving it: a resumed run begins anew with it.
 OF_THIS_PROCESS = {
     "reports": {"seconds", "_waiting", "_previous"},  # the step that is not read yet: there is none then
-    "log": {"_window", "_last"},  # the steps of a line
+    "log": {"_window", "_times", "_last"},  # the steps of a line
     "totals": {"_times", "_wire_bytes_per_step"},  # of the last process, as result.json says
     "gradient_stats": {"_next", "_counts"},  # when to count follows from the number of the step
     "first_step": {"_done"},
@@ -98,7 +102,7 @@ def kept(part: object) -> dict[str, Any]:
     return {name: plain(value) for name, value in values.items()}
 
 
-def is_saved(part: Keeping, name: str, before: Any) -> bool:
+def is_saved(part: Any, name: str, before: Any) -> bool:
     """Whether the part saves something else where this attribute is as it was before."""
     now, state = getattr(part, name), json.dumps(part.state())
     setattr(part, name, before)
@@ -123,7 +127,7 @@ def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         end = train(job, *more)
         for name, part in parts.items():
             changed = {key for key, value in kept(part).items() if before[name].get(key) != value}
-            if isinstance(part, Keeping):
+            if hasattr(part, "state"):
                 changed = {key for key in changed if not is_saved(part, key, values[name][key])}
             if changed:
                 lost[name] = changed
@@ -190,3 +194,28 @@ class Nobody:
 
 
 REPORTS = Nobody()
+
+
+def part_with(name: str, *arguments: str, **attributes: Any) -> object:
+    """A part with one method."""
+    scope: dict[str, Any] = {}
+    exec(f"def {name}({', '.join(('self', *arguments))}): ...", scope)
+    return type("Mine", (), {name: scope[name], **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (part_with("result"), r"Mine.result is no moment of a run: these are begin, vote"),
+        (
+            part_with("pause", "seconds"),
+            r"Mine.pause takes \('seconds',\): as a moment of a run it takes \(\)",
+        ),
+        (part_with("vote"), r"Mine.vote takes \(\)"),
+    ],
+)
+def test_a_part_with_another_method_than_the_moments_is_refused(part, words) -> None:
+    reports = Reports(Telemetry(), Votes())
+    with pytest.raises(TypeError, match=words):
+        Parts(Course(1, 1, 1), reports, [part])
+    Parts(Course(1, 1, 1), reports, [part_with("result", offers=("result",)), part_with("_pause", "seconds")])

@@ -32,6 +32,8 @@ from launcher.training.run import Run
 class InitialWeights:
     """Reports and records the weights that were `loaded`, None where the config names no file."""
 
+    offers = ("check",)
+
     def __init__(self, run: Run, loaded: Loaded | None) -> None:
         self._run = run
         self._loaded = loaded

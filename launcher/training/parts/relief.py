@@ -52,6 +52,8 @@ class Relief:
     Only with train.on_oom=halve. Not with model.sync_bn on several ranks, whose passes wait for each other.
     """
 
+    offers = ("choose", "keep", "accepts")
+
     def __init__(self, job: Job) -> None:
         run = job.run
         self.micro_batch: MicroBatch | None = None  # None: that of the config
@@ -60,6 +62,8 @@ class Relief:
         self._answers = job.answers
         self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
         self._active = run.config.train.on_oom == "halve"
+        self._keeps = self._active and not self._waits_for_others  # until it has been halved
+        self._gpu = run.env.device if run.env.device.type == "cuda" else None
         self._before: dict[int, _Before] = {}  # by step, of the latest two
         self._halved = ""  # how, once it has been
         self._shortage = ""  # of this rank, until the micro-batch is halved
@@ -111,13 +115,10 @@ class Relief:
 
     def keep(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
-        if self._active and not self._waits_for_others and not self._halved:
-            self._before[position.step] = _Before(states(), self._state_of_gpu(), self._answers.kept())
+        if self._keeps:
+            of_gpu = None if self._gpu is None else torch.cuda.get_rng_state(self._gpu)
+            self._before[position.step] = _Before(states(), of_gpu, self._answers.kept())
             self._before.pop(position.step - 2, None)
-
-    def _state_of_gpu(self) -> Tensor | None:
-        device = self._run.env.device
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def accepts(self, error: Exception, position: Position) -> bool:
         """Whether this rank abandons the step after `error`, to take it again in smaller pieces.
@@ -180,6 +181,7 @@ class Relief:
 
     def _report(self, position: Position, before: int, size: int, texts: list[str]) -> None:
         run, step = self._run, position.step
+        self._keeps = False
         self._halved = f"the micro-batch was halved from {before} to {size} in step {step}"
         self._use(MicroBatch(run.config.data.micro_batch, size))
         short = {rank: text for rank, text in enumerate(texts) if text}
