@@ -17,7 +17,7 @@ from typing import Any
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
 HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 USUAL_COLUMNS, USUAL_LINES = 80, 24  # of a terminal that does not report its size
-SLEEP_S = 0.1  # until a signal is noticed
+SLEEP_S = 0.1  # until a signal is noticed: people take that for at once
 
 
 class Stop:

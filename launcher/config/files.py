@@ -15,8 +15,8 @@ from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, Ev
 from launcher.errors import ConfigError
 
 MAX_BYTES = 64_000  # the largest of conf/ has 4,000; PyYAML reads about 200 kB per second
-MAX_NODES = 20_000  # values after the expansion of all aliases
-MAX_DEPTH = 30
+MAX_NODES = 20_000  # values after the expansion of all aliases: about as many as a file of MAX_BYTES can list
+MAX_DEPTH = 30  # the deepest file of conf/ has 4 levels
 RULE = f"A config file is UTF-8 text of at most {MAX_BYTES:,} bytes."
 
 

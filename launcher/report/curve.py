@@ -16,7 +16,7 @@ KEPT_COLUMNS = (
     4 * COLUMNS
 )  # while points are added: finer, so that a plot's own intervals lose nothing visible
 BUFFERED = 1 << 15  # points that wait for being thinned
-MEAN_INTERVALS = 256
+MEAN_INTERVALS = 256  # of which at least half are used: a point per 4 pixels of a plot
 
 
 class Curve:

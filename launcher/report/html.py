@@ -17,7 +17,7 @@ from launcher.report.reading import MAX_TEXT
 GENERATOR = "fp16-launcher report"  # by which a page of ours is known
 STATES = ("done", "failed")
 ASSETS = Path(__file__).parent
-MAX_WORD = 500
+MAX_WORD = 500  # characters of an override: a list of classes may have thousands
 
 
 def page(title: str, subtitle: str, body: str) -> str:

@@ -17,7 +17,7 @@ from launcher.run_dir.atomic import write_content
 CURVES = "curves.png"
 CONFUSION_MATRIX = "confusion_matrix.png"
 GRADIENTS = "gradients.png"
-GRADIENTS_HEIGHT = 480
+GRADIENTS_HEIGHT = 480  # pixels: a lane for each of the worst parameters
 
 
 def draw_curves(run: RunRecord) -> Path | None:

@@ -52,11 +52,11 @@ from launcher.telemetry.stream import Record
 Kind = TypeVar("Kind", bound=Event)
 
 NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 22  # read at once, about 10,000 lines: what a call of numpy costs is spread over them
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
-MAX_RECORDS = 200  # of each kind; more are counted
-MAX_CURVES = 200  # of evaluations, and of devices
+MAX_RECORDS = 200  # of each kind, more than anyone reads on a page; others are counted
+MAX_CURVES = 200  # of evaluations, and of devices: a damaged file may name one in every line
 LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
 LOOK_BACK = 20  # lines before the first of a process, in which the last one of the process before is
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`

@@ -24,7 +24,7 @@ GOING = ("starting", "running")
 ENDED = ("done", "failed", "preempted", "pruned")
 KILLED, NO_RESULT = "killed", "ended without a result"
 EXIT_KILLED = 1  # the exit code of a run that could not report one
-SILENT_S = 60.0  # without a change of status.json after which a run shows no sign of life
+SILENT_S = 60.0  # without a change of status.json, which is due every 10 s: a run shows no sign of life
 DAY_S = 86_400.0
 GONE_S = DAY_S  # the same, after which it has ended; longer than any evaluation or save takes
 

@@ -20,7 +20,7 @@ from launcher.telemetry.formatting import duration, metric, metric_title, number
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
 OF_EACH_RUN = ("run.", "tracker.", "launch.")  # sections that change no result
 MAX_KEYS = 3  # in the name of a setting
-NUM_COLORS = 8
+NUM_COLORS = 8  # that page.css has
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,12 @@ from launcher.telemetry.formatting import duration, metric, number, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
-BAR = 20  # characters
-MIN_NAME = 10
+BAR = 20  # characters, each 5 % of the run
+MIN_NAME = 10  # characters: less of a name says nothing
 SHOWN_JOBS = 5  # that are left
 WIDE = 400  # characters of a job's line where there is no terminal: its reason of a failure fits
-QUIET_S = (
-    60.0  # without a running job and a comparison, after which a sweep has ended: its next job starts sooner
-)
+# Without a running job and a comparison, after which a sweep has ended: its next job starts sooner
+QUIET_S = 60.0
 
 
 @dataclass(frozen=True)

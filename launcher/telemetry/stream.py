@@ -25,7 +25,7 @@ Record = Mapping[
     str, Any
 ]  # event, time (unix seconds), step (updates attempted so far), and the event's fields
 
-LIMIT = 10_000  # periodic events that may wait, while a disk does not answer
+LIMIT = 10_000  # periodic events that may wait, while a disk does not answer: about 10 MB
 
 log = logging.getLogger("launcher")
 

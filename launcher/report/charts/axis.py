@@ -14,9 +14,9 @@ import numpy as np
 
 from launcher.report.curve import FloatArray
 
-LOGARITHMIC_FROM = 20.0  # largest over smallest value
+LOGARITHMIC_FROM = 20.0  # largest over smallest value, which would lie in the lowest 5 % of a linear axis
 PADDING = 0.05  # of the range, above and below
-LARGEST = 1e300
+LARGEST = 1e300  # of both ends, so that the span between them is finite
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

@@ -8,7 +8,7 @@ from launcher.report.charts.axis import Axis, axis_of, short
 from launcher.report.charts.chart import Chart, Line
 from launcher.report.curve import Curve
 
-LABEL_WIDTH = 7
+LABEL_WIDTH = 7  # of the numbers beside the axis, such as 1.5e-05
 BRAILLE = 0x2800  # the empty one of Unicode's braille patterns; each dot adds its bit
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of a character: [row, column]
 ASTERISK = np.array([[1]])

@@ -14,10 +14,10 @@ from launcher.report.html import paragraph, picture, scrolled, table
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.formatting import middle_cut, number
 
-MAX_CLASSES = 26  # of a table
-MAX_MISTAKES = 25
-MAX_PICTURE_BYTES = 400_000
-MAX_NAME = 60
+MAX_CLASSES = 26  # of a table: the letters of the alphabet fit
+MAX_MISTAKES = 25  # rows of the table
+MAX_PICTURE_BYTES = 400_000  # embedded in the page; a larger one is only in its file
+MAX_NAME = 60  # characters in a table
 CAPTION = "rows: true class; columns: predicted"
 STRONG = 0.55  # share from which on the text is bold
 MAX_NAMED, MAX_COUNTED, MAX_DRAWN_NAME = (

@@ -23,7 +23,7 @@ UNITS = {
     "mb_per_s": "MB/s",
     "bytes_per_s": "bytes/s",
 }
-MAX_CHARTS = 12
+MAX_CHARTS = 12  # the first in the order of FIRST: the others say little of a training
 
 
 def gpu_charts(run: RunRecord) -> Iterator[Chart]:

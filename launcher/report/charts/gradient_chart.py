@@ -19,8 +19,8 @@ from launcher.report.run_record import RunRecord
 from launcher.telemetry.events import GradientsEvent
 
 SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
-VISIBLE_PERCENT = 0.005
-MAX_LAYERS = 24
+VISIBLE_PERCENT = 0.005  # smaller shares are shown as 0.00 %
+MAX_LAYERS = 24  # lanes of 16 pixels in gradients.png
 AS_SENT, AT_SCALE_1 = 0, 7  # colours
 PALE = 0.3  # opacity of the bars behind the others
 

@@ -21,7 +21,7 @@ from launcher.telemetry.events import OverflowEvent, RestartEvent
 from launcher.telemetry.formatting import SHARES, metric, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
-MAX_METRICS = 4
+MAX_METRICS = 4  # charts, two rows of the page
 OfRun = Callable[[RunRecord], Curve | None]
 
 

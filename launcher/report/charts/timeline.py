@@ -30,7 +30,7 @@ UNITS = (
     (0.0, "seconds", 1.0),
 )
 LONGEST_S = 1e9  # of a run; a longer one has damaged times
-MAX_FAULTS = 50
+MAX_FAULTS = 50  # rows of the table
 
 
 def timeline(run: RunRecord) -> str:

@@ -25,7 +25,7 @@ from launcher.telemetry.events import StartEvent, StepEvent
 from launcher.telemetry.formatting import duration, number, scale_text, step_details, step_line
 from launcher.telemetry.status import Pace
 
-SMALLEST_BAR, LARGEST_BAR = 10, 40
+SMALLEST_BAR, LARGEST_BAR = 10, 40  # characters: each is a tenth of the epoch, or less
 
 
 class Lines:

@@ -16,7 +16,7 @@ from launcher.telemetry.gpu.readings import Values
 
 # A GPU under full load is at its power cap (sw_power_cap) by design: recorded, no warning.
 FAULTS = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
-LEAST_SHARE = 0.05  # of a window for which clocks are lowered
+LEAST_SHARE = 0.05  # of a window for which clocks are lowered: for less the step is hardly longer
 BUSY_PERCENT = 50  # an idle GPU lowers its link to save power
 
 

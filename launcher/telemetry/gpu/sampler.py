@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from launcher.distributed.env import WorkerEnv
     from launcher.distributed.preflight import Peer
 
-SAMPLE_S = 0.5
+SAMPLE_S = 0.5  # two readings in the shortest window; more often than NVML averages would tell nothing more
 WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
 OVER_GPUS: dict[str, Callable[[list[Any]], Any]] = {
     "power_w": sum,

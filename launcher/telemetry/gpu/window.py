@@ -13,7 +13,7 @@ from launcher.telemetry.gpu.readings import REASONS, Values
 Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
 
 LINKS = ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
-COMPLETE = 0.95  # of a window in which the power was told
+COMPLETE = 0.95  # of a window in which the power was told; the rest may be the time that NVML takes to answer
 SINCE_DRIVER = ("ecc_errors", "remapped_rows")
 
 

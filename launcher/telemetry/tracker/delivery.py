@@ -20,7 +20,7 @@ from launcher.telemetry.events import DecisionEvent
 from launcher.telemetry.stream import Record
 
 WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s
-NOTABLE_S = 60.0  # of a run whose events a tracker lacks
+NOTABLE_S = 60.0  # of a run whose events a tracker lacks; ten times WRITTEN_S, which every killed run lacks
 NOT_SENT = ("start", "end")
 OF_WANDB = ("online", "offline")  # what its decision says
 

@@ -25,7 +25,7 @@ from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 
 log = logging.getLogger("launcher")
 
-QUEUE_ROWS = 1_000  # that may wait while the tracker starts or is slow
+QUEUE_ROWS = 1_000  # that may wait: one that starts within 10 s loses none of 100 rows a second
 
 
 class TrackerError(SinkError):
