@@ -22,7 +22,7 @@ from launcher.errors import listed
 from launcher.run_dir.atomic import json_line, open_plain, restored, write_chunks
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.events import PERIODIC, Event, record_of
-from launcher.telemetry.stream import LIMIT, Record
+from launcher.telemetry.stream import LIMIT, Record, Sink
 
 FILE_NAME = METRICS
 SHOWN = 5  # line numbers in a warning
@@ -36,7 +36,7 @@ HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d{1,
 TOO_LONG = b"a longer line\n"  # holds no event
 
 
-class EventLog:
+class EventLog(Sink):
     """Appends each event at once, so that a killed run loses at most the line being written.
 
     `write` raises OSError where an event cannot be written, and keeps it: the next call writes it first. Of

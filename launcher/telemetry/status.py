@@ -24,13 +24,14 @@ from launcher.telemetry.events import (
     StepEvent,
     record_of,
 )
+from launcher.telemetry.stream import Sink
 
 EVERY_S = 5.0  # half of the documented 10 s, which leaves room for the current step
 AT_ONCE = (StartEvent, EvalEvent, CheckpointEvent, RestartEvent, EndEvent)
 LEFT_OUT = ("event", "time", "epoch", "higher_is_better")  # of the latest events
 
 
-class StatusFile:
+class StatusFile(Sink):
     """Keeps `status.json` up to date with the events. Raises OSError where it cannot be written."""
 
     name = FILE_NAME

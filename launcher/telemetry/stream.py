@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from launcher.errors import described
 from launcher.telemetry.events import DecisionEvent, Event, WarningEvent
@@ -35,39 +35,29 @@ class SinkError(Exception):
 
 
 class Sink(Protocol):
-    """Receives events. May raise any exception.
+    """Receives events. May raise any exception. Inherit it for the methods that a sink has no use for.
 
     After an OSError it is tried again at the next event. The stream drops it after a SinkError, or where its
     reader has left; after another exception only the event is lost.
     """
 
-    @property
-    def name(self) -> str: ...  # as shown in the warning
+    name: str  # as shown in warnings
 
     def write(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
 
+    def advance(self, epoch: int, step: int) -> None:
+        """Take a step that lies between two `step` events."""
+        return
 
-@runtime_checkable
-class PositionSink(Sink, Protocol):
-    """A sink that also receives the steps between two `step` events."""
+    def rewind(self, step: int, evaluates_again: bool) -> None:
+        """Go back to where the run resumes, if events of earlier processes are kept."""
+        return
 
-    def advance(self, epoch: int, step: int) -> None: ...
-
-
-@runtime_checkable
-class KeepingSink(Sink, Protocol):
-    """A sink that keeps the events that it could not write."""
-
-    def lacks(self) -> str: ...  # in words, after a last attempt to write them; "" if nothing is missing
-
-
-@runtime_checkable
-class RewindSink(Sink, Protocol):
-    """A sink that keeps events of earlier processes of the same run."""
-
-    def rewind(self, step: int, evaluates_again: bool) -> None: ...
+    def lacks(self) -> str:
+        """What could not be written, in words, after a last attempt to write it; "" if nothing is missing."""
+        return ""
 
 
 class Telemetry:
@@ -87,7 +77,6 @@ class Telemetry:
         limit: int = LIMIT,
     ) -> None:
         self._sinks: list[Sink] = []
-        self._followers: list[PositionSink] = []
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
         self._waiting: deque[Event] = deque()
@@ -117,8 +106,6 @@ class Telemetry:
         """Later events go to this sink as well. It is closed before the sinks added earlier."""
         with self._lock:
             self._sinks.append(sink)
-            if isinstance(sink, PositionSink):
-                self._followers.append(sink)
 
     def emit(self, event: Event) -> None:
         """Send an event to all sinks."""
@@ -150,7 +137,7 @@ class Telemetry:
 
     def advance(self, epoch: int, step: int) -> None:
         """Called for every step at little cost: advances the bar and status.json, writes no event."""
-        if not self._followers:
+        if not self._sinks:
             return
         self._position = (epoch, step)
         if self._writer is None:
@@ -164,8 +151,7 @@ class Telemetry:
         with self._lock:
             self._drain()
             for sink in list(self._sinks):
-                if isinstance(sink, RewindSink):
-                    self._attempt(sink, partial(sink.rewind, step, evaluates_again))
+                self._attempt(sink, partial(sink.rewind, step, evaluates_again))
 
     def close(self) -> None:
         """Close all sinks, the last added first, so that its errors still reach the others."""
@@ -178,7 +164,7 @@ class Telemetry:
             if count > 1:
                 self.warn(f"{name} lacks {count:,} events that it could not represent.")
         for sink in list(self._sinks):
-            if isinstance(sink, KeepingSink) and (missing := sink.lacks()):
+            if missing := sink.lacks():
                 self.warn(f"{sink.name} lacks {missing}.")
         while self._sinks:
             self.flush()
@@ -217,7 +203,7 @@ class Telemetry:
             self._draining = False
         position, self._position = self._position, None
         if position is not None:
-            for sink in list(self._followers):
+            for sink in list(self._sinks):
                 self._attempt(sink, partial(sink.advance, *position))
         if self._lost > self._reported:
             self._reported = self._lost
@@ -276,4 +262,3 @@ class Telemetry:
 
     def _remove(self, sink: Sink) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]
-        self._followers = [other for other in self._followers if other is not sink]

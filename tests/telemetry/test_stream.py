@@ -10,11 +10,11 @@ import pytest
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog, read_events
 from launcher.telemetry.events import WarningEvent, record_of
-from launcher.telemetry.stream import SinkError
+from launcher.telemetry.stream import Sink, SinkError
 from tests.telemetry.made import made
 
 
-class Kept:
+class Kept(Sink):
     """A sink that keeps what it gets."""
 
     def __init__(self, name="kept"):

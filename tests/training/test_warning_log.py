@@ -11,11 +11,12 @@ import pytest
 from launcher.engine import EngineWarning
 from launcher.run_dir.records import rank_log
 from launcher.telemetry import Telemetry
+from launcher.telemetry.stream import Sink
 from launcher.training.reports import log
 from launcher.training.warning_log import warnings_logged
 
 
-class Events:
+class Events(Sink):
     name = "events"
 
     def __init__(self) -> None:

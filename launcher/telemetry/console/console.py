@@ -35,11 +35,12 @@ from launcher.telemetry.formatting import (
     table_widths,
 )
 from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end
+from launcher.telemetry.stream import Sink
 
 WIDEST_REPORT = 120  # columns of the classification report where there is no terminal
 
 
-class Console:
+class Console(Sink):
     """Prints events: a bar per epoch where `err` is a terminal, else a line per `step` event.
 
     `run_dir` is printed at the end.

@@ -25,7 +25,7 @@ from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, Reader
 from launcher.telemetry.gpu.window import Window
-from launcher.telemetry.stream import Telemetry
+from launcher.telemetry.stream import Sink, Telemetry
 
 if TYPE_CHECKING:
     from launcher.distributed.env import WorkerEnv
@@ -75,7 +75,7 @@ class _Lane:
         return numbers
 
 
-class GpuSampler:
+class GpuSampler(Sink):
     """A sink: `step` events end windows. `ranks` are all of the job; those of other nodes are ignored."""
 
     name = "NVML"

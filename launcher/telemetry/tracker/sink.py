@@ -18,7 +18,7 @@ from launcher.config.user_code import place_of
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import PERIODIC, Event, record_of
-from launcher.telemetry.stream import Record, SinkError
+from launcher.telemetry.stream import Record, Sink, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import DirectedTracker, ServiceTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
@@ -40,7 +40,7 @@ class TrackerTimeouts:
     finish_s: float = 30.0  # after the last event, for what has not been written yet
 
 
-class TrackerSink:
+class TrackerSink(Sink):
     """A sink for the tracker that `make` returns. `warn` receives problems that do not end tracking.
 
     The tracker is made when the run starts, after its recipe file is loaded. `facts`, known by then, are

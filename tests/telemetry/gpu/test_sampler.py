@@ -17,12 +17,13 @@ SECOND = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 SLICE = "MIG-cccccccc-0000-0000-0000-000000000000"
 SAMPLE = """
 import json, os, pathlib, sys, time
+from launcher.telemetry.stream import Sink
 from launcher.telemetry.events import record_of
 from tests.telemetry.made import made
 from launcher.telemetry.gpu import GpuSampler, Rank
 from launcher.telemetry.stream import Telemetry
 
-class Kept:
+class Kept(Sink):
     name = "kept"
     def __init__(self): self.records = []
     def write(self, event): self.records.append(record_of(event))

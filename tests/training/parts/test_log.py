@@ -12,6 +12,7 @@ from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import Event, record_of
+from launcher.telemetry.stream import Sink
 from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.training.moments import Parts
 from launcher.training.parts.divergence import DivergenceCheck
@@ -40,7 +41,7 @@ class Ready:
         return self.report
 
 
-class Recorder:
+class Recorder(Sink):
     name = "recorder"
 
     def __init__(self) -> None:
