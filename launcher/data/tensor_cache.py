@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,7 +29,6 @@ from torch import Tensor
 from launcher.errors import ConfigError
 
 FORMAT = 2  # of what is stored; another number and nothing that is older is read
-POLL_S = 0.1
 PROGRESS_S = 10.0  # between two lines of a process that waits
 
 KEPT_DAYS = 30  # each change of an option leaves a cache behind, of gigabytes for photographs
@@ -82,7 +82,7 @@ def cached(folder: Path | None, key: Mapping[str, object], make: Callable[[], St
     try:
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder)
-        with _locked(path.with_suffix(".lock"), path):
+        with _locked(path):
             return _read(path, text) or _written(path, text, make())
     except OSError as error:
         log.warning("nothing is kept in %s: %s. data.cache=DIR names another folder.", folder, error)
@@ -121,29 +121,22 @@ def _written(path: Path, key: str, made: Stored) -> Stored:
 
 
 @contextlib.contextmanager
-def _locked(lock: Path, made: Path) -> Iterator[None]:
+def _locked(made: Path) -> Iterator[None]:
     """Context in which this process alone may write the file `made`."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    lock = FileLock(made.with_suffix(".lock"), timeout=PROGRESS_S)
+    began = time.monotonic()
+    while not lock.is_locked:
+        try:
+            lock.acquire()
+        except Timeout:
+            waited = time.monotonic() - began
+            log.info("waiting for another process, which writes %s: %.0f s", made, waited)
     try:
-        _wait_for(descriptor, made)
         yield
         if made.exists():  # who locks another file of this name finds what was made before it writes
-            lock.unlink(missing_ok=True)
+            made.with_suffix(".lock").unlink(missing_ok=True)
     finally:
-        os.close(descriptor)
-
-
-def _wait_for(descriptor: int, made: Path) -> None:
-    began = reported = time.monotonic()
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        now = time.monotonic()
-        if now - reported >= PROGRESS_S:
-            reported = now
-            log.info("waiting for another process, which writes %s: %.0f s", made, now - began)
-        time.sleep(POLL_S)
+        lock.release()
 
 
 def use(descriptor: int) -> None:

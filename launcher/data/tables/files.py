@@ -16,7 +16,6 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -215,28 +214,19 @@ def read_csv(file: Path, wanted: Wanted = None) -> Table:
 
 
 def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(sys.maxsize)  # of the whole process: a cell may be of any length
     reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True, delimiter=separator)
     line = 1
-    with _cells_of_any_length():
-        try:
-            for row in reader:
-                if row:
-                    yield line, row
-                line = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError(
-                f"{file}, line {line}: {error}. A cell that has a comma, a quote or a line break stands in "
-                "quotes, and a quote within it is written twice. A file without quoting is a .tsv."
-            ) from error
-
-
-@contextmanager
-def _cells_of_any_length() -> Iterator[None]:
-    before = csv.field_size_limit(sys.maxsize)
     try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+        for row in reader:
+            if row:
+                yield line, row
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{file}, line {line}: {error}. A cell that has a comma, a quote or a line break stands in "
+            "quotes, and a quote within it is written twice. A file without quoting is a .tsv."
+        ) from error
 
 
 def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted, separator: str) -> Table:

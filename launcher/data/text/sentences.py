@@ -219,7 +219,8 @@ def _tokenised(
     columns += [(LANGUAGE, "")] if options["language"] else []
     tables = {"train": _training_table(files["train"], options, columns)}
     tables |= {name: read_table(file, columns) for name, file in files.items() if name != "train"}
-    kept = {name: _labelled(table, options) for name, table in tables.items()}
+    left_out = Counter[str | None]()  # rows by label; those of another language by None
+    kept = {name: _labelled(table, options, left_out) for name, table in tables.items()}
     labels = _labels(kept["train"], options)
     classes = sorted(set(labels), key=_natural)
     if len(classes) < 2:
@@ -235,9 +236,10 @@ def _tokenised(
     sentences = {name: _sentences(table, options) for name, table in kept.items()}
     tokenizer = pretrained or fitted(_each(sentences["train"]), options["vocab_size"], options["lower_case"])
     tensors: dict[str, Tensor] = {}
-    cut = Counter[str]()
+    cut = 0
     for name, table in kept.items():
-        part, cut[name] = _rows(tokenizer, sentences[name], options["max_seq_len"])
+        part, shortened = _rows(tokenizer, sentences[name], options["max_seq_len"])
+        cut += shortened
         part["labels"] = _numbers(table, options, classes)
         tensors |= {f"{name}/{column}": tensor for column, tensor in part.items()}
     facts = {
@@ -245,7 +247,7 @@ def _tokenised(
         "classes": classes,
         "pad": tokenizer.pad,
         "vocab_size": tokenizer.vocab_size,
-        "notice": _notice(tables, kept, cut, options),
+        "notice": _notice(left_out, cut, sum(map(len, kept.values())), options),
     }
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
 
@@ -275,12 +277,13 @@ def _training_table(file: Path, options: Mapping[str, Any], columns: Wanted) -> 
         raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
-def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
-    """The rows of the language with a label.
+def _labelled(table: Table, options: Mapping[str, Any], left_out: Counter[str | None]) -> Table:
+    """The rows of the language with a label; those that are `left_out` are counted.
 
     Raises DataError where none is left, and for an empty cell: it is no class.
     """
-    table = _of_language(table, options["language"])
+    everything, table = table, _of_language(table, options["language"])
+    left_out[None] += len(everything) - len(table)
     column = _column(table, options["label"])
     labels, none = table.column(column), _names(options["unlabelled"])
     kept = [row for row, label in enumerate(labels) if label is None or str(label) not in none]
@@ -292,7 +295,10 @@ def _labelled(table: Table, options: Mapping[str, Any]) -> Table:
             f"{table.place(empty[0])}: the {column} is empty, in {len(empty):,} of {len(table):,} "
             "rows. Give these rows a label, or leave them out: 'data.unlabelled=\"\"'."
         )
-    return table if len(kept) == len(table) else table.select(kept)
+    if len(kept) == len(table):
+        return table
+    left_out.update(str(label) for label in labels if label is not None and str(label) in none)
+    return table.select(kept)
 
 
 def _of_language(table: Table, language: str | None) -> Table:
@@ -353,26 +359,18 @@ def _numbers(table: Table, options: Mapping[str, Any], classes: Sequence[str]) -
     return torch.tensor([number[label] for label in labels])
 
 
-def _notice(
-    tables: Mapping[str, Table], kept: Mapping[str, Table], cut: Counter[str], options: Mapping[str, Any]
-) -> str:
+def _notice(left_out: Counter[str | None], cut: int, total: int, options: Mapping[str, Any]) -> str:
     """What became of the rows that are not used as they are; empty where all are."""
-    none = _names(options["unlabelled"])
-    of_language = [_of_language(table, options["language"]) for table in tables.values()]
-    dropped = sum(map(len, of_language)) - sum(map(len, kept.values()))
     parts = []
-    if others := sum(map(len, tables.values())) - sum(map(len, of_language)):
+    if others := left_out.pop(None):
         parts.append(f"{others:,} rows are not of data.language={options['language']} and are left out")
-    if dropped:
-        found = {
-            str(label) for table in of_language for label in table.column(_column(table, options["label"]))
-        }
-        labels = " or ".join(repr(label) for label in none if label in found)
-        parts.append(f"{dropped:,} rows have the label {labels} and are left out")
-    if total := sum(cut.values()):
+    if left_out:
+        labels = " or ".join(repr(label) for label in _names(options["unlabelled"]) if label in left_out)
+        parts.append(f"{left_out.total():,} rows have the label {labels} and are left out")
+    if cut:
         parts.append(
-            f"{total:,} of {sum(map(len, kept.values())):,} rows are longer than "
-            f"data.max_seq_len={options['max_seq_len']} tokens and were cut"
+            f"{cut:,} of {total:,} rows are longer than data.max_seq_len={options['max_seq_len']} tokens and "
+            "were cut"
         )
     return "; ".join(parts)
 
