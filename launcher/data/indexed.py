@@ -17,7 +17,7 @@ from torch import Tensor
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
-from launcher.data.loader import Loading, Pool
+from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.reader import ByReference, Collate, Fetched, Indexed, Reader, Request
 from launcher.data.tensors import Batch, Batches, batch_to_device, to_device, transformed
 
@@ -27,16 +27,14 @@ CORRECT = "Correct or remove it, or set data.max_bad=N to leave out up to N of t
 LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
 
 
-class IndexedData:
-    """A map-style data set, how its samples are collated and how they are read. `kind` is for messages."""
+class IndexedData(LoadedSet):
+    """A map-style data set, how its samples are collated and how they are read."""
 
     def __init__(self, dataset: Indexed, collate: Collate | None, how: Loading, kind: str) -> None:
+        super().__init__(how, kind, f"{kind} set")
         self.dataset = dataset
-        self.how = how
-        self.kind = kind
         self._by_reference = dataset if collate is None and isinstance(dataset, ByReference) else None
         self._collate = collate if self._by_reference is None else self._by_reference.collate
-        self._evaluation: tuple[tuple[int, int, int], list[Request], Pool] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -61,27 +59,21 @@ class IndexedData:
 
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
-        fetched.refuse_failure(f"{self.kind} set")
+        batch = self.checked(fetched, request.indices)
         for bad in fetched.bad:
             if self.how.max_bad == 0:
-                raise bad.refusal(f"{self.kind} set", CORRECT)
-            log.warning("the %s set: left out %s\n%s", self.kind, bad, bad.details)
-        if fetched.batch is None:
-            return None
-        if self.how.labels is not None:
-            self.how.labels.refuse_others(fetched, f"{self.kind} set", request.indices)
-        batch = fetched.batch
-        if self._by_reference is not None:
+                raise bad.refusal(self.name_in_errors, CORRECT)
+            log.warning("the %s: left out %s\n%s", self.name_in_errors, bad, bad.details)
+        if batch is not None and self._by_reference is not None:
             batch = self._by_reference.complete(batch, pinned=self.how.device.type == "cuda")
-        return batch_to_device(batch, self.how.device)
+        return None if batch is None else batch_to_device(batch, self.how.device)
 
     def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
         """At most `most` samples of the first of `evaluation_batches`, read in this process."""
-        requests = self._evaluation_requests(rank, world_size, batch_size)
-        if not requests:
-            return None
-        request = replace(requests[0], indices=requests[0].indices[:most])
-        return self.usable(self.fetch(request), request)
+        for request in self._evaluation_requests(rank, world_size, batch_size)[:1]:
+            request = replace(request, indices=request.indices[:most])
+            return self.usable(self.fetch(request), request)
+        return None
 
     def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[Request]:
         pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
@@ -92,12 +84,9 @@ class IndexedData:
     ) -> Iterator[tuple[Tensor, Batch | None]]:
         """This rank's samples in order: (indices int64 [n], batch), None for those that cannot be read."""
         key = (rank, world_size, batch_size)
-        if self._evaluation is None or self._evaluation[0] != key:
-            requests = self._evaluation_requests(*key)
-            if self._evaluation is not None:
-                self._evaluation[2].end()
-            self._evaluation = key, requests, self.pool(requests)
-        for request, fetched in zip(*self._evaluation[1:], strict=True):
+        requests = self._evaluation_requests(*key)
+        pool = self.evaluation_pool(key, lambda: self.pool(requests))
+        for request, fetched in zip(requests, pool, strict=True):
             batch = self.usable(fetched, request)
             # Chosen on the host: by a mask on the device the host would wait for all work before it.
             indices = torch.tensor(request.indices)

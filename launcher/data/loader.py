@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from launcher.data.labels import Labels
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
+from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError, LoaderKilledError, StalledError, first_sentence
 from launcher.process.signals import HEEDED
 
@@ -222,6 +223,29 @@ class Pool:
     def _end(self, *signal_and_frame: Any) -> None:
         if self._shared[self._number, ENDS]:
             os._exit(0)
+
+
+class LoadedSet:
+    """A set that loader processes read. `kind` and `name` ("training set", say) are for messages."""
+
+    def __init__(self, how: Loading, kind: str, name: str) -> None:
+        self.how, self.kind, self.name_in_errors = how, kind, name
+        self._evaluation: tuple[object, Pool] | None = None
+
+    def checked(self, fetched: Fetched, indices: Sequence[int] = ()) -> Batch | None:
+        """The batch, on the CPU. Raises DataError for what could not be collated, and for unknown labels."""
+        fetched.refuse_failure(self.name_in_errors)
+        if self.how.labels is not None:
+            self.how.labels.refuse_others(fetched, self.name_in_errors, indices)
+        return fetched.batch
+
+    def evaluation_pool(self, key: object, make: Callable[[], Pool]) -> Pool:
+        """The pool of this key, kept from one evaluation to the next; the one of another key is ended."""
+        if self._evaluation is None or self._evaluation[0] != key:
+            if self._evaluation is not None:
+                self._evaluation[1].end()
+            self._evaluation = key, make()
+        return self._evaluation[1]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.epochs import EVALUATION
-from launcher.data.loader import Loading, Pool
+from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated, in_words, unforeseen
 from launcher.data.tensors import Batch, Batches, batch_to_device, to_device, transformed
@@ -178,15 +178,13 @@ class StreamReader(IterableDataset[Fetched]):
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))
 
 
-class StreamData:
-    """A stream, how its samples are collated and how they are read. `kind` is for messages."""
+class StreamData(LoadedSet):
+    """A stream, how its samples are collated and how they are read."""
 
     def __init__(self, stream: Iterable[Any], collate: Collate | None, how: Loading, kind: str) -> None:
+        super().__init__(how, kind, f"{kind} stream")
         self.stream = stream
-        self.how = how
-        self.kind = kind
         self._collate = collate
-        self._evaluation: tuple[tuple[int, int, int], Pool] | None = None
 
     @property
     def divides_itself(self) -> bool:
@@ -214,32 +212,25 @@ class StreamData:
     def usable(self, fetched: Fetched) -> Batch:
         """The batch, on the device. Raises DataError where there is none."""
         for bad in fetched.bad:
-            raise bad.refusal(f"{self.kind} stream", CATCH)
-        fetched.refuse_failure(f"{self.kind} stream")
-        assert fetched.batch is not None, "without a failure there is one"
-        if self.how.labels is not None:
-            self.how.labels.refuse_others(fetched, f"{self.kind} stream")
-        return batch_to_device(fetched.batch, self.how.device)
+            raise bad.refusal(self.name_in_errors, CATCH)
+        batch = self.checked(fetched)
+        assert batch is not None, "without a failure there is one"
+        return batch_to_device(batch, self.how.device)
 
     def evaluation_batches(
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Batch]]:
         """This rank's samples, as (numbers int64 [n], batch). Over all ranks, every sample occurs once."""
+
+        def parts(step: int) -> Iterator[range]:
+            for number in count(rank, world_size):
+                yield range(number * batch_size, (number + 1) * batch_size)
+
+        share = Share(rank, world_size, self.divides_itself)
+        start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
         key = (rank, world_size, batch_size)
-        if self._evaluation is None or self._evaluation[0] != key:
-            share = Share(rank, world_size, self.divides_itself)
-
-            def parts(step: int) -> Iterator[range]:
-                for number in count(rank, world_size):
-                    yield range(number * batch_size, (number + 1) * batch_size)
-
-            start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
-            if self._evaluation is not None:
-                self._evaluation[1].end()
-            self._evaluation = key, self.pool(share, parts, start)
-        for fetched in self._evaluation[1]:
-            batch = self.usable(fetched)
-            yield torch.arange(len(fetched.kept), device=self.how.device), batch
+        for fetched in self.evaluation_pool(key, lambda: self.pool(share, parts, start)):
+            yield torch.arange(len(fetched.kept), device=self.how.device), self.usable(fetched)
 
 
 class StreamBatches(Batches):

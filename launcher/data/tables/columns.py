@@ -1,14 +1,17 @@
 """The cells of a column, read as numbers or as categories.
 
-Owns what counts as absent, as a number and as the same category. Knows neither files nor other columns.
+Owns what counts as absent, as a number and as the same category, and which cells stand for numbers without
+being such: amounts of money, percentages, dates. Knows neither files nor other columns.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
+from datetime import UTC, date, datetime
 from decimal import Decimal
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy
@@ -16,6 +19,23 @@ import torch
 from torch import Tensor
 
 Cell = Any  # text in TSV and CSV; any value of JSON or parquet, None where there is none
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+DAY_S = 86_400
+CURRENCY = r"(?:[$€£¥₹]|USD|EUR|GBP|CHF|JPY)"
+FORMATS = (  # of dates, besides ISO's; the first that all training rows have
+    "%d.%m.%Y",
+    "%m/%d/%Y",
+    "%d/%m/%Y",
+    "%Y/%m/%d",
+    "%m/%d/%y",
+    "%d-%m-%Y",
+    "%b %d, %Y",
+    "%B %d, %Y",
+    "%d %b %Y",
+    "%d %B %Y",
+)
+TIMES = ("", " %H:%M", " %H:%M:%S")
+Read = Callable[[Cell], float | None]  # None for a cell that is not of the kind
 ABSENT = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})  # as text, in any case
 
 
@@ -90,3 +110,60 @@ class Column(list[Cell]):
     def is_numeric(self) -> bool:
         """Whether more than half of the values are numbers: then all have to be."""
         return bool(2 * (~self.numbers.isnan()).sum() > (~self.absent).sum())
+
+
+def amount(cell: Cell, decimal: str) -> float | None:
+    """1,234.5, $1.23, (12 EUR), 12 % as a number; None for other text. Thousands are groups of three."""
+    if not isinstance(cell, str):
+        return None if math.isnan(number := number_of(cell)) else number
+    found = _amounts(decimal).fullmatch(cell.strip())
+    if found is None or not any(character.isdigit() for character in found[4]):
+        return None
+    digits = found[4].replace("." if decimal == "," else ",", "").replace(decimal, ".")
+    value = float(f"{digits}e{found[5] or 0}")
+    return -value if found[1] or "-" in (found[2], found[3]) else value
+
+
+@cache
+def _amounts(decimal: str) -> re.Pattern[str]:
+    group = re.escape("." if decimal == "," else ",")
+    number = rf"\d{{1,3}}(?:{group}\d{{3}})+|\d+"
+    return re.compile(
+        rf"(\()?\s*([-+])?\s*{CURRENCY}?\s*([-+])?((?:{number})?(?:{re.escape(decimal)}\d*)?)(?:[eE]([-+]?\d+))?"
+        rf"\s*(?:{CURRENCY}|%)?\s*\)?"
+    )
+
+
+def are_amounts(cells: Column, decimal: str) -> bool:
+    """Whether more than half of them are."""
+    return 2 * sum(value is not None for value in cells.each(partial(amount, decimal=decimal))) > len(cells)
+
+
+def kind_of(cells: Column, decimal: str) -> tuple[str, Read] | None:
+    """What the cells stand for, and how a cell is read; None where they are what they are."""
+    if are_amounts(cells, decimal):
+        shown = [cell for cell in cells.distinct if isinstance(cell, str)]
+        money = any(re.search(CURRENCY, cell) for cell in shown)
+        percent = any("%" in cell for cell in shown)
+        kind = "money" if money else "percent" if percent else "numbers"
+        return kind, partial(amount, decimal=decimal)
+    for text in (None, *(f"{day}{time}" for day in FORMATS for time in TIMES)):
+        if all(_days(cell, text) is not None for cell in cells.distinct):
+            return f"dates, as days{f', {text}' if text else ''}", partial(_days, text=text)
+    return None
+
+
+def _days(cell: Cell, text: str | None) -> float | None:
+    """Days since 1970 of a date in this format, ISO's where it is None."""
+    try:
+        if isinstance(cell, str) and text is not None:
+            found = datetime.strptime(cell.strip(), text)
+        elif isinstance(cell, str):
+            found = datetime.fromisoformat(cell.strip())
+        elif isinstance(cell, date):
+            found = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
+        else:
+            return None
+    except ValueError:
+        return None
+    return ((found if found.tzinfo else found.replace(tzinfo=UTC)) - EPOCH).total_seconds() / DAY_S

@@ -20,8 +20,7 @@ from launcher.config.rules import either, list_of, null, one_of, string
 from launcher.config.schema import DataConfig
 from launcher.data.options import Known, options_of
 from launcher.data.split import numbered, parts
-from launcher.data.tables.cells import row_numbers, understood
-from launcher.data.tables.columns import Column
+from launcher.data.tables.columns import Column, are_amounts, is_absent, kind_of
 from launcher.data.tables.features import (
     IMPUTE,
     REFUSE,
@@ -34,6 +33,8 @@ from launcher.data.tables.features import (
 from launcher.data.tables.files import Table, missing_columns, no_such_column, read_table, shown, split_files
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
+
+NAMELESS = ("", "Unnamed: 0", "__index_level_0__")  # of the index that pandas writes
 
 SHOWN = 12  # columns of a kind
 MOST_CLASSES = 20  # of whole numbers that are taken for classes
@@ -159,6 +160,43 @@ def _split_tables(
     if validation is None:
         train, validation = split_rows(train, options.target if classifies else None, config.val_fraction)
     return train, validation, names, classifies, kinds
+
+
+def row_numbers(table: Table) -> list[str]:
+    """Columns that count the rows from 0 or 1: pandas' index, whose name is none."""
+    found = []
+    for name in NAMELESS:
+        if name in table.columns and len(numbers := table.columns[name].numbers):
+            counts = torch.arange(len(numbers)) + numbers[0]
+            found += [name] if numbers[0] in (0, 1) and torch.equal(numbers, counts) else []
+    return found
+
+
+def understood(tables: Sequence[Table], name: str, decimal: str) -> str:
+    """Replace the cells of a column by numbers where its rows in the first table are such of a kind.
+
+    Returns the kind; "" for a column that stays as it is. Raises ConfigError where data.decimal seems wrong.
+    """
+    column = tables[0].columns[name]
+    if decimal == "." and column.is_numeric:
+        return ""
+    cells = column.present
+    if not cells:
+        return ""
+    if found := kind_of(cells, decimal):
+        kind, read = found
+        for table in tables:
+            values = table.columns[name].each(lambda cell: None if is_absent(cell) else read(cell))
+            pairs = zip(table.columns[name], values, strict=True)
+            table.columns[name] = Column(cell if value is None else value for cell, value in pairs)
+        return kind
+    other = "." if decimal == "," else ","
+    if are_amounts(cells, other):
+        raise ConfigError(
+            f"{tables[0].file}: {name} has numbers such as {cells[0]!r:.40}, with {other!r} before the "
+            f"decimals. Set data.decimal='{other}', or read it as categories: data.categorical=[{name}]."
+        )
+    return ""
 
 
 def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launcher.config.schema import DataConfig
-from launcher.data.tables.cells import amount
+from launcher.data.tables.columns import amount
 from launcher.data.tables.tabular_set import load_table
 from launcher.errors import ConfigError, DataError
 from launcher.telemetry.event_log import read_events

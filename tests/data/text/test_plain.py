@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from launcher.data import load_text
-from launcher.data.text.plain import held_out, text_files
-from launcher.data.text.vocabulary import TOKENIZERS
+from launcher.data.text.plain import TOKENIZERS, held_out, text_files
 from launcher.errors import ConfigError, DataError
 from tests.configs import composed
 
