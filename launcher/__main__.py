@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := _problem_of_environment(sys.argv[1:] if argv is None else argv):
         print(f"error: {problem}", file=sys.stderr)
         return 3
-    _take_early_signals()
+    from launcher.process import signals
+
+    signals.take_early()
     from launcher.distributed import stranded
     from launcher.process import guardian, lifetime, streams
 
@@ -56,22 +58,6 @@ def _problem_of_environment(argv: Sequence[str]) -> str:
         return f"{problem} Install the launcher with its dependencies into a Python 3.11 to 3.13."
     script = min(str(SCRIPT), os.path.relpath(SCRIPT), key=len)
     return f"{problem} This command sets up an environment first: {shlex.join([script, *argv])}"
-
-
-def _take_early_signals() -> None:
-    """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
-    from launcher.process.signals import FATAL, SAVING, STOPPING, exit_early, saving_stops
-
-    # Before the config is read. To save is no request while there is nothing to save.
-    stopping = set(STOPPING) - {signal.SIGINT} | set(SAVING if saving_stops("auto") else ())
-    for number in SAVING:
-        signal.signal(number, signal.SIG_IGN)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return  # torchrun reports it, and a handler would have to wait for store calls
-    for number in (*stopping, *FATAL):
-        # nohup ignores SIGHUP
-        if number in SAVING or signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, exit_early)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from launcher.config.messages import program
 from launcher.errors import ConfigError
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
+ONE_AT_A_TIME = "sweep.parallel=1"  # their times are compared
 OF_ONE_CONFIG = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--run")
 
 
@@ -40,7 +41,7 @@ def as_sweep(arguments: Arguments) -> Arguments:
         )
     rest = [word for word in arguments.words if word not in given.values()]
     refuse_variations(rest)
-    words = (*rest, *(given[key] for key in VARIED if key in given))
+    words = (*rest, *(given[key] for key in VARIED if key in given), ONE_AT_A_TIME)
     return dataclasses.replace(
         arguments, command="train", words=words, flags={**arguments.flags, "--multirun": None}
     )
@@ -75,6 +76,8 @@ def refuse_variations(words: Sequence[str]) -> None:
     from hydra.errors import OverrideParseException
 
     for word in words:
+        if word.startswith("sweep.parallel=") and word != ONE_AT_A_TIME:
+            raise ConfigError(f"compare {word}: its runs train one at a time, because times are compared.")
         try:
             varies = OverridesParser.create().parse_override(word).is_sweep_override()
         except OverrideParseException:

@@ -1,34 +1,150 @@
-"""Runs several jobs in the order of Hydra's multirun, and compares them at the end."""
+"""Runs the jobs of a sweep, and compares them at the end.
+
+Owns what a process does as the parent of a sweep: it prepares all jobs, gives them to a carrier, and says how
+the sweep ended. Under torchrun the jobs run in place, one after another, on the ranks that it has started.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.commands.run import report_failure, run_one
+from launcher.commands.run import report_failure, run_one, run_worker
 from launcher.config.messages import directory_override
+from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader
 from launcher.errors import (
+    INTERRUPTED,
     STOPPED,
     TO_RESUME,
     CollectiveError,
+    ConfigError,
+    Interrupted,
     LauncherError,
+    PreemptedError,
     StalledError,
     counted,
 )
+from launcher.process.signals import saving_stops
+from launcher.supervisor.parent_signals import heeded, held_back
+from launcher.supervisor.supervise import warm_up
+from launcher.supervisor.worker_count import num_workers, visible_gpus
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request
-    from launcher.config.schema import Config
+    from launcher.config.schema import Config, SweepConfig
+    from launcher.sweep.carriers import Carrier
+    from launcher.sweep.progress import Progress
+    from launcher.sweep.record import Record
+    from launcher.sweep.scheduler import Scheduler
+
+
+def run_sweep(
+    request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int] = ()
+) -> int:
+    """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
+    if leader.launch.launched:
+        return run_in_place(request, configs, leader, findings)
+    from launcher.sweep.job import DONE
+    from launcher.sweep.prepare import prepared
+    from launcher.sweep.scheduler import Grid, Scheduler
+
+    settings = configs[0].sweep
+    with prepared(request, configs) as (directory, record, placed), ExitStack() as stack:
+        signals = stack.enter_context(heeded(saving_stops(configs[0].launch.preempt_signals)))
+        for job, config in zip(record.jobs, placed, strict=True):
+            job.nproc = devices_of_a_job(settings, config)
+        with held_back():
+            if record.left:
+                warm_up()
+        carrier, progress = carrier_of(settings, directory, record)
+        scheduler = Scheduler(directory, record, Grid(record), carrier, settings, progress, signals)
+        with carrier:
+            scheduler.run()
+        progress.close()
+        done = sum(job.state == DONE for job in record.jobs)
+        print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done", flush=True)
+        if record.left and scheduler.reason:
+            say_how_to_continue(scheduler, directory)
+        compare_jobs(directory)
+        return exit_code_of(record, scheduler, findings)
+
+
+def devices_of_a_job(settings: SweepConfig, config: Config) -> int:
+    """The workers of a job; auto shares the GPUs out among the jobs that run at a time."""
+    if config.launch.nproc != "auto":
+        return int(config.launch.nproc)
+    if (num_gpus := len(visible_gpus())) and settings.on == "devices":
+        return 1 if settings.parallel == "auto" else max(1, num_gpus // int(settings.parallel))
+    return num_workers(config.launch, LaunchEnv()) or 1
+
+
+def carrier_of(settings: SweepConfig, directory: Path, record: Record) -> tuple[Carrier, Progress]:
+    """The carrier that `sweep.on` names, and what tells of its jobs."""
+    from launcher.sweep.carriers.devices import Devices, Pool
+    from launcher.sweep.progress import Progress
+
+    if settings.on != "devices":
+        raise ConfigError(f"sweep.on={settings.on}: is not supported. Leave it out.")
+    gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
+    parallel = None if settings.parallel == "auto" else int(settings.parallel)
+    if not gpus:
+        # On a CPU one job at a time by itself: the bits of a result may depend on the number of threads, and
+        # a job of a sweep is to have those of the same job alone.
+        parallel = parallel or 1
+    pool = Pool(gpus, cores, settings.jobs_per_gpu, parallel)
+    alone = pool.at_a_time(min((job.nproc for job in record.jobs), default=1)) == 1
+    return Devices(pool, run_in_child, alone), Progress(directory, record.jobs, alone)
+
+
+def run_in_child(directory: Path) -> int:
+    """Run the job of a folder in this process, forked from the sweep's; returns its exit code."""
+    from launcher.sweep.job import read_job
+
+    try:
+        config, overrides = read_job(directory)
+        run_one(config, overrides, Leader(LaunchEnv(), run_worker))
+    except (KeyboardInterrupt, Interrupted):
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, LauncherError) and error.exit_code in STOPPED:
+            without_advice(error)
+        return report_failure(error)
+    return 0
+
+
+def without_advice(error: LauncherError) -> None:
+    """Remove how to resume: the sweep says how to resume all its jobs."""
+    error.args = (str(error).partition(f" {TO_RESUME}")[0],)
+
+
+def say_how_to_continue(scheduler: Scheduler, directory: Path) -> None:
+    again = directory_override("sweep.resume", directory)
+    if not scheduler.asked:  # a limit: it would stop the sweep again
+        limit = scheduler.reason.partition("=")[0]
+        again = f"{limit}=null {again}"
+        return print(f"sweep: {scheduler.reason}. {TO_RESUME} {again}", file=sys.stderr, flush=True)
+    rest = "it continues with the jobs that are not done"
+    print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
+
+
+def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) -> int:
+    """The first code of a job that failed; of a sweep that was stopped, that of its jobs, else 75."""
+    codes = [job.exit for job in record.jobs if job.state == "failed" and job.exit not in findings]
+    stopped = [job.exit for job in record.jobs if job.state == "stopped"]
+    if scheduler.asked and record.left and not codes and not stopped:
+        return PreemptedError.exit_code
+    return next((code for code in (*codes, *stopped) if code), 0)
 
 
 @dataclass
 class SweepProgress:
-    """Progress of a sweep. A job that fails is reported at once and does not end the sweep."""
+    """Progress of a sweep in place. A job that fails is reported at once and does not end the sweep."""
 
     num_jobs: int
     leader: Leader
@@ -51,21 +167,19 @@ class SweepProgress:
             self.stopped = isinstance(error, LauncherError) and error.exit_code in STOPPED
             how = "stopped" if self.stopped else "failed"
             print(f"sweep: job {self.started} of {self.num_jobs} {how}", file=sys.stderr, flush=True)
-            if self.stopped:  # the sweep says how to resume, all its jobs
-                error.args = (str(error).partition(f" {TO_RESUME}")[0],)
+            if isinstance(error, LauncherError) and self.stopped:
+                without_advice(error)
             self.exit_codes.append(report_failure(error))
             # In parent mode a rank that is lost is a RunFailed.
             self.broken = self.stopped or isinstance(error, StalledError | CollectiveError)
 
 
-def run_sweep(
-    request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int] = ()
-) -> int:
-    """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
-    from launcher.sweep import hydra_sweep
+def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int]) -> int:
+    """`run_sweep` on the ranks that torchrun or a scheduler has started."""
+    from launcher.sweep import prepare
 
     progress = SweepProgress(len(configs), leader)
-    directory = hydra_sweep.run_sweep(request, configs, progress.run)
+    directory = prepare.run_in_place(request, configs, progress.run)
     done = progress.started - len(progress.exit_codes)
     print(f"sweep: {done} of {counted(len(configs), 'job')} done", flush=True)
     if progress.stopped:

@@ -42,6 +42,10 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         from launcher.commands.completion import answer
 
         return answer(request, ask_hydra)
+    if "--multirun" in arguments.flags:
+        from launcher.sweep.prepare import continued
+
+        request = continued(request)
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
         refuse_unknown_part(arguments, configs[0])

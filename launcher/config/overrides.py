@@ -62,6 +62,7 @@ KEYS_ELSEWHERE = {  # of other programs: the key here, and the value if it is no
     "gradient_clip_val": ("optim.clip_norm", None),
     "max_grad_norm": ("optim.clip_norm", None),
 }
+MOST_JOBS = 2_000  # of a sweep: composed and checked in about ten seconds, and sweep.json stays below 2 MB
 WARMUP = "schedule.warmup_fraction"
 SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
 
@@ -169,6 +170,8 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
         return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         return f"{override.input_line}: glob() stands for the names of a group that match it; none does."
+    if override.is_discrete_sweep() and (number := len(value_of(override))) > MOST_JOBS:
+        return too_many_jobs(number, f"{shortened(override.input_line or '')}: ")
     if override.is_discrete_sweep() and (twice := repeated(value_of(override))):
         return (
             f"{override.input_line}: {show(twice[0])} is given twice, and the second job would repeat the "
@@ -177,6 +180,13 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
     if not override.is_discrete_sweep():
         return f"{override.input_line}: an interval cannot be swept. List its values: key=a,b,c."
     return None
+
+
+def too_many_jobs(number: int, where: str = "") -> str:
+    return (
+        f"{where}{number:,} jobs: a sweep has at most {MOST_JOBS:,}. Give fewer values, or search: "
+        "sweep=random or sweep=tpe with sweep.stop.trials=N."
+    )
 
 
 def repeated(values: Sequence[Any]) -> list[Any]:

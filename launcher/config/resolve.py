@@ -7,6 +7,7 @@ all jobs before any job starts. Never imports torch and creates no file.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shlex
@@ -35,9 +36,11 @@ from launcher.config.groups import choice_values, recipes_dir
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import (
     KEYS_ELSEWHERE,
+    MOST_JOBS,
     choice_problem,
     form_problem,
     size_problem,
+    too_many_jobs,
     unknown_keys,
     value_of,
     with_plain_constant,
@@ -82,6 +85,9 @@ def compose_jobs(request: Request) -> list[Config]:
     composer = Composer(request)
     with hydra_initialised(request):
         overrides = accepted_overrides(request, composer, findings)
+        swept = [len(value_of(each)) for each in overrides if each.is_sweep_override()]
+        if (number := math.prod(swept)) > MOST_JOBS:
+            raise ConfigError(too_many_jobs(number))
         found = [compose_job(job, composer, findings) for job in expand(overrides)]
     findings.raise_if_any()
     return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]

@@ -45,6 +45,30 @@ def exit_early(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def take_early() -> None:
+    """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
+    # Before the config is read. To save is no request while there is nothing to save.
+    stopping = set(STOPPING) - {signal.SIGINT} | set(SAVING if saving_stops("auto") else ())
+    for number in SAVING:
+        signal.signal(number, signal.SIG_IGN)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return  # torchrun reports it, and a handler would have to wait for store calls
+    for number in (*stopping, *FATAL):
+        # nohup ignores SIGHUP
+        if number in SAVING or signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, exit_early)
+
+
+def start_over() -> None:
+    """In a process that was forked with HEEDED blocked: handle signals as at the start of a program."""
+    for number in (*HEEDED, *FATAL):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    take_early()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
+
+
 def unhandled() -> tuple[signal.Signals, ...]:
     """The signals of FATAL for which nobody, such as a profiler or the user's timer, has a handler."""
     return tuple(number for number in FATAL if signal.getsignal(number) in (signal.SIG_DFL, exit_early))

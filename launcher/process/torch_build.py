@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -179,6 +180,7 @@ class Driver(NamedTuple):
     error: int = 0  # a CUresult
     num_gpus: int = 0
     supported: tuple[int, int] = (0, 0)
+    uuids: tuple[str, ...] = ()  # of the GPUs, as CUDA_VISIBLE_DEVICES takes them
 
 
 def ask_driver() -> Driver:
@@ -192,7 +194,15 @@ def ask_driver() -> Driver:
     if error:
         return Driver(0 if error == NO_DEVICE else error)
     driver.cuDriverGetVersion(ctypes.byref(version))  # 12040 is CUDA 12.4
-    return Driver(0, count.value, (version.value // 1000, version.value % 1000 // 10))
+    uuids = tuple(_uuid(driver, number) for number in range(count.value))
+    return Driver(0, count.value, (version.value // 1000, version.value % 1000 // 10), uuids)
+
+
+def _uuid(driver: ctypes.CDLL, number: int) -> str:
+    device, found = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
+    driver.cuDeviceGet(ctypes.byref(device), number)
+    driver.cuDeviceGetUuid(ctypes.byref(found), device)
+    return f"GPU-{uuid.UUID(bytes=bytes(found))}"
 
 
 def refuse_failed_driver(found: Driver, who: str = "") -> None:

@@ -207,7 +207,7 @@ def rest_of_sweep(directory: Path, views: Mapping[str, View]) -> list[str]:
     """
     try:
         plan = read_json(directory / SWEEP)
-        jobs, words = [str(name) for name in plan["jobs"]], [str(word) for word in plan["continue"]]
+        jobs, words = [str(job["name"]) for job in plan["jobs"]], [str(word) for word in plan["words"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # of another version, or damaged
     left = [

@@ -18,10 +18,10 @@ from launcher.run_dir.atomic import open_plain, read_regular
 LOCK = ".lock"
 
 
-def locked(directory: Path) -> io.FileIO:
+def locked(directory: Path, key: str = "run.dir") -> io.FileIO:
     """Lock out all other processes until the result is closed, or until this process ends.
 
-    Raises ConfigError where another process holds it, and OSError.
+    `key` names the directory in errors. Raises ConfigError where another process holds it, and OSError.
     """
     descriptor = open_plain(directory / LOCK, os.O_RDWR | os.O_CREAT)
     lock = open(descriptor, "r+b", buffering=0)  # noqa: SIM115  # closed by the caller
@@ -31,7 +31,7 @@ def locked(directory: Path) -> io.FileIO:
         with lock:
             holder = Holder.of(lock.read().decode(errors="replace"))
         raise ConfigError(
-            f"run.dir={directory} is in use by {holder.named(directory / LOCK)}, or choose another directory."
+            f"{key}={directory} is in use by {holder.named(directory / LOCK)}, or choose another directory."
         ) from None
     os.register_at_fork(after_in_child=lock.close)  # a child would hold it after this process has ended
     lock.truncate(0)

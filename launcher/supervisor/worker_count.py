@@ -62,31 +62,36 @@ def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
         )
 
 
-@functools.cache
 def count_gpus() -> int:
-    """The number of GPUs visible to a CUDA program, counted in a short-lived child process.
+    """The number of GPUs visible to a CUDA program. Raises PreflightError as `visible_gpus`."""
+    return len(visible_gpus())
 
-    Raises PreflightError where a driver is installed that does not start.
+
+@functools.cache
+def visible_gpus() -> tuple[str, ...]:
+    """The UUIDs of the GPUs visible to a CUDA program, in its order.
+
+    A short-lived child process asks. Raises PreflightError where a driver is installed that does not start.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return ()
     from importlib import metadata  # not before: it takes 20 ms
 
     if metadata.version("torch").endswith("+cpu"):
-        return 0
+        return ()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             found = ask_driver()
-            os.write(writer, b"%d %d" % (found.error, found.num_gpus))
+            os.write(writer, " ".join([str(found.error), *found.uuids]).encode())
         finally:
             os._exit(0)  # whatever was raised: the rest of the program is the parent's
     os.close(writer)
-    with open(reader, "rb") as answer:
-        error, num_gpus = map(int, (answer.read() or b"%d 0" % CRASHED).split())
+    with open(reader, encoding="ascii") as answer:
+        error, *uuids = answer.read().split() or [str(CRASHED)]
     os.waitpid(child, 0)
-    refuse_failed_driver(Driver(error, num_gpus))
-    return num_gpus
+    refuse_failed_driver(Driver(int(error)))
+    return tuple(uuids)

@@ -36,45 +36,45 @@ from launcher.config.messages import quoted
 from launcher.config.resolve import swept_keys
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError, first_line
-from launcher.run_dir.atomic import write_json
-from launcher.run_dir.records import SWEEP
 
 ROOT = Path("multirun")
 SECTION = "hydra.sweep"
 FILE_NAME = "multirun.yaml"
 NAME_LENGTH = 100
-RunOne = Callable[[Config, Sequence[str]], None]
 
 
-def run_sweep(request: Request, configs: Sequence[Config], run_one: RunOne) -> Path:
-    """Call `run_one(config, overrides)` for each checked job of a request; returns the sweep's directory.
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A sweep whose directory exists, and the name and the overrides of each of its jobs, in order."""
 
-    `configs` are those of `compose_jobs`, which has composed them in the order of Hydra's sweeper: a second
-    composition by `hydra.main` would take as long as the first.
+    directory: Path
+    names: Sequence[str]
+    overrides: Sequence[tuple[str, ...]]
+    master: DictConfig  # the tree of the sweep with Hydra's own section
+
+    def save_master(self) -> None:
+        """Write multirun.yaml, as Hydra does. Raises OSError."""
+        OmegaConf.save(self.master, self.directory / FILE_NAME)
+
+
+def planned(request: Request, configs: Sequence[Config], lines: Sequence[tuple[str, ...]]) -> Planned:
+    """Make the directory of the sweep, and name the jobs with these configs and overrides.
+
+    Raises ConfigError where two jobs have one name, StorageError where the directory cannot be made.
     """
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
     settings = sweep_settings(request, [config.recipe.name for config in configs])
     with hydra_initialised(request):
         master = composed(request, [*settings, *request.overrides], RunMode.MULTIRUN)
         directory = made(Path(setting(master, "dir")).absolute())
-        OmegaConf.save(master, directory / FILE_NAME)
-        names = [
-            subdirectory(request, master, settings, number, lines)
-            for number, lines in enumerate(jobs_of(request))
-        ]
-    write_json(directory / SWEEP, {"jobs": names, "continue": words_to_continue(request, directory)})
-    for config, name, lines in zip(configs, names, jobs_of(request), strict=True):
-        run_one(placed(config, made(directory / name), directory.name), lines)
-    return directory
-
-
-def words_to_continue(request: Request, directory: Path) -> list[str]:
-    """What to type to run the jobs of a sweep that are left; those that are done are found done."""
-    place = str(directory) if re.fullmatch(r"[\w./-]+", str(directory)) else quoted(str(directory))
-    own = [line for line in request.overrides if not line.startswith(f"{SECTION}.dir=")]
-    tree = [] if request.config_dir is None else ["--config-dir", str(request.config_dir)]
-    name = [] if request.config_name == "config" else ["--config-name", request.config_name]
-    return ["-m", *own, f"{SECTION}.dir={place}", *tree, *name]
+        names = [subdirectory(request, master, settings, number, each) for number, each in enumerate(lines)]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ConfigError(
+                f"{SECTION}.subdir: jobs {names.index(name)} and {number} of the sweep would both have the "
+                f"directory {name}. Name each job differently, for instance with ${{hydra.job.num}}."
+            )
+    return Planned(directory, names, lines, master)
 
 
 def sweep_settings(request: Request, recipes: Sequence[str]) -> list[str]:
@@ -106,9 +106,14 @@ def setting(tree: DictConfig, key: str) -> str:
 def jobs_of(request: Request) -> list[tuple[str, ...]]:
     """The overrides of each job, in the order of Hydra's sweeper."""
     overrides = OverridesParser.create().parse_overrides(list(request.overrides))
-    own = [override for override in overrides if not override.is_hydra_override()]
+    own = [each for each in overrides if not (each.is_hydra_override() or is_setting(each.key_or_group))]
     (jobs,) = BasicSweeper.split_arguments(own, None)
     return [tuple(lines) for lines in jobs]
+
+
+def is_setting(key: str) -> bool:
+    """Whether a key, or a line that begins with it, is of the sweep and not of its jobs."""
+    return re.match(r"sweep[.=]|sweep$", key) is not None
 
 
 def subdirectory(
@@ -152,7 +157,7 @@ def fixed_keys(request: Request) -> list[str]:
     """The overridden keys with the same value in all jobs, which are left out of job names."""
     swept = swept_keys(request)
     keys = {line.partition("=")[0] for line in request.overrides} - swept
-    return sorted(key for key in keys if not key.startswith("hydra"))
+    return sorted(key for key in keys if not (key.startswith("hydra") or is_setting(key)))
 
 
 def new_directory(recipes: Sequence[str]) -> Path:

@@ -39,7 +39,7 @@ class Job:
     metric: float | None = None  # of the result, or the latest evaluation of a pruned job
     started: float | None = None  # the latest attempt, in unix seconds
     seconds: float = 0.0  # of all attempts that have ended
-    device_seconds: float = 0.0  # the same times the devices
+    device_seconds: float = 0.0  # the same times nproc
     handle: str | None = None  # by which a carrier finds a job that outlives the sweep's process
 
 

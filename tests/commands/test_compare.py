@@ -39,7 +39,7 @@ def swept(*words: str) -> Arguments:
 def test_the_precisions_take_turns_seed_by_seed() -> None:
     arguments = swept("precision=fp32,fp16", "recipe=cnn", "seed=0,1", "-cd", "mine")
     assert arguments.command == "train"
-    assert arguments.words == ("recipe=cnn", "seed=0,1", "precision=fp32,fp16")
+    assert arguments.words == ("recipe=cnn", "seed=0,1", "precision=fp32,fp16", "sweep.parallel=1")
     assert arguments.flags == {"--config-dir": "mine", "--multirun": None}
 
 

@@ -656,7 +656,8 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
 ) -> None:
     monkeypatch.setattr("launcher.report.watching.QUIET_S", 0.0)
     names = [f"{number}_seed={number}" for number in range(3)]
-    write_json(tmp_path / "sweep.json", {"jobs": names, "continue": ["-m", "hydra.sweep.dir='/a b'"]})
+    jobs = [{"name": name} for name in names]
+    write_json(tmp_path / "sweep.json", {"jobs": jobs, "words": ["-m", "sweep.resume='/a b'"]})
     for name, code in zip(names, codes, strict=False):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").touch()
@@ -670,7 +671,7 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
     assert code == next((each for each in codes if each), 1 if rest else 0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3, "continue": []}', '{"jobs": ["a"]}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3, "words": []}', '{"jobs": ["a"]}'])
 def test_a_damaged_plan_of_a_sweep_is_none(tmp_path, text) -> None:
     (tmp_path / "sweep.json").write_text(text)
     assert rest_of_sweep(tmp_path, {}) == []

@@ -21,7 +21,8 @@ from launcher.config.resolve import compose_jobs, swept_keys
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
-from launcher.sweep.hydra_sweep import fixed_keys, job_directory, run_sweep
+from launcher.sweep.hydra_sweep import fixed_keys, job_directory
+from launcher.sweep.prepare import run_in_place
 from tests.golden import Message
 
 CHOICES = group_choices(conf_dir())
@@ -338,7 +339,7 @@ def test_a_sweep_runs_the_checked_jobs_in_directories_named_as_by_hydra(
     request = Request(("recipe=resnet18", "optim.lr=0.1,0.2", "tracker=none", *settings), multirun=True)
     ran = []
     configs = compose_jobs(request)
-    sweep = run_sweep(request, configs, lambda config, lines: ran.append((config, lines)))
+    sweep = run_in_place(request, configs, lambda config, lines: ran.append((config, lines)))
     assert [lines for _, lines in ran] == [
         ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
     ]

@@ -153,6 +153,12 @@ LIBCUDA = """
 void _exit(int code);
 int cuInit(unsigned flags) {{ return {fails}; }}
 int cuDeviceGetCount(int *count) {{ *count = {gpus}; return 0; }}
+int cuDeviceGet(int *device, int number) {{ *device = number; return 0; }}
+int cuDeviceGetUuid(unsigned char *uuid, int device) {{
+    for (int i = 0; i < 16; i++) uuid[i] = 0;
+    uuid[14] = device / 256, uuid[15] = device % 256;
+    return 0;
+}}
 int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
 """
 
@@ -169,7 +175,7 @@ def install_driver(monkeypatch, folder: Path, fails: object, gpus: int = 2, vers
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    worker_count.count_gpus.cache_clear()
+    worker_count.visible_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,8 @@ def test_a_driver_that_crashes_is_refused(monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize(("code", "gpus", "found"), [(0, 300, 300), (0, 0, 0), (100, 2, 0)])
 def test_the_parent_counts_the_gpus_of_a_driver_that_starts(monkeypatch, tmp_path, code, gpus, found) -> None:
     install_driver(monkeypatch, tmp_path, code, gpus)
-    assert worker_count.count_gpus() == found
+    assert worker_count.count_gpus() == len({*worker_count.visible_gpus()}) == found
+    assert all(name.startswith("GPU-00000000-0000-") for name in worker_count.visible_gpus())
 
 
 def test_set_up_can_choose_before_torch_is_installed(tmp_path) -> None:

@@ -1,0 +1,98 @@
+"""What a sweep prints: a line per event, and on a terminal one live table below them.
+
+Owns the terminal while several jobs run. A single job at a time prints for itself, and has no table.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.process.terminal import columns_of, wrapped
+from launcher.sweep.job import DONE, FAILED, PRUNED, RUNNING, STOPPED, WAITING, Job
+from launcher.telemetry.formatting import duration, metric
+
+EVERY_S = 1.0  # from one drawing of the table to the next
+LOG = "output.log"  # of a job, in its folder: what it prints where several run
+
+
+class Progress:
+    """The lines and the table of one sweep. `alone`: jobs run one at a time, and print for themselves."""
+
+    def __init__(self, directory: Path, jobs: Sequence[Job], alone: bool) -> None:
+        self._directory, self._jobs, self._alone = directory, jobs, alone
+        self._drawn, self._drawn_s = 0, 0.0
+        self._live = not alone and sys.stdout.isatty()
+
+    def starting(self, job: Job) -> None:
+        again = f" (attempt {job.attempts})" if job.attempts > 1 else ""
+        self.say(f"sweep: job {self._of(job)}{again}: {self._directory / job.name}")
+
+    def ended(self, job: Job) -> None:
+        """A job that failed is reported at once, with its reason and where its output is."""
+        after = "" if self._alone else f" after {duration(job.seconds)}"
+        if job.state == DONE:
+            if not self._alone:
+                self.say(f"sweep: job {self._of(job)} done{after}{_metric_of(job)}")
+            return
+        if job.state == PRUNED:
+            return self.say(f"sweep: job {self._of(job)} pruned{after}{_metric_of(job)}")
+        how = {STOPPED: "stopped", FAILED: "failed", WAITING: "failed, and runs again"}[job.state]
+        reason = (
+            "" if self._alone and job.error else f", exit {job.exit}: {job.error or 'no reason is known'}"
+        )
+        log = "" if self._alone else f"; output: {self._directory / job.name / LOG}"
+        self.say(
+            f"sweep: job {self._of(job)} {how}{after}" + (reason + log) * (job.state != STOPPED), error=True
+        )
+
+    def say(self, text: str, error: bool = False) -> None:
+        self._erase()
+        stream = sys.stderr if error else sys.stdout
+        print(wrapped(text, columns_of(stream)), file=stream, flush=True)
+
+    def refresh(self) -> None:
+        """Draw the table again, where there is one and its time has come."""
+        if self._live and time.monotonic() - self._drawn_s >= EVERY_S:
+            size = shutil.get_terminal_size()
+            lines = table(self._directory, self._jobs, size.columns, max(4, size.lines // 2))
+            self._erase()
+            print("\n".join(lines), flush=True)
+            self._drawn, self._drawn_s = len(lines), time.monotonic()
+
+    def close(self) -> None:
+        self._erase()
+
+    def _erase(self) -> None:
+        if self._drawn:
+            print(f"\x1b[{self._drawn}A\x1b[J", end="", flush=True)  # up so many lines, clear to the end
+            self._drawn = 0
+
+    def _of(self, job: Job) -> str:
+        return f"{job.number + 1} of {len(self._jobs)}"
+
+
+def table(directory: Path, jobs: Sequence[Job], columns: int, rows: int) -> list[str]:
+    """How the sweep stands: a line of counts, and one for each job that runs, then for the latest ended."""
+    from launcher.report.watching import Watched, job_line
+
+    counts: Mapping[str, int] = {
+        state: sum(job.state == state for job in jobs)
+        for state in (RUNNING, WAITING, DONE, FAILED, STOPPED, PRUNED)
+    }
+    head = f"{len(jobs)} jobs: " + ", ".join(
+        f"{number} {state}" for state, number in counts.items() if number
+    )
+    running = [job for job in jobs if job.state == RUNNING][: max(1, rows - 1)]
+    width = max((len(job.name) for job in running), default=0)
+    lines = [job_line(Watched(directory / job.name).view(), columns, width) for job in running]
+    return [line[: columns - 1] for line in (head, *lines)]
+
+
+def _metric_of(job: Job) -> str:
+    if job.metric is None or job.metric_name is None:
+        return ""
+    return f": {job.metric_name} {metric(job.metric_name, job.metric)}"

@@ -1,0 +1,182 @@
+"""Runs the jobs of a sweep on a carrier: the next one as soon as there is room, until none is left.
+
+Owns the order of events and every change of a job's state, and writes each to sweep.json. What runs next is
+the plan's decision; where it runs is the carrier's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from launcher.config.schema import SweepConfig
+from launcher.errors import DIVERGED, ConfigError, PreemptedError, counted
+from launcher.errors import STOPPED as STOPPED_CODES
+from launcher.supervisor.parent_signals import Signals
+from launcher.sweep.carriers import Carrier, Change
+from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, STOPPED, WAITING, Job
+from launcher.sweep.progress import Progress
+from launcher.sweep.record import Record, count_time, take_result
+
+POLL_S = 0.2  # longest wait for a change, after which signals, limits and the table are looked at
+# A further attempt would end in the same way: the config is wrong, or the training diverges.
+FINAL = (ConfigError.exit_code, DIVERGED)
+
+
+class Plan(Protocol):
+    """Which jobs run, in which order."""
+
+    def next(self) -> Job | None:
+        """The job to submit next, in state `waiting`; None if there is none now. Called again until taken.
+
+        A search adds it to the record first, with its folder and job.json.
+        """
+
+    def ended(self, job: Job) -> None:
+        """The job is over (done, failed for good, pruned) or stopped; its metric is read."""
+
+    def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
+        """Those that are to be stopped early. Called every POLL_S."""
+
+
+class Grid:
+    """The jobs of the record, by number."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def next(self) -> Job | None:
+        return next((job for job in self._record.jobs if job.state == WAITING), None)
+
+    def ended(self, job: Job) -> None: ...
+
+    def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
+        return ()
+
+
+class Scheduler:
+    """One run of a sweep to its end, or to a request to stop. `reason` says why no further job started."""
+
+    def __init__(
+        self,
+        directory: Path,
+        record: Record,
+        plan: Plan,
+        carrier: Carrier,
+        settings: SweepConfig,
+        progress: Progress,
+        signals: Signals,
+    ) -> None:
+        self.reason = ""
+        self._directory, self._record, self._plan = directory, record, plan
+        self._carrier, self._settings, self._progress, self._signals = carrier, settings, progress, signals
+        self._running: dict[int, Job] = {}
+        self._pruned: set[int] = set()
+        self.asked = self._asked_at_once = False  # to stop, before all jobs are done
+        self._began_s, self._before_s = time.monotonic(), record.seconds
+
+    def run(self) -> None:
+        """Returns when no job runs any more, and none may start."""
+        while True:
+            self._obey_signals()
+            while not self.reason and (job := self._startable()) is not None:
+                self._start(job)
+            if not self._running and (self.reason or self._plan.next() is None):
+                return
+            for change in self._carrier.poll(POLL_S):
+                self._take(change)
+            for job in self._plan.to_prune([*self._running.values()]):
+                self._prune(job)
+            self._progress.refresh()
+
+    def _startable(self) -> Job | None:
+        """The next job, where the limits allow one and the carrier has room."""
+        stop, started = self._settings.stop, sum(job.attempts > 0 for job in self._record.jobs)
+        job = self._plan.next()
+        if job is None:
+            return None
+        if stop.trials is not None and job.attempts == 0 and started >= stop.trials:
+            self.reason = f"sweep.stop.trials={stop.trials} is reached"
+        elif stop.hours is not None and self._seconds() >= 3600 * stop.hours:
+            self.reason = f"sweep.stop.hours={stop.hours:g} is reached"
+        elif stop.gpu_hours is not None and self._device_seconds() >= 3600 * stop.gpu_hours:
+            self.reason = f"sweep.stop.gpu_hours={stop.gpu_hours:g} is reached"
+        return job if not self.reason and self._carrier.has_room(job) else None
+
+    def _start(self, job: Job) -> None:
+        # Written before the job starts: a process that is killed between finds a job to run again, not a job
+        # that runs and that nobody knows of.
+        job.state, job.attempts, job.exit, job.error = RUNNING, job.attempts + 1, None, None
+        job.started = time.time()
+        self._running[job.number] = job
+        self._write()
+        self._progress.starting(job)
+        self._carrier.submit(job, self._directory / job.name)
+        self._write()
+
+    def _take(self, change: Change) -> None:
+        job = self._running[change.number]
+        if change.exit is None:  # it has waited in a scheduler's queue until now
+            job.started = time.time()
+            return self._write()
+        del self._running[job.number]
+        job.exit, job.handle = change.exit, None
+        count_time(job, time.time())
+        job.state = self._state_after(job, change)
+        self._write()
+        self._progress.ended(job)
+        if job.state in (*OVER, STOPPED):
+            self._plan.ended(job)
+        if job.state == FAILED and self._settings.on_failure == "stop" and not self.reason:
+            self._stop(f"job {job.number + 1} failed (sweep.on_failure=stop)")
+
+    def _state_after(self, job: Job, change: Change) -> str:
+        assert change.exit is not None
+        if change.exit == 0:
+            take_result(job, self._directory / job.name)
+            return DONE
+        if job.number in self._pruned:
+            self._pruned.discard(job.number)
+            return PRUNED
+        job.error = None
+        take_result(job, self._directory / job.name)
+        job.exit, job.error = change.exit, change.error or job.error
+        if change.exit == PreemptedError.exit_code or (self.asked and change.exit in STOPPED_CODES):
+            return STOPPED
+        job.failures += 1
+        again = job.failures <= self._settings.retries and change.exit not in FINAL and not self.asked
+        return WAITING if again else FAILED
+
+    def _obey_signals(self) -> None:
+        self._signals.take()
+        if self._signals.stop is not None and not self.asked:
+            self._stop(f"stopped by {self._signals.stop.name}")
+        if self._signals.impatient and not self._asked_at_once:
+            self._asked_at_once = True
+            for job in self._running.values():
+                self._carrier.stop(job, at_once=True)
+
+    def _stop(self, reason: str) -> None:
+        self.reason, self.asked = reason, True
+        if self._running:
+            self._progress.say(f"sweep: {reason}; {counted(len(self._running), 'job')} to save and stop")
+        for job in self._running.values():
+            self._carrier.stop(job)
+
+    def _prune(self, job: Job) -> None:
+        self._pruned.add(job.number)
+        self._carrier.stop(job)
+
+    def _write(self) -> None:
+        self._record.seconds = self._seconds()
+        self._record.write(self._directory)
+
+    def _seconds(self) -> float:
+        return self._before_s + time.monotonic() - self._began_s
+
+    def _device_seconds(self) -> float:
+        now = time.time()
+        going = ((now - (job.started or now)) * job.nproc for job in self._running.values())
+        return self._record.device_seconds + sum(going)
