@@ -79,18 +79,6 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         1,
         "in loss: ValueError: no",
     ),
-    "the former name of outputs": (
-        "LOSS",
-        "return Loss(network(batch['x']).sum(), 1, predictions=batch['label'])",
-        1,
-        "unexpected keyword argument 'predictions'. Loss has outputs instead: the logits [n, classes], or",
-    ),
-    "the former name of compare_by": (
-        "RECIPE",
-        "Recipe(build, train, validation, loss, metric='loss')",
-        1,
-        "unexpected keyword argument 'metric'. Recipe has compare_by instead.",
-    ),
     "an exception in the model": (
         "FORWARD",
         "return self.inner(x[:, :2])",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +48,21 @@ DTYPES = re.compile(
     r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
 )  # from a linear layer or product, an einsum, a convolution
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
-ONE_PER_CHANNEL = re.compile(r"Expected more than 1 value per channel when training")  # of a batch norm
-ONE_PER_SAMPLE = re.compile(r"Expected more than 1 spatial element when training")  # of an instance norm
+OF_NORMS = {  # by what torch says
+    "Expected more than 1 value per channel when training": "A batch norm divides by the variance of a "
+    "channel, and a single value per channel has none. Give each rank at least two samples per forward pass: "
+    "raise data.batch_size or data.micro_batch, set data.drop_last=true if it is the rest of an epoch, or "
+    "use nn.LayerNorm.",
+    "Expected more than 1 spatial element when training": "An instance norm divides by the variance of a "
+    "sample's channel, which is a single value here. Give the model larger inputs, reduce their size less "
+    "before it, or use nn.GroupNorm.",
+}
 CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
     "build_model": "()",
     "loss": "(network, batch)",
     "train_transform": "(batch, noise)",
     "eval_transform": "(batch)",
     "after_evaluation": "(model, position)",
-}
-RENAMED = {
-    "Loss.__init__() got an unexpected keyword argument 'predictions'": "Loss has outputs instead: the "
-    "logits [n, classes], or the predicted classes as before.",
-    "Recipe.__init__() got an unexpected keyword argument 'metric'": "Recipe has compare_by instead.",
 }
 MODE_CHANGED = {
     True: "the recipe's loss switched the network to evaluation mode while it is trained: batch norms then "
@@ -84,16 +86,13 @@ def guarded(recipe: Recipe, logs: str) -> Recipe:
         if (function := getattr(recipe, name)) is not None:
             refuse_other_arguments(f"the recipe's {name}", function, arguments)
     built_at = defined_at(recipe.build_model)
-    return replace(
-        recipe,
-        build_model=_guarded("build_model", recipe.build_model, logs),
-        loss=_keeping_mode(_guarded("loss", recipe.loss, logs, symmetric=True, built_at=built_at)),
-        train_transform=recipe.train_transform and _guarded("train_transform", recipe.train_transform, logs),
-        eval_transform=recipe.eval_transform and _guarded("eval_transform", recipe.eval_transform, logs),
-        schedule=recipe.schedule and _guarded("schedule", recipe.schedule, logs),
-        after_evaluation=recipe.after_evaluation
-        and _guarded("after_evaluation", recipe.after_evaluation, logs),
-    )
+    others: dict[str, Any] = {
+        name: _guarded(name, function, logs)
+        for name in (*CALLED_WITH, "schedule")
+        if name != "loss" and (function := getattr(recipe, name)) is not None
+    }
+    loss = _keeping_mode(_guarded("loss", recipe.loss, logs, symmetric=True, built_at=built_at))
+    return replace(recipe, loss=loss, **others)
 
 
 @contextmanager
@@ -139,7 +138,7 @@ def recipe_failure(
         return shortage
     if shortage is not None or is_of_another(error) or is_of_loader_process(error):
         return None
-    renamed = RENAMED.get(text := whole_text(error), "")
+    text = whole_text(error)
     rule = _rule(error, batch or {})
     lacks_module = isinstance(error, ModuleNotFoundError)
     kind = ConfigError if lacks_module else DataError if rule else ConfigError if of_metric else RecipeError
@@ -151,9 +150,9 @@ def recipe_failure(
     failure = (ConfigError if is_shape else kind)(
         f"{what} failed{where}: {described(error)}"
         f"{'' if text.rstrip().endswith('.') else '.'}"
-        f"{' ' if rule or renamed else ''}{rule or renamed} {IN_LOG} {logs}."
+        f"{' ' if rule else ''}{rule} {IN_LOG} {logs}."
     )
-    if not rule and not renamed and not is_shape:
+    if not rule and not is_shape:
         failure.traceback = short_traceback(error)
     return failure
 
@@ -232,17 +231,8 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
             f"{install_line('PACKAGE')}."
         )
-    if isinstance(error, ValueError) and ONE_PER_CHANNEL.search(whole_text(error)):
-        return (
-            "A batch norm divides by the variance of a channel, and a single value per channel has none. "
-            "Give each rank at least two samples per forward pass: raise data.batch_size or "
-            "data.micro_batch, set data.drop_last=true if it is the rest of an epoch, or use nn.LayerNorm."
-        )
-    if isinstance(error, ValueError) and ONE_PER_SAMPLE.search(whole_text(error)):
-        return (
-            "An instance norm divides by the variance of a sample's channel, which is a single value here. "
-            "Give the model larger inputs, reduce their size less before it, or use nn.GroupNorm."
-        )
+    if isinstance(error, ValueError):
+        return next((rule for pattern, rule in OF_NORMS.items() if pattern in whole_text(error)), "")
     if isinstance(error, RuntimeError) and DTYPES.search(whole_text(error)) and (columns := _not_fp32(batch)):
         return (
             f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "

@@ -31,7 +31,6 @@ READ = 8  # samples of a data set that has to read them
 FIRST_OF_STREAM = 4  # samples
 CHUNK = 2**24  # numbers that are read at once
 WORD_BYTES = 8
-COMPARED = 66  # samples of a column: the first, the last, and those spread evenly between them
 
 
 def compare_data(
@@ -86,9 +85,8 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
         if isinstance(data, TensorData):
             known[f"the {name} columns"] = ", ".join(sorted(data.columns))
             for column, values in sorted(data.columns.items()):
-                text = f"{values.dtype} {list(values.shape)}, digest {spread(values)}"
+                text = f"{values.dtype} {list(values.shape)}, digest {weighted_sum(values)}"
                 known[f"{name} column {column}"] = text
-                known[f"{name} column {column}, all rows"] = weighted_sum(values)
         elif own := own_fingerprint(data.dataset):
             known[f"the fingerprint of the {name} set"] = own
         else:
@@ -151,12 +149,6 @@ def own_fingerprint(data: object) -> str:
     """What a data set says of itself by its method `fingerprint()`; empty where it has none."""
     own = getattr(data, "fingerprint", None)
     return str(own()) if callable(own) else ""
-
-
-def spread(column: Tensor) -> str:
-    """Digest of the bits of `COMPARED` samples of a column: the first, the last, and some between them."""
-    positions = spread_positions(len(column), COMPARED)
-    return digest(column[torch.tensor(positions, dtype=torch.int64, device=column.device)])
 
 
 def weighted_sum(column: Tensor) -> str:

@@ -1,19 +1,19 @@
 """Learning-rate schedules as tables: one rate per applied step, computed before training.
 
 A table on the device: a skipped step does not consume a rate, and no step waits for the host. Also the table
-of a schedule of the recipe's own, with the checks of what it returns. Imports no torch.
+of a schedule of the recipe's own, with the checks of what it returns.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 from array import array
 from collections.abc import Callable, Sequence
 from numbers import Real
 
 from launcher.errors import ConfigError, listed
+from launcher.recipe.checks import refuse_other_arguments
 
 SHOWN = 4  # different courses that an error lists
 
@@ -46,7 +46,7 @@ def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, ste
     ConfigError, with `name`, for a function of other arguments, for a factor that is no finite number of at
     least 0, and for factors that are all 0.
     """
-    _refuse_other_arguments(schedule, name)
+    refuse_other_arguments(name, schedule, "(step, total)")
     rates: list[float] = []
     for step in range(steps):
         factor = schedule(step, steps)
@@ -83,20 +83,6 @@ def refuse_other_rates(by_rank: Sequence[str], name: str) -> None:
             "return the same factors on every rank: let it depend on (step, total) only, not on the rank, "
             "the time, or random numbers without a seed."
         )
-
-
-def _refuse_other_arguments(schedule: Callable[..., object], name: str) -> None:
-    try:
-        signature = inspect.signature(schedule)
-    except (TypeError, ValueError):  # of C, without a signature
-        return
-    try:
-        signature.bind(0, 1)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name} takes {signature}: it must take (step, total), the applied step from 0 and their "
-            "number, and return the factor on the rate."
-        ) from error
 
 
 def _onecycle(step: int, steps: int, warmup: int) -> float:

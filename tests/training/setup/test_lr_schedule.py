@@ -89,6 +89,9 @@ def test_a_schedule_that_is_always_0_is_refused() -> None:
 
 @pytest.mark.parametrize("schedule", [lambda step: 1.0, lambda: 1.0, lambda a, b, c: 1.0])
 def test_a_schedule_of_other_arguments_is_refused(schedule) -> None:
-    with pytest.raises(ConfigError, match=r"^mine takes \(.*\): it must take \(step, total\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^mine at .* has the arguments \(.*\), and the launcher calls it with \(step, total\)",
+    ):
         own_rates(schedule, "mine", 0.3, 5)
     assert own_rates(lambda step, total, power=2: 1.0, "mine", 0.3, 2) == [0.3, 0.3]
