@@ -36,7 +36,7 @@ from launcher.process.allocator import keep_freed_memory
 from launcher.process.signals import saving_stops
 from launcher.process.torch_private import warn_if_unchecked
 from launcher.recipe.contract import Used
-from launcher.recipe.load import load_recipe
+from launcher.recipe.registry import load_recipe
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
@@ -68,7 +68,7 @@ from launcher.training.run import Run
 from launcher.training.setup import build
 from launcher.training.setup.compilation import compiled
 from launcher.training.setup.data_check import compare_data
-from launcher.training.setup.scale_start import calibrate
+from launcher.training.setup.trials import calibrate
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged
 

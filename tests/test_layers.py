@@ -47,7 +47,7 @@ ENGINE_LAYERS = (
 TRAINING_LAYERS = (
     {"votes", "progress", "pruning", "requests", "warning_log"},
     {"device", "step_times", "answers"},
-    {"reports", "replicas", "results"},
+    {"reports", "replicas"},
     {"run", "moments", "failures"},
     {"steps", "after_evaluation", "rerun"},
     {"setup"},

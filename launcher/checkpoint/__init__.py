@@ -3,9 +3,8 @@
 A checkpoint is a directory `step-00000100` of safetensors and JSON. Reading one executes nothing.
 """
 
-from launcher.checkpoint.agreement import Resumption, agree, resume
 from launcher.checkpoint.async_writer import Due, Report, Writer
-from launcher.checkpoint.catalog import best_intact, newest_intact, retain
+from launcher.checkpoint.catalog import Resumption, agree, best_intact, newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.manifest import verify

@@ -9,8 +9,15 @@ from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Reg
 from launcher.recipe.checks import require_counts, require_dropout, require_heads
 from launcher.recipe.contract import Loss, Mixed, Recipe, class_loss, cross_entropy
 from launcher.recipe.images import image_recipe
-from launcher.recipe.load import load_recipe, model_builder
-from launcher.recipe.registry import model, optimizer, recipe, registry_of, schedule
+from launcher.recipe.registry import (
+    load_recipe,
+    model,
+    model_builder,
+    optimizer,
+    recipe,
+    registry_of,
+    schedule,
+)
 
 __all__ = [
     "Batch",

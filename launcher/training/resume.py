@@ -19,8 +19,7 @@ from launcher.checkpoint import (
     Staged,
     Surroundings,
 )
-from launcher.checkpoint.agreement import AUTO, NEVER
-from launcher.checkpoint.catalog import FOLDER
+from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart

@@ -150,15 +150,15 @@ def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
 
 
 def slow_end() -> None:
-    from launcher.training import results
+    from launcher.training import ends
 
-    write = results.write_files
+    write = ends.write_files
 
     def write_files(*arguments: Any) -> None:
         time.sleep(3)
         write(*arguments)
 
-    results.write_files = write_files
+    ends.write_files = write_files
 
 
 def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
 
 
 SLOW_PICTURES = """
-from launcher.training.results import PAGE_FILES
+from launcher.training.ends import PAGE_FILES
 
 def draw(run):
     open("drawing", "w").close()

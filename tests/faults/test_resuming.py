@@ -64,15 +64,15 @@ def kill_in_a_rewrite_of_status() -> None:
 
 
 def kill_after_the_result() -> None:
-    from launcher.training import results
+    from launcher.training import ends
 
-    write_files = results.write_files
+    write_files = ends.write_files
 
     def write_and_die(*args: Any) -> None:
         write_files(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    results.write_files = write_and_die
+    ends.write_files = write_and_die
 
 
 def kill_in_the_middle_of_a_save() -> None:

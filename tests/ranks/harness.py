@@ -47,9 +47,9 @@ def forkserver() -> ForkServerContext:
 
 def leave_out_pictures() -> None:
     """In a process that runs the launcher: no plots and no report, which cost more than its short run."""
-    from launcher.training import results
+    from launcher.training import ends
 
-    results.write_page = lambda run_dir, telemetry: None
+    ends.write_page = lambda run_dir, telemetry: None
 
 
 class RankFailure(AssertionError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.recipe.load import load_recipe
+from launcher.recipe.registry import load_recipe
 from tests.configs import composed
 
 MADE = """

@@ -234,7 +234,7 @@ def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path)
 def test_every_section_of_the_config_either_has_a_part_in_training_or_none():
     """A new section or key is to be decided on: see launcher/run_dir/differences.py."""
     sections = set(yaml.safe_load(records.config_yaml(sample_config())))
-    none = {"run", "early_stopping", "checkpoint", "consistency", "tracker", "telemetry", "launch"}
+    none = {"run", "early_stopping", "checkpoint", "consistency", "tracker", "telemetry", "launch", "sweep"}
     assert sections == none | set(differences.LEARNED_FROM)
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from launcher.data.text.tokenizer import fitted
 from launcher.recipe import Loss, Recipe
-from launcher.recipe.load import load_recipe
+from launcher.recipe.registry import load_recipe
+from launcher.training.ends import facts_for_prediction, write_model_folder
 from launcher.training.failures.recipe_errors import guarded
-from launcher.training.results import facts_for_prediction, write_model_folder
 from tests.configs import composed
 from tests.forked import launch_forked
 

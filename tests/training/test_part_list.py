@@ -17,8 +17,8 @@ from launcher import worker
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
+from launcher.training import ends
 from launcher.training import parts as folder
-from launcher.training import results
 from launcher.training.job import Job
 from launcher.training.moments import Parts
 from launcher.training.progress import Course
@@ -134,7 +134,7 @@ def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return end
 
     monkeypatch.setattr(worker, "train", compared)
-    monkeypatch.setattr(results, "write_page", lambda run_dir, telemetry: None)
+    monkeypatch.setattr(ends, "write_page", lambda run_dir, telemetry: None)
     config = composed(*WORDS)
     (tmp_path / "run").mkdir()
     worker.run(replace(config, run=replace(config.run, dir=str(tmp_path / "run"))), LaunchEnv(), None, "job")

@@ -25,7 +25,7 @@ from launcher.training.answers import Kept
 from launcher.training.device import free_memory
 from launcher.training.job import Job
 from launcher.training.progress import Position
-from launcher.training.setup.micro_batch import Trials, half_of
+from launcher.training.setup.trials import Trials, half_of
 
 log = logging.getLogger("launcher")
 

@@ -10,7 +10,7 @@ import torch
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.recipe.training_aids import refuse_split_pairs
-from launcher.training.setup.micro_batch import MOST_TRIALS, Trials, half_of, largest_that_fits, sizes_to_try
+from launcher.training.setup.trials import MOST_TRIALS, Trials, half_of, largest_that_fits, sizes_to_try
 from tests.configs import composed
 
 

@@ -1,10 +1,14 @@
-"""The largest micro-batch that fits in memory, found by trying before the first step: data.micro_batch=auto.
+"""The largest micro-batch that fits in memory, and the loss scale to start with, both found by trying.
 
 Owns the sizes among which a run may choose for itself, which obey what a size given by hand does
-(data.augment.mixup needs whole pairs), the trials, which change nothing of a run, and the choice by their
-results. A trial is a forward and backward pass on real samples, with the buffers that a step of such
-micro-batches needs, in a step that is dropped on all ranks: weights, BatchNorm statistics, loss scale and
-counters are kept, generators are restored, and the batches are made apart from those of the run.
+(data.augment.mixup needs whole pairs), the trials of data.micro_batch=auto, which change nothing of a run,
+and the choice by their results. A trial is a forward and backward pass on real samples, with the buffers that
+a step of such micro-batches needs, in a step that is dropped on all ranks: weights, BatchNorm statistics,
+loss scale and counters are kept, generators are restored, and the batches are made apart from those of the
+run.
+
+Owns the size of the backward pass of precision.scale.mode=auto as well. It runs in fp32, so that a
+micro-batch which just fits in half precision may be too large for it.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import Readable, trial_batches
+from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import ConfigError, OutOfMemoryError, counted, in_words
 from launcher.process import frames
@@ -152,10 +157,7 @@ class Trials:
         try:
             self._pass(plan)
         except Exception as error:
-            failure = ran_out(error) or (in_words(error) if smaller else "")
-            if not failure:
-                raise
-            frames.release(error)
+            failure = _shortage(error, smaller)
         # Whether it fitted or not: all ranks drop the step, by the same collectives.
         run.stepper.abandon()
         restore_states(generators, run.env.device)
@@ -172,3 +174,66 @@ class Trials:
             with stepper.forward():
                 of_batch = loss_of(self.recipe.loss, self.model, batch)
             stepper.backward(of_batch.sum, of_batch.count)
+
+
+def _shortage(error: Exception, smaller: bool) -> str:
+    """What a pass ran out of. Raises any other error, but for a pass that is `smaller` than one before.
+
+    That may be too small for a batch norm, which needs two samples.
+    """
+    failure = ran_out(error) or (in_words(error) if smaller else "")
+    if not failure:
+        raise error
+    frames.release(error)
+    return failure
+
+
+def calibrate(
+    run: Run, recipe: Recipe, model: nn.Module, data: Readable, plan: BatchPlan, first: Sequence[Batch]
+) -> None:
+    """Choose the loss scale by `first`, this rank's first micro-batch, or none where it has no samples.
+
+    Where a rank runs out of memory, by half as many samples on all ranks, as often as necessary; under
+    model.sync_bn on several ranks the run ends there, because their passes wait for each other. A collective.
+    """
+    config, generators = run.config, states(run.env.device)
+    total_steps, whole = config.train.total_steps(plan.steps_per_epoch), plan.largest_micro_batch
+    while True:
+        pieces = -(-whole // plan.largest_micro_batch)
+        found, failure = _attempt(run, recipe, model, first, pieces)
+        if not any(exchange_texts(run.env, failure)):
+            return run.telemetry.decision("loss scale", _described(found, pieces))
+        half = half_of(plan, config.data.augment.mixup, total_steps)
+        if half is None:
+            text = "auto: the backward pass that finds it, in fp32, does not fit in memory; starts at"
+            return run.telemetry.decision("loss scale", f"{text} precision.scale.init")
+        plan = replace(plan, micro_batch=half)
+        first = trial_batches(data, plan, recipe.train_transform, 1)[:1]
+        restore_states(generators, run.env.device)
+
+
+def _attempt(
+    run: Run, recipe: Recipe, model: nn.Module, first: Sequence[Batch], pieces: int
+) -> tuple[int | None, str]:
+    """The exponent, and what this rank ran out of. `first` is one of so many pieces of a micro-batch."""
+
+    def dry() -> tuple[Tensor, float | Tensor]:
+        of_batch = loss_of(recipe.loss, model, first[0])
+        return of_batch.sum * pieces, of_batch.count * pieces
+
+    alone = run.env.group is None or not run.config.model.sync_bn
+    try:
+        return run.stepper.calibrate(dry if first else None, agree_on_failure=alone), ""
+    except Exception as error:
+        if not alone:
+            raise
+        failure = _shortage(error, smaller=pieces > 1)
+    free_memory(run.env.device)
+    return None, failure
+
+
+def _described(found: int | None, pieces: int) -> str:
+    if found is None:
+        return "auto: the first batch gives no usable gradient; starts at precision.scale.init"
+    by = "the first batch" if pieces == 1 else f"1/{pieces} of a micro-batch, because no more fits in fp32"
+    return f"auto: starts at 2^{found} = {2**found}, safe for {by}, within scale.min and scale.max"
