@@ -7,7 +7,7 @@ the values of one recipe.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
@@ -43,28 +43,18 @@ Flags, anywhere among them:
   -sc, --shell-completion    eval "$({program} -sc install=bash)"; uninstall=bash
   --hydra-help, --version, -h, --help
 """
-USAGE = {  # the words after the name of the program, and what they do
-    "train": ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers"),
-    "recipes": ("recipes [NAME]", "what can be trained; one recipe with all that it sets"),
-    "compare": ("compare recipe=resnet18 precision=fp32,fp16", "side by side: time, memory, loss, and why"),
-    "report": ("report RUN ... [--out FILE]", "a page of one run or sweep, or of several compared"),
-    "watch": ("watch RUN [--every SECONDS]", "follows a run or a sweep until it ends"),
-    "export": ("export RUN FILE [--dtype fp16] [--best]", "weights as a safetensors file"),
-    "new": ("new NAME", "the skeleton of a recipe of your own"),
-    "job": ("job DIR", "runs or resumes one job of a sweep, from its folder"),
-}
 
 
 def help_text(directories: Sequence[Path], command: str = "train") -> str:
     """The page of a command, which is its docstring; that of training lists all commands and choices."""
     name = program()
-    if command in PAGES:
-        words, summary = USAGE[command]
-        page = inspect.getdoc(PAGES[command]) or ""
+    words, summary, function = USAGE[command]
+    if function is not None:
+        page = inspect.getdoc(function) or ""
         return f"{name} {words}\n{summary[0].upper()}{summary[1:]}.\n\n{page.format(program=name)}\n"
     choices = group_choices(*directories)
     listed = "\n".join(columns((group, ", ".join(names)) for group, names in choices.items()))
-    usage = "\n".join(columns((f"{name} {words}", summary) for words, summary in USAGE.values()))
+    usage = "\n".join(columns((f"{name} {words}", summary) for words, summary, _ in USAGE.values()))
     return HELP.format(usage=usage, choices=listed, program=name)
 
 
@@ -89,14 +79,24 @@ def config_directories(arguments: Arguments) -> list[Path]:
     return [conf_dir(), *([own] if own else [])]
 
 
-PAGES = {
-    "recipes": described_recipes,
-    "compare": as_sweep,
-    "report": write_reports,
-    "watch": watch,
-    "export": export_weights,
-    "new": write_recipe,
-    "job": run_job,
+# The words after the name of the program, what they do, and the function whose docstring is the page.
+USAGE: dict[str, tuple[str, str, Callable[..., object] | None]] = {
+    "train": ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers", None),
+    "recipes": ("recipes [NAME]", "what can be trained; one recipe with all that it sets", described_recipes),
+    "compare": (
+        "compare recipe=resnet18 precision=fp32,fp16",
+        "side by side: time, memory, loss, and why",
+        as_sweep,
+    ),
+    "report": (
+        "report RUN ... [--out FILE]",
+        "a page of one run or sweep, or of several compared",
+        write_reports,
+    ),
+    "watch": ("watch RUN [--every SECONDS]", "follows a run or a sweep until it ends", watch),
+    "export": ("export RUN FILE [--dtype fp16] [--best]", "weights as a safetensors file", export_weights),
+    "new": ("new NAME", "the skeleton of a recipe of your own", write_recipe),
+    "job": ("job DIR", "runs or resumes one job of a sweep, from its folder", run_job),
 }
 
 

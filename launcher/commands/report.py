@@ -35,6 +35,7 @@ def write_reports(arguments: Arguments) -> None:
     from launcher.report.comparison import is_sweep, job_directories, write_comparison
     from launcher.report.overview import run_table
     from launcher.report.page import render
+    from launcher.run_dir.atomic import write_text
 
     if not arguments.words:
         raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")
@@ -42,17 +43,16 @@ def write_reports(arguments: Arguments) -> None:
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]
         runs = read_runs(run_directories(directories))
-        place = place_of(arguments, directories)
+        place = output_file(arguments, directories)
         by_directory = {run.directory.resolve(): run for run in runs}
-        written = [
-            path
-            for sweep in sweeps
-            for path in write_comparison(
-                sweep, [by_directory[job.resolve()] for job in job_directories(sweep)]
-            )
-        ]
-        title = directories[0].absolute().name if len(directories) == 1 and sweeps else ""
-        write_page(place, render(runs, title or titled(runs)))
+        written = []
+        for sweep in sweeps:
+            jobs = [by_directory[job.resolve()] for job in job_directories(sweep)]
+            written += write_comparison(sweep, jobs)
+        title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+        if len(directories) == 1 and sweeps:
+            title = directories[0].absolute().name
+        write_text(place, render(runs, title))
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"report {directories[0]}: {name}{error.strerror or error}.") from error
@@ -107,7 +107,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     return [RunRecord.read(d, warn, found) for d, found in zip(directories, recordings, strict=True)]
 
 
-def place_of(arguments: Arguments, directories: Sequence[Path]) -> Path:
+def output_file(arguments: Arguments, directories: Sequence[Path]) -> Path:
     """Where the page is written. Raises ConfigError where that is a file of another kind."""
     from launcher.run_dir.records import REPORT
 
@@ -134,16 +134,6 @@ def not_foreign(place: Path) -> Path:
                 f"report: {place} exists and is no report. Choose another place: --out runs.html"
             )
     return place
-
-
-def write_page(place: Path, text: str) -> None:
-    from launcher.run_dir.atomic import write_text
-
-    write_text(place, text)
-
-
-def titled(runs: Sequence[RunRecord]) -> str:
-    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 
 def warn(text: str) -> None:

@@ -7,7 +7,6 @@ see padding). The additional zeros at a scale of 1 are those that the scale prev
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from launcher.report.charts.chart import Chart, Line
 from launcher.report.charts.svg import markup
 from launcher.report.html import folded, paragraph, table
 from launcher.report.run_record import RunRecord
-from launcher.telemetry.events import GradientsEvent
+from launcher.telemetry.events import GradientsEvent, LayerShares
 
 SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
 VISIBLE_PERCENT = 0.005  # smaller shares are shown as 0.00 %
@@ -25,45 +24,29 @@ AS_SENT, AT_SCALE_1 = 0, 7  # colours
 PALE = 0.3  # opacity of the bars behind the others
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """What a `gradients` event says, checked."""
+def _latest(run: RunRecord) -> GradientsEvent | None:
+    """The latest gradients; None where there are none, or where their numbers are damaged."""
+    event = run.recording.gradients
+    is_whole = event and 0 < event.scale < math.inf and math.isfinite(event.zero_share)
+    return event if is_whole else None
 
-    step: int
-    shift: int  # log2 of the loss scale
-    exponents: list[int]
-    percent: list[float]
-    elements: int
-    zero_share: float
-    zero_share_at_scale_1: float
-    layers: list[tuple[str, float, float]]  # name, share of zeros at scale 1, and as sent
 
-    @classmethod
-    def of(cls, event: GradientsEvent | None) -> _Gradients | None:
-        """None where there is no event, or one whose numbers are damaged."""
-        if event is None or not 0 < event.scale < math.inf or not math.isfinite(event.zero_share):
-            return None
-        counts, layers = event.histogram, event.layers.items()
-        elements = max(1, sum(counts) + event.zeros)
-        return cls(
-            event.step,
-            round(math.log2(event.scale)),
-            [event.first_exponent + k for k in range(len(counts))],
-            [100 * count / elements for count in counts],
-            elements,
-            event.zero_share,
-            event.zero_share_at_scale_1,
-            [(name, of.zero_share_at_scale_1, of.zero_share) for name, of in layers],
-        )
+def _elements(event: GradientsEvent) -> int:
+    return max(1, sum(event.histogram) + event.zeros)
+
+
+def _shift(event: GradientsEvent) -> int:
+    """By how many octaves the loss scale moves the gradients."""
+    return round(math.log2(event.scale))
 
 
 def gradient_part(run: RunRecord) -> str:
     """The markup; "" without gradients."""
-    found = _Gradients.of(run.recording.gradients)
+    found = _latest(run)
     if found is None:
         return ""
     text = (
-        f"Step {found.step:,}, {found.elements:,} elements, loss scale 2^{found.shift}: "
+        f"Step {found.step:,}, {_elements(found):,} elements, loss scale 2^{_shift(found)}: "
         f"{_percent(found.zero_share)} are zero as sent; at scale 1 it would be "
         f"{_percent(found.zero_share_at_scale_1)}."
     )
@@ -72,27 +55,28 @@ def gradient_part(run: RunRecord) -> str:
 
 def gradient_charts(run: RunRecord) -> list[Chart]:
     """The exponents of the latest gradients, and the zeros of the worst parameters; none without them."""
-    found = _Gradients.of(run.recording.gradients)
+    found = _latest(run)
     return [] if found is None else [_histogram(found), _zeros(found)]
 
 
-def _histogram(found: _Gradients) -> Chart:
+def _histogram(found: GradientsEvent) -> Chart:
     """Exponents as sent and at scale 1: the scale shifts them by its logarithm."""
-    exponents, percent = np.array(found.exponents, float), np.array(found.percent)
-    visible = percent > VISIBLE_PERCENT
-    exponents, percent = exponents[visible], percent[visible]
-    sent = f"as sent, at scale 2^{found.shift}: {_percent(found.zero_share)} are zero"
+    shift, percent = _shift(found), 100 * np.array(found.histogram, float) / _elements(found)
+    highest = max(percent.max(initial=0.0), 0.01)
+    (visible,) = np.nonzero(percent > VISIBLE_PERCENT)
+    exponents, percent = found.first_exponent + visible.astype(float), percent[visible]
+    sent = f"as sent, at scale 2^{shift}: {_percent(found.zero_share)} are zero"
     lines = [Line(sent, AS_SENT, exponents, percent, "bars", opacity=1.0)]
-    if found.shift:
+    if shift:
         lost = f"at scale 1: another {_percent(found.zero_share_at_scale_1 - found.zero_share)} would be zero"
-        lines.insert(0, Line(lost, AT_SCALE_1, exponents - found.shift, percent, "bars", opacity=PALE))
+        lines.insert(0, Line(lost, AT_SCALE_1, exponents - shift, percent, "bars", opacity=PALE))
     low = min([SMALLEST_SUBNORMAL - 3, *(float(line.x.min()) for line in lines if line.x.size)]) - 2
     return Chart(
         "Size of the gradient elements",
         "% of the elements",
         lines,
         Axis(low, END + 4),
-        Axis(0.0, 1.15 * max([*found.percent, 0.01])),
+        Axis(0.0, 1.15 * highest),
         "power of two",
         zones=(
             (low, SMALLEST_SUBNORMAL - 1, "zero", 1),
@@ -103,7 +87,7 @@ def _histogram(found: _Gradients) -> Chart:
     )
 
 
-def _zeros(found: _Gradients) -> Chart:
+def _zeros(found: GradientsEvent) -> Chart:
     """A lane for each of the worst parameters: its zeros at scale 1, and as sent in front of them."""
     worst = worst_layers(found)[::-1]
     places = np.arange(float(len(worst))).repeat(2)
@@ -116,26 +100,30 @@ def _zeros(found: _Gradients) -> Chart:
         f"Zeros by parameter, the worst {len(worst)} of {len(found.layers)}",
         "%",
         [
-            bars("at scale 1", AT_SCALE_1, PALE, [lost for _, lost, _ in worst]),
-            bars("as sent", AS_SENT, 1.0, [zero for _, _, zero in worst]),
+            bars("at scale 1", AT_SCALE_1, PALE, [each.zero_share_at_scale_1 for _, each in worst]),
+            bars("as sent", AS_SENT, 1.0, [each.zero_share for _, each in worst]),
         ],
         Axis(0.0, 100.0),
         Axis(-0.6, len(worst) - 0.4),
         "elements that are zero in fp16, %",
-        lanes=[name for name, *_ in worst],
+        lanes=[name for name, _ in worst],
     )
 
 
-def worst_layers(found: _Gradients) -> list[tuple[str, float, float]]:
+def worst_layers(found: GradientsEvent) -> list[tuple[str, LayerShares]]:
     """The parameters with the most zeros at scale 1, most first."""
-    return sorted(found.layers, key=lambda layer: -layer[1])[:MAX_LAYERS]
+    return sorted(found.layers.items(), key=lambda layer: -layer[1].zero_share_at_scale_1)[:MAX_LAYERS]
 
 
-def _table(found: _Gradients) -> str:
+def _table(found: GradientsEvent) -> str:
     worst = worst_layers(found)
     rows = [
-        {"parameter": name, "zero at scale 1": _percent(lost), "zero as sent": _percent(zero)}
-        for name, lost, zero in worst
+        {
+            "parameter": name,
+            "zero at scale 1": _percent(shares.zero_share_at_scale_1),
+            "zero as sent": _percent(shares.zero_share),
+        }
+        for name, shares in worst
     ]
     title = f"Zeros by parameter ({len(worst)} of {len(found.layers)}, the worst first)"
     return folded(title, table("Zeros by parameter", rows, texts=("parameter",)))

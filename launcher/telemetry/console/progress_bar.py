@@ -131,7 +131,7 @@ def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> Any:
             return bars.text()
 
         @staticmethod
-        def status_printer(file: Any) -> Callable[[str], None]:
+        def status_printer(file: object) -> Callable[[str], None]:
             def show(text: str) -> None:  # tqdm pads to the previous length, which may exceed the terminal
                 err.write(f"\r{text:<{bars.room()}}")
                 err.flush()

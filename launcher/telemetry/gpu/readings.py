@@ -86,7 +86,7 @@ class GpuLostError(Exception):
 class Reader:
     """Reads one GPU. Not for use by several threads."""
 
-    def __init__(self, nvml: ModuleType, handle: Any) -> None:
+    def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml = nvml
         self._handle = handle
         self._unsupported: set[Call] = set()
@@ -137,7 +137,7 @@ class Reader:
                 del self._fields[name]
         return found
 
-    def _ask(self, call: Call, *arguments: Any) -> Any:
+    def _ask(self, call: Call, *arguments: object) -> Any:
         """NVML's answer; None where it has none. Raises GpuLostError."""
         if call in self._unsupported:
             return None

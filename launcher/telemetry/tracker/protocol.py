@@ -52,7 +52,7 @@ class Histogram:
 @dataclass(frozen=True)
 class Table:
     columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[object]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Tracker(Protocol):
     def start(self, run: TrackedRun) -> None:
         """Called once, before the first `log`."""
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, object]) -> None:
         """Numbers and short strings by name (train/loss, ...). A step may come more than once."""
 
     def media(self, step: int, name: str, item: Media) -> None:

@@ -5,8 +5,7 @@ Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.protocol import ConfusionMatrix, Histogram, Media, Picture, Table, Text
@@ -17,7 +16,7 @@ MEDIA = (Text, Picture, Histogram, Table, ConfusionMatrix)
 UNNAMED = ("event", "time", "step", "set", "higher_is_better")
 
 
-def row_of(record: Record) -> dict[str, Any]:
+def row_of(record: Record) -> dict[str, object]:
     """Numbers and strings of the event; {} if it has none for a tracker."""
     return {name: value for name, value in _named(record) if not isinstance(value, MEDIA)}
 
@@ -34,7 +33,7 @@ def directions_of(record: Record) -> dict[str, bool]:
     }
 
 
-def _named(record: Record) -> Iterator[tuple[str, Any]]:
+def _named(record: Record) -> Iterator[tuple[str, object]]:
     event = record["event"]
     if event == "report":
         yield from _report(record)
@@ -62,7 +61,7 @@ def _in_evaluation(record: Record, name: str) -> str:
     return f"eval/{record['set']}/{name}" if "set" in record else f"eval/{name}"
 
 
-def _report(record: Record) -> Iterator[tuple[str, Any]]:
+def _report(record: Record) -> Iterator[tuple[str, object]]:
     yield "eval/classification_report", Text(record["text"])
     if rows := record.get("table"):
         yield "eval/classes", Table(tuple(rows[0]), [tuple(row.values()) for row in rows])
@@ -70,7 +69,7 @@ def _report(record: Record) -> Iterator[tuple[str, Any]]:
         yield "eval/confusion_matrix", ConfusionMatrix(record["classes"], record["confusion_matrix"])
 
 
-def _gradients(record: Record) -> Iterator[tuple[str, Any]]:
+def _gradients(record: Record) -> Iterator[tuple[str, object]]:
     """Shares of all gradients, and how many elements have each exponent."""
     yield from (
         (f"gradients/{key}", value)
@@ -82,7 +81,7 @@ def _gradients(record: Record) -> Iterator[tuple[str, Any]]:
         yield "gradients/exponents", Histogram(counts, list(range(first, first + len(counts) + 1)))
 
 
-def _gpus(gpus: Any) -> Iterator[tuple[str, Any]]:
+def _gpus(gpus: Iterable[Mapping[str, object]]) -> Iterator[tuple[str, object]]:
     for gpu in gpus:
         for key, value in gpu.items():
             name = f"gpu/{gpu['index']}/{key}"
@@ -92,5 +91,5 @@ def _gpus(gpus: Any) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: object) -> object:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -56,7 +56,7 @@ class TrackerSink(Sink):
         warn: Callable[[str], None],
         patience: TrackerTimeouts | None = None,
         queue_rows: int = QUEUE_ROWS,
-        facts: Callable[[], Mapping[str, Any]] = dict,
+        facts: Callable[[], Mapping[str, object]] = dict,
         delivery: Delivery | None = None,
         report: Callable[[str], None] = log.info,
     ) -> None:
@@ -204,7 +204,7 @@ class TrackerSink(Sink):
             tracker.media(record["step"], name, item)
 
 
-def used_config(config: Mapping[str, Any], start: Record) -> dict[str, Any]:
+def used_config(config: Mapping[str, Any], start: Record) -> dict[str, object]:
     """The config as trackers show it, with the names of the model and data that the `start` event names.
 
     Options of a choice that the recipe does not use are omitted.

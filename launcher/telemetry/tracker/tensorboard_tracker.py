@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.telemetry.formatting import markdown_row
@@ -35,7 +35,7 @@ class TensorboardTracker:
             if text := getattr(run, name):
                 self.media(0, name, Text(text))
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, object]) -> None:
         """Numbers become scalars; strings are left to the tables of other trackers."""
         for name, value in values.items():
             if isinstance(value, int | float):
@@ -73,7 +73,7 @@ class TensorboardTracker:
             self._writer.add_image(name, numpy.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
 
-def _moments(item: Histogram) -> dict[str, Any]:
+def _moments(item: Histogram) -> dict[str, object]:
     """The arguments of `add_histogram_raw`, as if each value lay in the middle of its bin."""
     middles = [(low + high) / 2 for low, high in zip(item.edges[:-1], item.edges[1:], strict=True)]
     pairs = list(zip(middles, item.counts, strict=True))
@@ -88,6 +88,6 @@ def _moments(item: Histogram) -> dict[str, Any]:
     }
 
 
-def _markdown(columns: Any, rows: Any) -> str:
+def _markdown(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(markdown_row([str(cell) for cell in line]) for line in lines)

@@ -31,7 +31,7 @@ class TrackioTracker:
             auto_log_gpu=False,  # the `gpu` events have it, aligned to steps
         )
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, object]) -> None:
         self._run.log(dict(values), step=step)
 
     def media(self, step: int, name: str, item: Media) -> None:
@@ -39,7 +39,7 @@ class TrackioTracker:
 
         match item:
             case Text():
-                shown: Any = trackio.Markdown(f"```\n{item.content}\n```")
+                shown: object = trackio.Markdown(f"```\n{item.content}\n```")
             case Picture():
                 shown = trackio.Image(item.path)
             case Histogram():

@@ -90,7 +90,7 @@ class WandbTracker:
                 best = "max" if higher else "min"
                 self._live.define_metric(name, step_metric="step", summary=f"{best},last")
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, object]) -> None:
         self._live.log({"step": step, **values})
 
     def media(self, step: int, name: str, item: Media) -> None:
@@ -165,7 +165,7 @@ def _init(run: TrackedRun, online: bool, options: WandbOptions) -> Run:
     )
 
 
-def _shown(item: Media, name: str) -> Any:
+def _shown(item: Media, name: str) -> object:
     """The item as wandb's own kind."""
     import numpy
     import wandb
@@ -183,7 +183,7 @@ def _shown(item: Media, name: str) -> Any:
             return _confusion(item, name)
 
 
-def _confusion(item: ConfusionMatrix, name: str) -> Any:
+def _confusion(item: ConfusionMatrix, name: str) -> object:
     """The chart of wandb.plot.confusion_matrix, from counts instead of one row per sample."""
     import wandb
 
