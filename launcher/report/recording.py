@@ -31,25 +31,12 @@ from launcher.report.step_lines import (
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import LOGS
+from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME, MAX_LINE_BYTES, TOO_LONG
-from launcher.telemetry.events import (
-    FORMAT,
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    GpuEvent,
-    GradientsEvent,
-    OverflowEvent,
-    RestartEvent,
-    StartEvent,
-    StepEvent,
-    event_of,
-)
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Record
 
-Kind = TypeVar("Kind", bound=Event)
+Kind = TypeVar("Kind", bound=events.Event)
 
 NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
 BLOCK_BYTES = 1 << 22  # read at once, about 10,000 lines: what a call of numpy costs is spread over them
@@ -107,11 +94,11 @@ class Recording:
         self.skips = Curve()  # step -> loss scale
         self.skip_times = Curve()  # unix seconds -> step
         self.checkpoint_times = Curve()
-        self.records: dict[type[Event], Records[Any]] = {}
+        self.records: dict[type[events.Event], Records[Any]] = {}
         self.attempts: list[Attempt] = []
-        self.last_step: StepEvent | None = None
-        self.last_gpu: GpuEvent | None = None
-        self.gradients: GradientsEvent | None = None  # the latest
+        self.last_step: events.StepEvent | None = None
+        self.last_gpu: events.GpuEvent | None = None
+        self.gradients: events.GradientsEvent | None = None  # the latest
         self.last_time: float | None = None  # of an event, in unix seconds
         self.num_lines = 0
         self.damaged: list[int] = []
@@ -143,7 +130,7 @@ class Recording:
 
     @property
     def time_shares(self) -> TimeShares | None:
-        end = self.of(EndEvent).last
+        end = self.of(events.EndEvent).last
         return (end and time_at_end(end)) or self._time.shares()
 
     @property
@@ -154,10 +141,10 @@ class Recording:
             more = self.num_damaged - len(self.damaged)
             text = listed(self.damaged, MAX_DAMAGED) + (f" and {more:,} more" if more else "")
             found.append(f"{FILE_NAME} is damaged: left out line {text}")
-        if self.format > FORMAT:
+        if self.format > events.FORMAT:
             found.append(
                 f"{FILE_NAME} is of format {self.format}, written by a newer version; this one reads format "
-                f"{FORMAT}: what it does not know is left out"
+                f"{events.FORMAT}: what it does not know is left out"
             )
         if self.unknown:
             names = listed([f"{name[:40]} ({n:,})" for name, n in self.unknown.most_common(5)], 5)
@@ -177,12 +164,12 @@ class Recording:
             record = bounded_event(line)
             if record is None:
                 self._add_damaged(self.num_lines + place + 1)
-            elif record["event"] == StepEvent.kind:
+            elif record["event"] == events.StepEvent.kind:
                 steps.append(record)
-            elif (event := event_of(record)) is None:
+            elif (event := events.event_of(record)) is None:
                 self.unknown[record["event"]] += 1
             else:
-                if isinstance(event, RestartEvent | StartEvent):
+                if isinstance(event, events.RestartEvent | events.StartEvent):
                     self._begin_attempt(event, lines[max(0, place - LOOK_BACK) : place])
                 self._add_rare(event)
         if steps:
@@ -196,22 +183,22 @@ class Recording:
         if len(self.damaged) < MAX_DAMAGED:
             self.damaged.append(number)
 
-    def _begin_attempt(self, event: RestartEvent | StartEvent, before: Sequence[bytes]) -> None:
+    def _begin_attempt(self, event: events.RestartEvent | events.StartEvent, before: Sequence[bytes]) -> None:
         """A process that resumes records `restart` first, then `start`; others only the latter."""
-        if isinstance(event, StartEvent) and self._resumes:
+        if isinstance(event, events.StartEvent) and self._resumes:
             self._resumes = False
             return
         records = [bounded_event(line) for line in reversed(before)]
         self._extend_attempt(next((r for r in records if r and r["event"] not in OF_A_BEGINNING), None))
         time = _sane(event.time)
         self.attempts.append(Attempt(time, time, event.step, event.step))
-        self._resumes = isinstance(event, RestartEvent)
+        self._resumes = isinstance(event, events.RestartEvent)
 
     def _extend_attempt(self, record: Record | None) -> None:
         """All events up to this one belong to the latest attempt."""
         if record is None:
             return
-        event = decoded(Event, record)
+        event = decoded(events.Event, record)
         time = _sane(event.time)
         if not math.isnan(time):
             self.last_time = time
@@ -222,7 +209,7 @@ class Recording:
 
     def _add_steps(self, found: StepColumns, last: Record | None) -> None:
         if last is not None:
-            self.last_step = decoded(StepEvent, last)
+            self.last_step = decoded(events.StepEvent, last)
         steps = found.columns["step"]
         self._add_windows(found.columns.get("step_ms", np.empty(0)), is_first=not self._rated_step)
         for name, curve in self.steps.items():
@@ -251,24 +238,24 @@ class Recording:
             self._rated_steps += float(weights[rated].sum())
             self._rated_time += float((weights[rated] / rates[rated]).sum())
 
-    def _add_rare(self, event: Event) -> None:
-        if isinstance(event, GradientsEvent):
+    def _add_rare(self, event: events.Event) -> None:
+        if isinstance(event, events.GradientsEvent):
             self.gradients = event
-        elif isinstance(event, GpuEvent):
+        elif isinstance(event, events.GpuEvent):
             self._add_gpu(event)
         else:
             self.of(type(event)).add(event)
-        if isinstance(event, EvalEvent):
+        if isinstance(event, events.EvalEvent):
             self._add_evaluation(event)
-        elif isinstance(event, OverflowEvent):
+        elif isinstance(event, events.OverflowEvent):
             self.skips.add_point(event.step, _sane(event.scale))
             self.skip_times.add_point(_sane(event.time), event.step)
-        elif isinstance(event, CheckpointEvent):
+        elif isinstance(event, events.CheckpointEvent):
             self.checkpoint_times.add_point(_sane(event.time), event.step)
-        elif isinstance(event, StartEvent):
+        elif isinstance(event, events.StartEvent):
             self.format = max(self.format, event.format)
 
-    def _add_evaluation(self, event: EvalEvent) -> None:
+    def _add_evaluation(self, event: events.EvalEvent) -> None:
         if len(self._sets) < MAX_CURVES:
             self._sets.setdefault(event.set)
         of_first = event.set == next(iter(self._sets))
@@ -277,7 +264,7 @@ class Recording:
             if value is not None and name not in NO_METRICS and abs(value) < LARGEST:
                 self._curve(curves, prefix + name).add_point(event.step, value)
 
-    def _add_gpu(self, event: GpuEvent) -> None:
+    def _add_gpu(self, event: events.GpuEvent) -> None:
         """Add the numbers of each device; seconds by reason are added up."""
         self.last_gpu = event
         for place, gpu in enumerate(event.gpus):

@@ -14,20 +14,11 @@ from pathlib import Path
 
 from launcher.run_dir.atomic import write_json
 from launcher.run_dir.status import FILE_NAME, Status
-from launcher.telemetry.events import (
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    RestartEvent,
-    StartEvent,
-    StepEvent,
-    record_of,
-)
+from launcher.telemetry import events
 from launcher.telemetry.stream import Sink
 
 EVERY_S = 5.0  # half of the documented 10 s, which leaves room for the current step
-AT_ONCE = (StartEvent, EvalEvent, CheckpointEvent, RestartEvent, EndEvent)
+AT_ONCE = (events.StartEvent, events.EvalEvent, events.CheckpointEvent, events.RestartEvent, events.EndEvent)
 LEFT_OUT = ("event", "time", "epoch", "higher_is_better")  # of the latest events
 
 
@@ -44,12 +35,12 @@ class StatusFile(Sink):
         self._clock = clock
         self._pace = Pace(clock)
         self._status = Status()
-        self._step: StepEvent | None = None  # the latest, not yet in the status
+        self._step: events.StepEvent | None = None  # the latest, not yet in the status
         self._published = -inf
         self._publish()
 
-    def write(self, event: Event) -> None:
-        if isinstance(event, StepEvent):
+    def write(self, event: events.Event) -> None:
+        if isinstance(event, events.StepEvent):
             self._step = event
         else:
             self._take_step()
@@ -68,16 +59,17 @@ class StatusFile(Sink):
     def close(self) -> None:
         self._publish()
 
-    def _after(self, event: Event) -> Status:
+    def _after(self, event: events.Event) -> Status:
         status = self._status
-        if isinstance(event, StartEvent):
+        if isinstance(event, events.StartEvent):
             return replace(status, state="running", total_steps=event.total_steps)
-        if isinstance(event, EndEvent):
+        if isinstance(event, events.EndEvent):
             return replace(status, state=event.state, exit=event.exit, step=event.step, eta_s=None)
-        if not isinstance(event, StepEvent | EvalEvent):
+        if not isinstance(event, events.StepEvent | events.EvalEvent):
             return status
-        fields = {key: value for key, value in record_of(event).items() if key not in LEFT_OUT}
-        if isinstance(event, EvalEvent) and event.set != status.last.get(event.kind, fields).get("set"):
+        fields = {key: value for key, value in events.record_of(event).items() if key not in LEFT_OUT}
+        before = status.last.get(event.kind, fields)
+        if isinstance(event, events.EvalEvent) and event.set != before.get("set"):
             return status  # of several sets the first is shown
         last = {**status.last, event.kind: fields}
         return replace(status, epoch=event.epoch, step=event.step, last=last)

@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
 from launcher.process.terminal import columns_of, wrapped
-from launcher.telemetry.console.progress_bar import Bars, Lines
-from launcher.telemetry.events import (
-    AfterEvaluationEvent,
-    DecisionEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    ReportEvent,
-    StartEvent,
-    StepEvent,
-    WarningEvent,
-)
+from launcher.telemetry import events
+from launcher.telemetry.console.progress_bar import Bars
 from launcher.telemetry.formatting import (
     duration,
     evaluation_cells,
@@ -31,9 +22,11 @@ from launcher.telemetry.formatting import (
     metric_title,
     narrowed,
     number,
+    step_line,
     table_lines,
     table_widths,
 )
+from launcher.telemetry.status import Pace
 from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Sink
 
@@ -53,50 +46,62 @@ class Console(Sink):
     ) -> None:
         self._out = out
         self._run_dir = run_dir
-        self._progress = Bars(err) if err.isatty() else Lines(self._print, clock)
+        self._bars = Bars(err, clock) if err.isatty() else None
+        self._pace = Pace(clock)  # of the lines where there is no bar
+        self._plan = events.StartEvent(0)
         self._times = TimeTotals()  # of the whole run, for the verdict at its end
         self._widths: dict[str, int] = {}  # by title, of the table of the last printed line
         self._report = self._sync = ""
         self._started = False
 
-    def write(self, event: Event) -> None:
+    def write(self, event: events.Event) -> None:
         match event:
-            case DecisionEvent():
+            case events.DecisionEvent():
                 self._sync = str(event.facts.get("sync") or self._sync)
                 self._print(f"{event.topic} {event.text}")
-            case StartEvent():
-                self._started = True
-                self._progress.start(event)
-            case StepEvent():
+            case events.StartEvent():
+                self._started, self._plan = True, event
+                if self._bars is not None:
+                    self._bars.start(event)
+            case events.StepEvent():
                 self._times.add(event)
-                self._progress.show(event)
-            case EvalEvent():
+                self._step(event)
+            case events.EvalEvent():
                 self._evaluation(event)
-            case AfterEvaluationEvent():
+            case events.AfterEvaluationEvent():
                 shown = {name: number(value) for name, value in event.numbers.items()}
                 for name, text in {**shown, **event.texts, **event.pictures}.items():
                     self._print(f"{name}: {text}")
-            case WarningEvent():
+            case events.WarningEvent():
                 self._print(f"warning: {event.text}")
-            case ReportEvent():
+            case events.ReportEvent():
                 self._report = event.text
-            case EndEvent():
+            case events.EndEvent():
                 self._end(event)
 
     def advance(self, epoch: int, step: int) -> None:
-        self._progress.advance(epoch, step)
+        if self._bars is not None:
+            self._bars.advance(epoch, step)
 
     def close(self) -> None:
-        self._progress.close()
+        if self._bars is not None:
+            self._bars.close()
 
-    def _evaluation(self, event: EvalEvent) -> None:
+    def _step(self, event: events.StepEvent) -> None:
+        if self._bars is not None:
+            self._bars.show(event)
+        else:
+            eta_s = self._pace.eta_s(event.step, self._plan.total_steps)
+            self._print(step_line(event, self._plan.epochs, self._plan.total_steps, eta_s))
+
+    def _evaluation(self, event: events.EvalEvent) -> None:
         cells = evaluation_cells(event)
         widths = table_widths(cells, columns_of(self._out))
         self._print(*table_lines(cells, widths, with_titles=widths != self._widths))
         self._widths = widths
 
-    def _end(self, event: EndEvent) -> None:
-        self._progress.close()
+    def _end(self, event: events.EndEvent) -> None:
+        self.close()
         columns = columns_of(self._out)
         report = narrowed(self._report, WIDEST_REPORT if columns is None else columns)
         if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
@@ -109,12 +114,12 @@ class Console(Sink):
     def _print(self, *lines: str) -> None:
         self._widths = {}
         columns = columns_of(self._out)
-        with self._progress.aside():
+        with nullcontext() if self._bars is None else self._bars.aside():
             print(*(wrapped(line, columns) for line in lines), sep="\n", file=self._out, flush=True)
 
 
 def end_lines(
-    end: EndEvent, report: str, shares: TimeShares | None, run_dir: Path, sync: str = ""
+    end: events.EndEvent, report: str, shares: TimeShares | None, run_dir: Path, sync: str = ""
 ) -> list[str]:
     """`report` is the classification report, `sync` the command that uploads an offline run; "" if none."""
     lines = ["", report.rstrip(), ""] if report else [""]
@@ -127,7 +132,7 @@ def end_lines(
     return lines
 
 
-def _headline(end: EndEvent) -> str:
+def _headline(end: events.EndEvent) -> str:
     parts = [f"{end.state} after {end.step:,} steps"]
     if end.seconds is not None:
         since = f" since step {end.since_step:,}" if end.since_step else ""

@@ -1,4 +1,4 @@
-"""Progress of the training steps: a tqdm bar per epoch on a terminal, plain lines elsewhere.
+"""Progress of the training steps on a terminal: a tqdm bar per epoch.
 
 Owns the bar on stderr, the estimate of the remaining time, and the order in which the bar's text is
 shortened. Leaves no thread running. From wide to narrow, these are dropped in order:
@@ -22,39 +22,10 @@ from typing import Any, TextIO
 
 from launcher.process.terminal import USUAL_COLUMNS, columns_of
 from launcher.telemetry.events import StartEvent, StepEvent
-from launcher.telemetry.formatting import duration, number, scale_text, step_details, step_line
+from launcher.telemetry.formatting import duration, number, scale_text, step_details
 from launcher.telemetry.status import Pace
 
 SMALLEST_BAR, LARGEST_BAR = 10, 40  # characters: each is a tenth of the epoch, or less
-
-
-class Lines:
-    """One line per `step` event, through `print_line`."""
-
-    def __init__(
-        self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._print_line = print_line
-        self._pace = Pace(clock)
-        self._epochs: int | None = None
-        self._total_steps: int | None = None
-
-    def start(self, event: StartEvent) -> None:
-        self._epochs, self._total_steps = event.epochs, event.total_steps
-
-    def show(self, event: StepEvent) -> None:
-        eta_s = self._pace.eta_s(event.step, self._total_steps)
-        self._print_line(step_line(event, self._epochs, self._total_steps, eta_s))
-
-    def advance(self, epoch: int, step: int) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        yield
-
-    def close(self) -> None:
-        pass
 
 
 class Bars:
