@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -357,17 +357,19 @@ def _from_hub(library: ModuleType, hub_name: str) -> Any:
         ) from error
 
 
-def _one_size(cells: Iterable[Any], where: str) -> Tensor:
-    """Images as one tensor, uint8 [n, 3, h, w]."""
-    images: list[Tensor] = []
+def _one_size(cells: Collection[Any], where: str) -> Tensor:
+    """Images, of which there is at least one, as one tensor: uint8 [n, 3, h, w]."""
     for row, cell in enumerate(cells):
-        images.append(_decode(cell.as_py(), f"{where}, row {row}"))
-        if images[row].shape != images[0].shape:
+        pixels = _decode(cell.as_py(), f"{where}, row {row}")
+        if row == 0:
+            images = torch.empty(len(cells), *pixels.shape, dtype=torch.uint8)
+        if pixels.shape != images.shape[1:]:
             raise DataError(
-                f"{where}: row {row} is {_size(images[row])} pixels, row 0 {_size(images[0])}. All images "
-                "must have the same size: resize them first."
+                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}. All images must have "
+                "the same size: resize them first."
             )
-    return torch.stack(images)
+        images[row] = pixels
+    return images
 
 
 def _decode(cell: Any, where: str) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from launcher.errors import DataError
 
@@ -28,6 +28,15 @@ DRAWS = 4 * ATTEMPTS  # uniform numbers that `random_region` may use
 RATIO = (3 / 4, 4 / 3)  # of width to height
 BASE_OVER_CROP = 256 / 224  # the usual resize before a centre crop
 ORIENTATION = 0x0112  # the EXIF tag
+UPRIGHT = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 LIES_DOWN = range(5, 9)  # orientations that exchange width and height
 DAMAGED = (  # Pillow's decoders raise any of these for damaged files
     OSError,
@@ -82,8 +91,9 @@ def _square(image: Image.Image, choose: Choice, side: int) -> Image.Image:
     needed = math.ceil(width * side / region.width), math.ceil(height * side / region.height)
     # A JPEG is decoded at a half, a quarter or an eighth, if that is still no smaller than what is needed.
     image.draft(None, needed[::-1] if lies_down else needed)
-    ImageOps.exif_transpose(image, in_place=True)
     upright = _as_rgb(image)
+    if orientation in UPRIGHT:
+        upright = upright.transpose(UPRIGHT[orientation])
     across, down = upright.width / width, upright.height / height
     right = min((region.left + region.width) * across, upright.width)
     bottom = min((region.top + region.height) * down, upright.height)
