@@ -34,7 +34,7 @@ from launcher.engine.diagnostics.host_cost import host_ms_per_layer
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.signals import saving_stops
-from launcher.process.torch_private import warn_if_unchecked
+from launcher.process.torch_build import warn_if_unchecked
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.recipe.training_aids import refuse_split_pairs

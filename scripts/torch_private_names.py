@@ -2,10 +2,11 @@
 
     pip download --no-deps --only-binary=:all: --platform macosx_14_0_arm64 torch==2.12.0
     python -m scripts.torch_private_names torch-*.whl
+    python -m scripts.torch_private_names torch-*.whl torch._C.a_new_name
 
-Writes the signatures of the names in launcher/process/torch_private.py into tests/torch_private_names.json,
-by minor version; versions of other wheels stay. torch's Python files are those of every platform, so the
-smallest wheel, that for macOS, will do.
+Writes the signatures of the names in tests/torch_private_names.json, and of new ones, into that file, by minor
+version; versions of other wheels stay. torch's Python files are those of every platform, so the smallest wheel,
+that for macOS, will do.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import ast
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
-
-from launcher.process.torch_private import NAMES
 
 FILE = Path(__file__).parents[1] / "tests" / "torch_private_names.json"
 # Modules whose names are functions of C: torch has stubs of them.
@@ -28,10 +27,10 @@ VALUE, OR = "a value", " or "
 Read = Callable[[str], bytes | None]  # a file of torch by path; None where there is none
 
 
-def found_in(read: Read) -> dict[str, str]:
+def found_in(read: Read, names: Iterable[str]) -> dict[str, str]:
     """The signature of each name; a function of C may have several. Raises LookupError for a missing name."""
     source = Source(read)
-    return {name: OR.join(source.signatures(name)) for name in NAMES}
+    return {name: OR.join(source.signatures(name)) for name in names}
 
 
 class Source:
@@ -134,17 +133,19 @@ def _text(arguments: ast.arguments) -> str:
     return f"({ast.unparse(arguments)})"
 
 
-def of_wheel(path: Path) -> tuple[str, dict[str, str]]:
+def of_wheel(path: Path, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """Its minor version, and the signatures."""
     with zipfile.ZipFile(path) as archive:
         files = set(archive.namelist())
-        found = found_in(lambda name: archive.read(name) if name in files else None)
+        found = found_in(lambda name: archive.read(name) if name in files else None, names)
     return ".".join(path.name.split("-")[1].split(".")[:2]), found
 
 
-def main(wheels: list[str]) -> None:
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    known |= dict(of_wheel(Path(name)) for name in wheels)
+def main(arguments: list[str]) -> None:
+    known = json.loads(FILE.read_text())
+    new = [each for each in arguments if not each.endswith(".whl")]
+    names = sorted({*new, *(name for of_version in known.values() for name in of_version)})
+    known |= dict(of_wheel(Path(each), names) for each in arguments if each.endswith(".whl"))
     FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

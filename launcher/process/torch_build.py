@@ -1,6 +1,7 @@
-"""Which build of torch runs on which GPU: the choice at set-up, and a check before the first step.
+"""Which build of torch runs on which GPU: the choice at set-up, and checks before the first step.
 
-Owns the table of builds. Imports only the standard library, because set-up runs before torch is installed.
+Owns the table of builds, and the versions in which the private names of torch that the launcher uses were
+checked. Imports only the standard library, because set-up runs before torch is installed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import re
 import shlex
 import sys
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from launcher.errors import PreflightError, counted
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 Capability = tuple[int, int]  # CUDA's compute capability: (7, 0) is a V100
+# torch promises nothing about its private names. A test compares the calls of those that the launcher uses with
+# their signatures in each version, which scripts/torch_private_names.py has read from wheels.
+CHECKED = ("2.11", "2.12", "2.13", "2.14")
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 
@@ -227,3 +233,15 @@ def _advice(choice: Choice, torch_version: str) -> str:
 
 def dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
+
+
+@cache  # workers that are forked after the first call do not repeat the warning
+def warn_if_unchecked(torch_version: str) -> None:
+    """Warn, once per process and its forks, of a torch in which these names were not checked."""
+    if ".".join(torch_version.split(".")[:2]) not in CHECKED:
+        warnings.warn(
+            f"torch {torch_version} is not among the versions that this launcher was checked with "
+            f"({', '.join(CHECKED)}): private functions of torch that it uses may have changed. If a run "
+            "ends with a TypeError or AttributeError, install one of these versions.",
+            stacklevel=2,
+        )

@@ -16,7 +16,7 @@ from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import PreemptedError
 from launcher.process.lifetime import adopting
 from launcher.process.signals import saving_stops
-from launcher.process.torch_private import warn_if_unchecked
+from launcher.process.torch_build import warn_if_unchecked
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals, heeded, held_back

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from launcher.process.frames import release
+from launcher.process.frames import clear, release
 
 
 class Held:
@@ -38,6 +39,13 @@ def in_its_innermost_frame(held: Held) -> None:
 
 def in_a_generator(held: Held) -> None:
     list(fail(held) for _ in range(2))  # noqa: C400
+
+
+def in_a_generator_function(held: Held) -> None:
+    def failing(held: Held) -> Iterator[None]:
+        yield fail(held)
+
+    list(failing(held))
 
 
 def in_a_lambda(held: Held) -> None:
@@ -82,13 +90,29 @@ def while_another_is_handled(held: Held) -> None:
 def test_nothing_is_kept(way: Callable[[Held], None]) -> None:
     held = Held()
     seen = weakref.ref(held)
-    with pytest.raises((ValueError, RuntimeError)) as caught:
+    try:  # not pytest.raises, which holds the traceback itself
+        way(held)
+    except (ValueError, RuntimeError) as error:
+        del held
+        assert seen() is not None
+        release(error)
+        gc.collect()
+        assert seen() is None
+    else:
+        pytest.fail("nothing was raised")
+
+
+@pytest.mark.parametrize("way", [in_a_loop, in_a_generator_function])
+def test_local_variables_are_cleared_and_the_traceback_stays(way: Callable[[Held], None]) -> None:
+    held = Held()
+    seen = weakref.ref(held)
+    with pytest.raises(ValueError, match="planned") as caught:
         way(held)
     del held
-    assert seen() is not None
-    release(caught.value)
+    clear(caught.value)
     gc.collect()
     assert seen() is None
+    assert "in fail" in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_function_that_can_still_be_called_keeps_its_variables() -> None:

@@ -191,7 +191,7 @@ def release_frames(error: BaseException) -> None:
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
     that wait in a collective for this one notice.
     """
-    frames.release(error)
+    frames.clear(error)
     works.release()
     gc.collect()
 
