@@ -4,9 +4,9 @@
     python -m scripts.torch_private_names torch-*.whl
     python -m scripts.torch_private_names torch-*.whl torch._C.a_new_name
 
-Writes the signatures of the names in tests/torch_private_names.json, and of new ones, into that file, by minor
-version; versions of other wheels stay. torch's Python files are those of every platform, so the smallest wheel,
-that for macOS, will do.
+Writes the signatures of the names in tests/torch_private_names.json, and of new ones, into that file, by
+minor version; versions of other wheels stay. torch's Python files are those of every platform, so the
+smallest wheel, that for macOS, will do.
 """
 
 from __future__ import annotations

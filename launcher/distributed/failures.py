@@ -1,25 +1,23 @@
 """How the ranks of a job fail: which failed first, why, and how each leaves the job.
 
-Owns these records and their keys in the store. Imports no torch.
+Owns these records and their keys in the store, and the patterns that tell the error of a rank which has lost
+another one from a rank's own. Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from launcher.config.short_traceback import short_traceback
+from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls
-from launcher.distributed.last_words import LastWords
-from launcher.distributed.lost_rank import TIMED_OUT, is_loss, is_of_another
+from launcher.distributed.last_words import Departure, LastWords
 from launcher.distributed.store import awaited_in_vain, limit_silence
 from launcher.errors import (
     ON_REQUEST,
@@ -38,26 +36,43 @@ ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collec
 PRINT_S = 0.3  # for rank 0 to print why it failed: torchrun ends it once another rank has ended
 LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
 OWN_RANK = re.compile(r"\brank ?\d+")
+TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
+# Errors of a rank that failed because another one did: of Gloo, NCCL or the store. Matched against the
+# error's message only.
+OF_ANOTHER = re.compile(
+    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
+    r"Application timeout|Connection (closed|reset)",
+    re.IGNORECASE,
+)
 
 
-@dataclass(frozen=True)
-class Departure:
-    """How one rank left a job; `error` is empty if it ended well."""
+def is_of_another(error: BaseException) -> bool:
+    """Whether an exception, by its class and text, is that of a rank which lost another one."""
+    text = f"{type(error).__name__}: {whole_text(error)}"
+    return bool(OF_ANOTHER.search(text)) and not nccl.is_own(text)
 
-    rank: int
-    time_s: float
-    error: str = ""
-    exit_code: int = 0
-    shared: bool = False  # the error is about other ranks, which its text names
-    last_call: str = ""  # the collective in which it lost another rank
-    lost: bool = False  # the error is that of a rank which lost another one: not the origin
-    traceback: str = ""  # of an exception, to be printed before the error
-    restart_helps: bool = False  # whatever the exit code
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of Gloo or NCCL says that another rank has closed its connection."""
+    text = whole_text(error)
+    lost = OF_ANOTHER.search(text) and not nccl.is_own(text)
+    return isinstance(error, RuntimeError) and bool(lost) and not TIMED_OUT.search(text)
 
 
 def left_key(job: str) -> str:
     """The key of a rank's departure in the store, with a place for the rank's number."""
     return f"job/{job}/left/{{}}"
+
+
+def record(store: dist.Store, job: str, departure: Departure) -> None:
+    """Record how a rank leaves, or what it fails of and will leave with. Raises DistError."""
+    store.set(left_key(job).format(departure.rank), departure.as_text())
+
+
+def recorded(store: dist.Store, job: str, rank: int) -> Departure | None:
+    """What a rank has recorded, if it has. Raises DistError."""
+    key = left_key(job).format(rank)
+    return Departure.of_text(store.get(key)) if store.check([key]) else None
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:
@@ -148,44 +163,30 @@ def failure_of_another(
         first = first_failure(store, job) if words is None else words.first_failure()
         if first is None or first == rank:
             return None
-        if words is None:
-            store.wait([key := left_key(job).format(first)], timedelta(seconds=ASSEMBLE_S))
-            text = store.get(key).decode()
-        else:
-            text = _awaited(words, first)
-        left = Departure(**json.loads(text))
-        if left.error and not left.lost and left.exit_code not in ON_REQUEST:
-            return JobFailed(f"{'' if left.shared else f'rank {first} failed: '}{left.error}", left)
+        left, deadline = None, time.monotonic() + ASSEMBLE_S
+        while left is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = recorded(store, job, first) if words is None else words.of(first)
+        if left and left.error and not left.lost and left.exit_code not in ON_REQUEST:
+            return JobFailed(attributed(left, [left]), left)
     return None
-
-
-def _awaited(words: LastWords, rank: int) -> str:
-    """What the rank records as it leaves; empty if it does not within ASSEMBLE_S."""
-    deadline = time.monotonic() + ASSEMBLE_S
-    while not (text := words.of(rank)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return text
 
 
 def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:
     """Record why this rank fails, for ranks whose main thread cannot find out: see `reason_of`."""
-    if store is None:
-        return
-    from torch.distributed import DistError
+    if store is not None:
+        from torch.distributed import DistError
 
-    exit_code = error.exit_code if isinstance(error, LauncherError) else 1
-    text = str(error) if isinstance(error, LauncherError) else described(error)
-    with suppress(DistError):
-        store.set(f"job/{job}/reason/{rank}", json.dumps([text, exit_code]))
+        with suppress(DistError):
+            record(store, job, departure_of(rank, error))
 
 
 def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
     """Why a rank that has claimed the first failure failed, and its exit code. Raises DistError."""
-    key = f"job/{job}/reason/{rank}"
-    if not store.check([key]):
+    left = recorded(store, job, rank)
+    if left is None:
         return f"rank {rank} failed. Its log and its stderr say why.", LauncherError.exit_code
-    text, exit_code = json.loads(store.get(key))
-    return text if text.startswith("rank ") else f"rank {rank} failed: {text}", exit_code
+    return attributed(left, [left]), left.exit_code
 
 
 def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
@@ -197,15 +198,12 @@ def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_c
     from torch.distributed import DistError
 
     limit_silence(LEAVE_S)
-    departure = Departure(
-        launch.rank, time.time(), text, exit_code, shared=True
-    )  # it names the rank at fault
-    key = left_key(job)
     with suppress(DistError):
-        store.set(key.format(launch.rank), json.dumps(asdict(departure)))
+        # Shared: the text names the rank at fault.
+        record(store, job, Departure(launch.rank, time.time(), text, exit_code, shared=True))
         # Or rank 0 would wait for this rank to confirm the end.
         store.set(f"heard/{launch.rank}", "")
-        awaited_in_vain(store, key, range(1, launch.world_size), ASSEMBLE_S)
+        awaited_in_vain(store, left_key(job), range(1, launch.world_size), ASSEMBLE_S)
         time.sleep(PRINT_S)
 
 

@@ -12,20 +12,22 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.failures import (
     ASSEMBLE_S,
-    Departure,
     JobFailed,
     attributed,
     departure_of,
     first_failure,
     left_key,
+    record,
+    recorded,
 )
+from launcher.distributed.last_words import Departure
 from launcher.distributed.launches import join_launch, meeting_place, origin
 from launcher.distributed.store import awaited, awaited_in_vain, limit_silence, memory, open_store
 from launcher.errors import (
@@ -185,13 +187,14 @@ class Leader:
         if self._gone and own.lost:
             # A rank that fails by itself claims so before the others lose it, and may need longer to leave.
             first = first_failure(store, job)
-            left = (self._left(store, key, rank) for rank in self._others if rank not in self._gone)
-            if first is None or any(each.lost and each.rank == first for each in (own, *left)):
+            if first is None or any(
+                each.lost and each.rank == first for each in (own, *self._left(store, job))
+            ):
                 wait_s = soon_s
             else:
                 self._gone = awaited_in_vain(store, key, self._others, wait_s - soon_s)
         if not self._gone:
-            return [own, *(self._left(store, key, rank) for rank in self._others)]
+            return [own, *self._left(store, job)]
         silent = numbered(self._gone)
         if own.lost:
             text = (
@@ -202,8 +205,9 @@ class Leader:
         after = f"failed: {own.error}" if own.error else "did"
         raise StalledError(f"{silent} did not leave job {job} within {wait_s:g} s after rank 0 {after}.")
 
-    def _left(self, store: dist.Store, key: str, rank: int) -> Departure:
-        return Departure(**json.loads(store.get(key.format(rank))))
+    def _left(self, store: dist.Store, job: str) -> list[Departure]:
+        """How the others have left the job, of those that have."""
+        return [left for rank in self._others if (left := recorded(store, job, rank)) is not None]
 
     def _first_failure(
         self, store: dist.Store | None, job: str, departures: Sequence[Departure]
@@ -259,9 +263,8 @@ def run_as_follower(
         run_job(config, launch, store, job)
     except Exception as error:
         failure = error
-    departure = departure_of(launch.rank, failure)
     try:
-        store.set(left_key(job).format(launch.rank), json.dumps(asdict(departure)))
+        record(store, job, departure_of(launch.rank, failure))
     except DistError as error:
         failure = failure or error
     return failure

@@ -7,14 +7,40 @@ reads a record that was cut short by a kill or a full disk for ever, in C++. Imp
 
 from __future__ import annotations
 
+import json
 import mmap
 import struct
 import time
+from dataclasses import asdict, dataclass, replace
 
 _FAILED_S = struct.Struct("=d")  # of the machine's monotonic clock; 0: it has not failed
 _LENGTH = struct.Struct("=q")  # of the text in bytes; 0: there is none
 _TEXT_AT = _FAILED_S.size + _LENGTH.size
 ROW_BYTES = 1 << 20  # memory is used only where it is written to
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How one rank left a job; `error` is empty if it ended well."""
+
+    rank: int
+    time_s: float
+    error: str = ""
+    exit_code: int = 0
+    shared: bool = False  # the error is about other ranks, which its text names
+    last_call: str = ""  # the collective in which it lost another rank
+    lost: bool = False  # the error is that of a rank which lost another one: not the origin
+    traceback: str = ""  # of an exception, to be printed before the error
+    restart_helps: bool = False  # whatever the exit code
+
+    def as_text(self) -> str:
+        """The departure as JSON, for `of_text`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str | bytes) -> Departure:
+        """What `as_text` was called on. Raises ValueError for a text that was cut short."""
+        return cls(**json.loads(text))
 
 
 class LastWords:
@@ -39,20 +65,20 @@ class LastWords:
         failed = {rank: at_s for rank in range(self._num_ranks) if (at_s := self._failed_s(rank))}
         return min(failed, key=lambda rank: failed[rank], default=None)
 
-    def leave(self, rank: int, text: str) -> bool:
-        """Record how a rank leaves; returns whether there was room for the text."""
-        said = text.encode()
-        if fits := len(said) <= ROW_BYTES - _TEXT_AT:
-            # The text first: a reader takes it for complete once there is a length.
-            self._write(rank, _TEXT_AT, said)
-            self._write(rank, _FAILED_S.size, _LENGTH.pack(len(said)))
-        return fits
+    def leave(self, departure: Departure) -> None:
+        """Record how a rank leaves, without the traceback where there is no room for it."""
+        said = departure.as_text().encode()
+        if len(said) > ROW_BYTES - _TEXT_AT:
+            said = replace(departure, traceback="").as_text().encode()
+        # The text first: a reader takes it for complete once there is a length.
+        self._write(departure.rank, _TEXT_AT, said)
+        self._write(departure.rank, _FAILED_S.size, _LENGTH.pack(len(said)))
 
-    def of(self, rank: int) -> str:
-        """What a rank recorded as it left; empty if it has not, or was killed before it was done."""
+    def of(self, rank: int) -> Departure | None:
+        """What a rank recorded as it left; None if it has not, or was killed before it was done."""
         (length,) = _LENGTH.unpack_from(self._memory, rank * ROW_BYTES + _FAILED_S.size)
         start = rank * ROW_BYTES + _TEXT_AT
-        return self._memory[start : start + length].decode()
+        return Departure.of_text(self._memory[start : start + length]) if length else None
 
     def _failed_s(self, rank: int) -> float:
         failed_s: float = _FAILED_S.unpack_from(self._memory, rank * ROW_BYTES)[0]

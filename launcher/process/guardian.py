@@ -117,28 +117,11 @@ def _signal_all(value: bytes, number: int) -> bool:
 
 def _signal(pid: int, value: bytes, number: int) -> bool:
     """Signal a process if it has the value; returns whether it has."""
-    process = _handle(pid)  # first: the pid may be reused at any time
-    try:
-        if not _is_marked(pid, value):
-            return False
-        if process is None:
-            os.kill(pid, number)
-        else:
-            signal.pidfd_send_signal(process, number)
-    except OSError:  # it has ended, or is another user's
-        return False
-    finally:
-        if process is not None:
-            os.close(process)
-    return True
-
-
-def _handle(pid: int) -> int | None:
-    """A pidfd of the process; None if kernel or Python do not support it."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        if _is_marked(pid, value):
+            os.kill(pid, number)  # microseconds later: its number is not another's yet
+            return True
+    return False
 
 
 def _others() -> Iterator[int]:

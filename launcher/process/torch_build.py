@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 Capability = tuple[int, int]  # CUDA's compute capability: (7, 0) is a V100
-# torch promises nothing about its private names. A test compares the calls of those that the launcher uses with
-# their signatures in each version, which scripts/torch_private_names.py has read from wheels.
+# torch promises nothing about its private names. A test compares the calls of those that the launcher uses
+# with their signatures in each version, which scripts/torch_private_names.py has read from wheels.
 CHECKED = ("2.11", "2.12", "2.13", "2.14")
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import time
@@ -17,7 +16,6 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import Orphans
@@ -115,7 +113,7 @@ class Generation:
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         words = self._work.heartbeats.words
-        fates = [_with_departure(fate, words.of(fate.rank)) for fate in fates]
+        fates = [replace(fate, departure=words.of(fate.rank)) for fate in fates]
         return judge(fates, words.first_failure(), self._limits.stall_s)
 
     def _name_hanging(self) -> AttemptVerdict:
@@ -160,10 +158,6 @@ class Generation:
             last, sizes = sizes, [_size(path) for path in paths]
             if sizes == last and all(now > then for now, then in zip(sizes, before, strict=True)):
                 return
-
-
-def _with_departure(fate: Fate, words: str) -> Fate:
-    return replace(fate, departure=Departure(**json.loads(words))) if words else fate
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:

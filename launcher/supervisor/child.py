@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,8 +24,9 @@ import torch.distributed as dist
 from launcher import worker
 from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import Departure, departure_of
+from launcher.distributed.failures import departure_of
 from launcher.distributed.heartbeat import Heartbeats
+from launcher.distributed.last_words import Departure
 from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import FATAL, HEEDED, STACKS
 from launcher.run_dir.atomic import make_folder, open_plain
@@ -99,9 +99,7 @@ def _run(work: Work, launch: LaunchEnv, store: dist.Store) -> Departure:
         departure = departure_of(launch.rank, error)
     else:
         departure = departure_of(launch.rank)
-    words = work.heartbeats.words
-    if not words.leave(launch.rank, json.dumps(asdict(departure))):
-        words.leave(launch.rank, json.dumps(asdict(replace(departure, traceback=""))))
+    work.heartbeats.words.leave(departure)
     return departure
 
 

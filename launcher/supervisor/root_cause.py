@@ -9,9 +9,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.distributed.failures import Departure, attributed
+from launcher.distributed.failures import attributed
 from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.heartbeat import FINISHING, Beat, where
+from launcher.distributed.last_words import Departure
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 UNEXPECTED, STALLED = 1, StalledError.exit_code

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from launcher.distributed import flight_recorder
 from launcher.distributed.env import WorkerEnv
+from launcher.distributed.failures import is_loss
 from launcher.distributed.flight_recorder import Call, called, disagreement, latest_calls, loss
-from launcher.distributed.lost_rank import is_loss
 from tests.ranks.harness import run_ranks
 
 FIRST = {"0/7": Call("barrier")}

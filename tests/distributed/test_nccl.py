@@ -12,8 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.distributed import nccl, process_group
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import departure_of
-from launcher.distributed.lost_rank import is_loss
+from launcher.distributed.failures import departure_of, is_loss
 from launcher.distributed.process_group import join
 from launcher.errors import PreflightError, UnexpectedError
 from launcher.training.failures.rank_failure import failure_of

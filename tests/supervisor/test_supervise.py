@@ -9,8 +9,8 @@ import pytest
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, where
+from launcher.distributed.last_words import Departure
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
 from launcher.supervisor import worker_count
 from launcher.supervisor.parent_signals import HEEDED, Signals, heeded, held_back

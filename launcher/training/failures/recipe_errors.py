@@ -26,7 +26,7 @@ from launcher.config.user_code import defined_at, innermost, is_the_users, place
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.loader import is_of_loader_process
 from launcher.distributed.alone import Alone
-from launcher.distributed.lost_rank import is_of_another
+from launcher.distributed.failures import is_of_another
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import (
     ConfigError,
