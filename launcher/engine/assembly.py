@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import launcher.engine.limits as limits
-from launcher.engine.attachment import Attachment
+import launcher.engine.works as works
 from launcher.engine.diagnostics.step_timer import StepClock
-from launcher.engine.flat.broadcast import take_values_of_rank_0
 from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
 from launcher.engine.fp32_modules import Fp32Modules
-from launcher.engine.in_place import InPlaceChanges
 from launcher.engine.notices import Notices
 from launcher.engine.optim.compilation import choose_compilation
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
+from launcher.engine.outside_changes import Attachment, InPlaceChanges
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
@@ -82,7 +82,7 @@ class StepperParts:
         self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
         self.buffers = Buffers(model, group)
         # Once all is in flat memory: one broadcast per segment instead of one per parameter.
-        take_values_of_rank_0(layout, model, self.buffers, group)
+        _take_values_of_rank_0(layout, model, self.buffers, group)
         self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         terms = None if on_host else Terms(1.0, choices.clip_norm, choices.scaling)
@@ -111,3 +111,23 @@ def _may_regroup(wire: Wire, policy: Policy, world_size: int) -> bool:
     """Whether buckets may change size during training: then neither bits nor owners may depend on them."""
     fixed = wire.bucket_bytes is not None or wire.shard or world_size == 1
     return not (fixed or bits_depend_on_messages(wire, wire.dtype or policy.wire, world_size))
+
+
+def _take_values_of_rank_0(
+    layout: Layout, model: nn.Module, buffers: Buffers, group: dist.ProcessGroup | None
+) -> None:
+    """Broadcast parameters, including frozen ones, and buffers, bit for bit."""
+    if group is None:
+        return
+    for segment in layout.segments:
+        exact = segment.weight if segment.master is None else segment.master
+        works.broadcast(exact, group)
+        if segment.half and segment.master is not None:
+            segment.weight.copy_(exact)
+    for p in model.parameters():
+        if not p.requires_grad:
+            values = p.detach().contiguous()
+            whole = values.reshape(-1).view(torch.uint8)  # of any dtype; Gloo has none of 16 bits, for one
+            works.broadcast(whole, group)
+            p.detach().copy_(values)
+    buffers.broadcast()

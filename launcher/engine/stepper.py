@@ -19,7 +19,6 @@ import launcher.engine.limits as limits
 from launcher.engine.agreement import refuse_differences
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, StepperParts
-from launcher.engine.attachment import refuse_lent
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import (
     NO_BACKWARD,
@@ -32,6 +31,7 @@ from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.notices import warn_if_alone, warn_of_idle
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
+from launcher.engine.outside_changes import refuse_lent
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes

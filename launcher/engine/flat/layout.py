@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.allocation import flat_zeros
+from launcher.engine.flat.allocation import flat_zeros, one_thread
 from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.names import named_parameters
-from launcher.engine.flat.one_thread import one_thread
 from launcher.engine.precision.policy import Policy
 
 MATRICES, VECTORS = "matrices", "vectors"  # the segments
@@ -314,12 +313,6 @@ class Layout:
     def gradients(self) -> dict[str, Tensor]:
         """Views of the wire gradients by parameter name; scaled, valid from step() to the next backward."""
         return self.named([segment.grad for segment in self.segments])
-
-    def round_weights(self) -> None:
-        """weights = RNE(masters), after the masters were set from outside."""
-        for segment in self.segments:
-            if segment.half and segment.master is not None:
-                segment.weight.copy_(segment.master)
 
 
 def default_run_bytes(total_bytes: int, at_least: int) -> int:

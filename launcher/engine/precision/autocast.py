@@ -6,6 +6,10 @@ are missing. RNNs compute in fp16 whatever dtype was requested. This module regi
 operators on the Autocast dispatch keys, by the tables of `classes`. Listed operators cost nothing more,
 and torch.compile traces these kernels as it does torch's own.
 
+Elements of a half table are copied in half, and the gradients of an element that was taken twice add up in
+fp32. Widening the table instead would give the same gradients, and copy the whole table in every forward
+pass.
+
 The registration is per process, and done once. Outside the contexts of this module its kernels only
 redispatch. Functions that torch composes in Python (svd_lowrank, pca_lowrank, lobpcg) have the classes of
 their parts.
@@ -19,11 +23,14 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.library import Library
 
 from launcher.engine.precision.classes import (
     CURVES,
+    HALF,
     MARK,
     PRODUCTS,
     PROMOTING,
@@ -33,8 +40,8 @@ from launcher.engine.precision.classes import (
     map_tensors,
     widen,
 )
-from launcher.engine.precision.picks import SUMS, pick
 
+EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
 Kernel = Callable[..., object]
 
 RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -110,7 +117,7 @@ def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
         **dict.fromkeys(_names(PROMOTING), _promoted),
         **dict.fromkeys([*_names(WIDE), *UPSAMPLE], _in_fp32),
         **dict.fromkeys([*curves, "rrelu", "col2im", "im2col"], _curve),
-        **dict.fromkeys(SUMS, _picked),
+        **dict.fromkeys(SUMS, _pick),
         "batch_norm": _batch_norm,
     }
     if device_type == "cuda":
@@ -194,10 +201,69 @@ def _promoted(operator: OpOverload, dtype: torch.dtype, args: object, kwargs: ob
     return result if any_fp32((args, kwargs)) else map_tensors(functools.partial(_narrow, dtype), result)
 
 
-def _picked(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    return pick(operator, *args, **kwargs)
-
-
-def _narrow(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+def _narrow(dtype: torch.dtype, value: Tensor) -> Tensor:
     eligible = value.is_floating_point() and value.dtype != torch.float64
     return value.to(dtype) if eligible else value
+
+
+def _embedding(
+    shape: torch.Size, rows: Tensor, tokens: Tensor, padding: int = -1, by_frequency: bool = False, *_: object
+) -> Tensor:
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(rows, tokens, shape[0], padding, by_frequency)
+    return summed
+
+
+# The gradient of a table of this shape, from that of what was picked, and the index.
+SUMS: dict[str, Callable[..., Tensor]] = {
+    "embedding": _embedding,
+    "gather": lambda shape, picked, dim, index, sparse=False: picked.new_zeros(shape).scatter_add_(
+        dim, index, picked
+    ),
+    "index": lambda shape, picked, *index: torch.ops.aten.index_put_(
+        picked.new_zeros(shape), index, picked, True
+    ),
+    "index_select": lambda shape, picked, dim, index: picked.new_zeros(shape).index_add_(dim, index, picked),
+    "take": lambda shape, picked, index: picked.new_zeros(shape).put_(index, picked, accumulate=True),
+}
+
+
+def _pick(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Pick elements of a table, with gradients that are summed in fp32 where an element may repeat.
+
+    A plain call without gradients, for tables that are not half, for masks, and for sparse gradients.
+    """
+    table, *args = args
+    index = args[0] if operator is INDEX else args
+    repeats = any(is_tensor(each) and each.dtype not in (torch.bool, torch.uint8) for each in index)
+    sparse = kwargs.get("sparse_grad") or (operator is EMBEDDING and args[3:4] == [True])
+    added = table.dtype in HALF and table.requires_grad and torch.is_grad_enabled() and repeats and not sparse
+    if table.dtype in HALF and _is_transformed(table):  # no autograd function works there
+        return operator(table.float(), *args, **kwargs).to(table.dtype)
+    if added:
+        return _Pick.apply(operator, table, *index)  # type: ignore[no-untyped-call]
+    return operator(table, *args, **kwargs)
+
+
+def _is_transformed(table: Tensor) -> bool:
+    """Whether torch.func transforms this code, or forward_ad differentiates it along `table`'s tangent."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad.unpack_dual(table).tangent is not None  # type: ignore[no-untyped-call]
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: OpOverload, table: Tensor, *index: Any) -> Any:
+        ctx.operator, ctx.shape, ctx.dtype = operator, table.shape, table.dtype
+        ctx.rest = [None if is_tensor(each) else each for each in index]
+        ctx.save_for_backward(*(each if is_tensor(each) else None for each in index))
+        return operator(table, index) if operator is INDEX else operator(table, *index)
+
+    @staticmethod
+    def backward(ctx: Any, picked: Tensor) -> tuple[Tensor | None, ...]:
+        index = [
+            rest if saved is None else saved for saved, rest in zip(ctx.saved_tensors, ctx.rest, strict=True)
+        ]
+        name = ctx.operator._schema.name.removeprefix("aten::")
+        summed = SUMS[name](ctx.shape, picked.float(), *index).to(ctx.dtype)
+        return None, summed, *(None for _ in index)

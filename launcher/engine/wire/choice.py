@@ -11,10 +11,10 @@ import torch.distributed as dist
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import VECTORS, Layout
-from launcher.engine.wire.side_stream import SideStream
 from launcher.engine.wire.transports import (
     NativeSum,
     ShardedSum,
+    SideStream,
     Transport,
     WidePair,
     WideSum,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
+from launcher.engine.flat.allocation import one_thread
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, SlotRun, Stretch
-from launcher.engine.flat.one_thread import one_thread
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not

@@ -11,6 +11,7 @@ sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.flat.layout import Segment, Slot, SlotRun
-from launcher.engine.wire.side_stream import SideStream
 
 CHUNK = 1 << 17  # elements that are summed at once
 PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's own tags are small
@@ -52,6 +52,42 @@ class Bucket:
     @property
     def size_bytes(self) -> int:
         return self.message.numel() * self.message.element_size()
+
+
+class SideStream:
+    """A second CUDA stream, for the work after a collective, concurrent with the backward pass.
+
+    `after_current`, then any number of `alone`, then `join`; the same in a CUDA graph. Events order it with
+    the stream of the training step; the host never waits. Memory allocated within its contexts belongs to it
+    and is used only there, so it can be reused as soon as it is freed. On other devices all calls run inline.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # High priority: its work is short, and the next collective waits for it.
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether there is a second stream: on CUDA."""
+        return self._stream is not None
+
+    def after_current(self) -> AbstractContextManager[object]:
+        """Run on the side stream, after all work queued on the current stream so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self.alone()
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Run on the side stream, after the work queued there before."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """Make the current stream wait for all work queued on the side stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Transport:

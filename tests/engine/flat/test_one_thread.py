@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.engine import AdamW, Stepper, WeightAverage
-from launcher.engine.flat.one_thread import one_thread
+from launcher.engine.flat.allocation import one_thread
 from tests.models import mlp
 
 THREADS = 2

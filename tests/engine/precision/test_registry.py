@@ -257,7 +257,7 @@ def check(name: str, args: Arguments, named: dict[str, Any], dtype: torch.dtype,
     for value, theirs in zip(found, exact, strict=True):
         if COMPUTE[name] is autocast._in_fp32:
             assert value.dtype == theirs.dtype
-        elif COMPUTE[name] in (autocast._picked, autocast._curve, autocast._batch_norm):
+        elif COMPUTE[name] in (autocast._pick, autocast._curve, autocast._batch_norm):
             assert value.dtype in ((dtype, torch.float32) if half else (theirs.dtype,))
         tolerance = 1e-5 if value.dtype == torch.float32 else 4 * torch.finfo(dtype).eps
         if value.is_floating_point() or value.is_complex():
