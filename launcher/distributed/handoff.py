@@ -47,13 +47,13 @@ RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 class HandoffTimeouts:
     """Timeouts of each side's waits for the other."""
 
-    first_job_s: float = 300.0  # followers: until rank 0 has composed the config
+    first_job_s: float = 300.0  # followers, for the config: thousands of ranks import from one file system
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload
-    leave_s: float = 60.0  # all ranks, once one has left a job
-    lost_s: float = 3.0  # rank 0, once it has lost a rank that has not claimed to have failed
-    abandoned_s: float = 4.0  # followers, after an error that rank 0 reports at once if it is alive
-    goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end
-    unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be starting
+    leave_s: float = 60.0  # all ranks, once one has left a job: the others may be writing a checkpoint
+    lost_s: float = 3.0  # rank 0, once it has lost a rank that has not claimed to have failed: it is dead
+    abandoned_s: float = 4.0  # followers, after an error that rank 0 has too: twice ASSEMBLE_S
+    goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end, for which they only read a key
+    unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be importing torch
 
 
 class Leader:
@@ -89,6 +89,7 @@ class Leader:
         store = self._send({"job": job, "config": to_dict(config)})
         self._gather(store, config.launch.init_timeout_s)
         limit_silence(config.launch.stall_s)
+        failure: Exception | None = None
         try:
             self._run_job(config, self.launch, store, job)
         except (StalledError, CollectiveError):
@@ -96,20 +97,18 @@ class Leader:
             self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
             raise
         except Exception as error:
-            own = departure_of(self.launch.rank, error)
-            departures = self._departures(store, job, own, config.launch.stall_s)
-            first = self._first_failure(store, job, departures)
-            stopped = first.exit_code in ON_REQUEST
-            if first is own and (stopped or len(departures) == 1):
-                raise
-            text = attributed(first, departures)
-            if text == own.error:
-                raise
-            raise JobFailed(text, first) from error
-        departures = self._departures(store, job, departure_of(self.launch.rank))
+            failure = error
+        own = departure_of(self.launch.rank, failure)
+        departures = self._departures(store, job, own, config.launch.stall_s)
         first = self._first_failure(store, job, departures)
+        text = attributed(first, departures)
+        stopped = first.exit_code in ON_REQUEST
+        if failure is not None and (
+            text == own.error or (first is own and (stopped or len(departures) == 1))
+        ):
+            raise failure
         if first.error:
-            raise JobFailed(attributed(first, departures), first)
+            raise JobFailed(text, first) from failure
 
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.
@@ -118,7 +117,7 @@ class Leader:
         """
         if config.run.dir or not self.launch.restart_count:
             return config
-        store, key = memory(self._opened(), self.launch), self._directory_key()
+        store, key = memory(self._opened(), self.launch), f"directory/{self._jobs}"
         if store is None or not store.check([key]):
             return config
         return replace(config, run=replace(config.run, dir=json.loads(store.get(key))))
@@ -127,7 +126,7 @@ class Leader:
         """Record the directory of the job for restarts."""
         store = memory(self._opened(), self.launch)
         if store is not None:
-            store.set(self._directory_key(), json.dumps(config.run.dir))
+            store.set(f"directory/{self._jobs}", json.dumps(config.run.dir))
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
         """Send the other ranks the exit code to leave with, and wait for their confirmation."""
@@ -167,11 +166,8 @@ class Leader:
             )
             raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
 
-    def _directory_key(self) -> str:
-        return f"directory/{self._jobs}"
-
     def _departures(
-        self, store: dist.Store | None, job: str, own: Departure, stall_s: float = 0.0
+        self, store: dist.Store | None, job: str, own: Departure, stall_s: float
     ) -> list[Departure]:
         """How each rank left the job, in rank order.
 
@@ -239,7 +235,8 @@ def follow(
     failure: Exception | None = None
     wait_s = patience.first_job_s
     for number in itertools.count():
-        message = receive(store, number, wait_s, launch.rank, failure)
+        what = "the next job" if number else "the job"
+        message = json.loads(awaited(store, f"message/{number}", wait_s, launch.rank, what, failure))
         if "end" in message:
             on_end()
             store.set(f"heard/{launch.rank}", "")
@@ -268,13 +265,3 @@ def run_as_follower(
     except DistError as error:
         failure = failure or error
     return failure
-
-
-def receive(
-    store: dist.Store, number: int, wait_s: float, rank: int, failure: Exception | None
-) -> dict[str, Any]:
-    """The message of this number from rank 0. Raises `failure`, or else StalledError, if none comes."""
-    what = "the job" if number == 0 else "the next job"
-    message = json.loads(awaited(store, f"message/{number}", wait_s, rank, what, failure))
-    assert isinstance(message, dict)
-    return message
