@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,20 @@ SHOWN = 4  # modules that an error names
 NEAR = 0.75  # similarity at which a subclass's new name counts as a misspelt argument; model_name has 0.67
 
 
+KINDS = {
+    "policy": (Policy, "Policy.fp16()"),
+    "scaling": (Scaling, "Scaling(init=1024)"),
+    "wire": (Wire, 'Wire(sum="fp32")'),
+}
+
+
 def refuse_kinds(
-    model: object,
-    optimizer: object,
-    policy: object,
-    scaling: object,
-    wire: object,
-    emulate: object,
-    compiled: object,
-    capturable: object,
-    groups: object,
+    model: object, optimizer: object, groups: object, given: Mapping[str, object], flags: Mapping[str, object]
 ) -> None:
-    """Raise UnusableError for arguments of a Stepper of the wrong type. None means the default."""
+    """Raise UnusableError for arguments of a Stepper of the wrong type. None means the default.
+
+    `given` are those of KINDS by name, `flags` those that are True or False.
+    """
     _refuse_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
@@ -47,20 +49,16 @@ def refuse_kinds(
     _refuse_inference(model)
     _refuse_sparse(model)
     refuse_aliases(named_parameters(model), named_buffers(model))
-    for name, value, kind, example in (
-        ("policy", policy, Policy, "Policy.fp16()"),
-        ("scaling", scaling, Scaling, "Scaling(init=1024)"),
-        ("wire", wire, Wire, 'Wire(sum="fp32")'),
-    ):
+    for name, value in given.items():
+        kind, example = KINDS[name]
         if not (value is None or isinstance(value, kind)):
             raise UnusableError(
                 f"{name}={value!r}: it must be a {kind.__name__}, for example {example}, or None for the "
                 "default."
             )
-    if emulate is not None:
-        limits.flag.require("emulate", emulate)
-    limits.flag.require("compiled", compiled)
-    limits.flag.require("capturable", capturable)
+    for name, value in flags.items():
+        if not (name == "emulate" and value is None):
+            limits.flag.require(name, value)
     if not isinstance(groups, list | tuple) or not all(isinstance(each, ParameterGroup) for each in groups):
         raise UnusableError(
             f"groups={groups!r}: it must be a sequence of ParameterGroup, for example "
@@ -133,8 +131,8 @@ def _refuse_lazy(model: nn.Module) -> None:
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
         raise UnusableError(
-            f"{', '.join(lazy[:4])}{' and others' if len(lazy) > 4 else ''} of {type(model).__name__} have "
-            "no shape before the first forward pass. Run one forward pass, then build the Stepper."
+            f"{listed(lazy, SHOWN)} of {type(model).__name__} have no shape before the first forward pass. "
+            "Run one forward pass, then build the Stepper."
         )
 
 

@@ -49,8 +49,8 @@ class EngineWarning(UserWarning):
     """Issued for a training loop that runs, but probably not as its author intended."""
 
 
-def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
-    """Raise UnusableError unless `loss_sum` can be the sum of the losses of `count` samples."""
+def refuse_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -> None:
+    """Raise UnusableError unless `loss_sum` can be the sum of `count` losses of a model on `device`."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
         raise UnusableError(
             f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. "
@@ -60,10 +60,6 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor = 0) -> None:
     if not loss_sum.requires_grad:
         raise UnusableError(NO_GRADIENT if torch.is_grad_enabled() else NO_GRADIENTS_HERE)
     refuse_count(count)
-
-
-def refuse_no_values(loss_sum: Tensor, device: torch.device) -> None:
-    """Raise UnusableError for a loss on meta of a model on another device."""
     if loss_sum.is_meta and device.type != "meta":
         raise UnusableError(
             "the loss is on the device meta, which holds no values: model or batch was moved there within "
@@ -95,15 +91,6 @@ def refuse_backward(calls: int, failed: bool, micro_batches: int) -> None:
         raise RuntimeError(
             f"backward() was called more than {micro_batches} times before step(). "
             f"Build the Stepper with micro_batches={micro_batches + 1} or more."
-        )
-
-
-def refuse_within_step(call: str, calls: int) -> None:
-    """Raise UnusableError for `call` after `calls` backward() calls of a step."""
-    if calls:
-        raise UnusableError(
-            f"{call} was called within a step, after {calls} backward() calls. Call it between steps: after "
-            "step() or abandon(), before the next backward()."
         )
 
 

@@ -46,12 +46,6 @@ def warn_if_alone(stacklevel: int) -> None:
             return
 
 
-def warn_of_idle(texts: Sequence[str], stacklevel: int) -> None:
-    """Warn of parameter groups that change nothing. `stacklevel` counts from the caller."""
-    for text in texts:
-        warnings.warn(text, EngineWarning, stacklevel + 1)
-
-
 class Notices:
     """Warnings of one Stepper, each issued once. `parameters` names its non-empty parameters."""
 

@@ -36,7 +36,7 @@ class Replica:
     scale: LossScale
 
     def __post_init__(self) -> None:
-        self._trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
+        self.trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
         self._start()
 
     def masters(self, rank: int | None = None, allocate: Allocate = on_host) -> dict[str, Tensor]:
@@ -69,7 +69,10 @@ class Replica:
         """
         failure: Exception | None = None
         try:
-            self._refuse(state)
+            refuse_other_model(self.model, state)
+            refuse_numbers(state)
+            updated = state.counters["applied"] > 0
+            self.updater.refuse_states(self.shards, state.optimizer, updated)
         except Exception as error:
             failure = error
         # A rank that raised alone would leave the others in the exchange of weights that ends a load.
@@ -80,7 +83,6 @@ class Replica:
             )
         if failure is not None:
             raise failure
-        updated = state.counters["applied"] > 0
         self.updater.load_states(self.shards, state.optimizer, updated)
         self.shards.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
@@ -92,12 +94,6 @@ class Replica:
         self.buffers.snapshot()
         self._start()
         return self.scale.restore(state.counters, state.scale_mode)
-
-    def _refuse(self, state: EngineState) -> None:
-        refuse_other_model(self.model, state)
-        refuse_numbers(state)
-        updated = state.counters["applied"] > 0
-        self.updater.refuse_states(self.shards, state.optimizer, updated)
 
     def comparable(self, reference_count: int | None) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by readable name."""
@@ -126,12 +122,12 @@ class Replica:
     @property
     def has_trained(self) -> bool:
         """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return self._trained_on_host or bool(self._trained)
+        return self._trained_on_host or bool(self.trained)
 
     def count_update(self, skip: Tensor | bool) -> None:
         """Samples of this rank went into an update, unless `skip` (0-dim where it is on the device)."""
         if isinstance(skip, Tensor):
-            self._trained.ge_(skip)  # trained or not skip, in one operation
+            self.trained.ge_(skip)  # trained or not skip, in one operation
         elif not skip:
             self._trained_on_host = True
 
@@ -146,13 +142,9 @@ class Replica:
             *(p.master for p in self.shards.pieces if p.half and p.master is not None),
         ]
 
-    def changed_by_a_step(self) -> list[Tensor]:
-        """`tensors()` and what is not worth counting."""
-        return [*self.tensors(), self._trained]
-
     def _start(self) -> None:
         """Reset what `has_trained` and `changed_buffers` compare with."""
-        self._trained.zero_()  # in place: a recorded step writes there
+        self.trained.zero_()  # in place: a recorded step writes there
         self._trained_on_host = False
         self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
 

@@ -7,7 +7,7 @@ sharding or the order of parameters, so a run may resume with different ones. Kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -20,6 +20,12 @@ from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
 from launcher.engine.precision.loss_scale import LossScale
 from launcher.engine.precision.policy import ScaleMode
+
+_PARTS = ("weights", "optimizer", "buffers", "counters")
+_NUMBERS = ("reference_count", "scale_mode")
+EXPECTED = (
+    "Give what Stepper.state_dict() returned, or EngineState.from_tensors() of what tensors() returned."
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,7 @@ class EngineState:
 
     def as_dict(self) -> dict[str, object]:
         """The fields as a dict of dicts of the same tensors, of ints, a string and None."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _copied(values)
+        return _copied(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineState:
@@ -90,7 +95,7 @@ class EngineState:
             elif key in _NUMBERS:
                 values[key] = _whole(key, tensor)
             else:
-                raise UnusableError(f"{key} is no key of EngineState.tensors(). {_expected()}")
+                raise UnusableError(f"{key} is no key of EngineState.tensors(). {EXPECTED}")
         if "scale_mode" in values:
             values["scale_mode"] = dict(enumerate(get_args(ScaleMode))).get(values["scale_mode"], "unknown")
         return cls.from_dict(values)
@@ -99,7 +104,7 @@ class EngineState:
 def _whole(key: str, tensor: Tensor) -> int:
     """The number that `tensors` saved under this key."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.numel() != 1 or tensor.is_meta:
-        raise UnusableError(f"{key} is {_described(tensor)}: it must be one int64. {_expected()}")
+        raise UnusableError(f"{key} is {_described(tensor)}: it must be one int64. {EXPECTED}")
     return int(tensor)
 
 
@@ -112,14 +117,10 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
-_PARTS = ("weights", "optimizer", "buffers", "counters")
-_NUMBERS = ("reference_count", "scale_mode")
-
-
 def refuse_other_forms(values: Mapping[str, Any]) -> None:
     """Raise UnusableError unless `values` is the dict form of a state."""
     if not isinstance(values, Mapping):
-        raise UnusableError(f"a state was given as a {type(values).__name__}. {_expected()}")
+        raise UnusableError(f"a state was given as a {type(values).__name__}. {EXPECTED}")
     missing = [name for name in _PARTS if name not in values]
     unknown = [str(name) for name in values if name not in (*_PARTS, *_NUMBERS)]
     if missing or unknown:
@@ -130,16 +131,16 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
     for part in _PARTS:
         kind = int if part == "counters" else Tensor
         if not isinstance(values[part], Mapping):
-            raise UnusableError(f"{part} of a state is a {type(values[part]).__name__}. {_expected()}")
+            raise UnusableError(f"{part} of a state is a {type(values[part]).__name__}. {EXPECTED}")
         for name, value in values[part].items():
             if not isinstance(value, kind):
-                raise UnusableError(f"{part}/{name} of a state is a {type(value).__name__}. {_expected()}")
+                raise UnusableError(f"{part}/{name} of a state is a {type(value).__name__}. {EXPECTED}")
 
 
 def _guess(values: Mapping[str, object]) -> str:
     """What was probably given instead, and how to load it."""
     if set(values) == {"state", "param_groups"}:
-        return f"It looks like the state_dict of a torch optimizer. {_expected()}"
+        return f"It looks like the state_dict of a torch optimizer. {EXPECTED}"
     if any(str(name).startswith(tuple(f"{part}/" for part in _PARTS)) for name in values):
         return "It is the flat form: load it with stepper.load(EngineState.from_tensors(...))."
     if values and all(isinstance(value, Tensor) for value in values.values()):
@@ -147,13 +148,7 @@ def _guess(values: Mapping[str, object]) -> str:
             "It looks like the state_dict of a model: load it with model.load_state_dict() before building "
             "the Stepper."
         )
-    return _expected()
-
-
-def _expected() -> str:
-    return (
-        "Give what Stepper.state_dict() returned, or EngineState.from_tensors() of what tensors() returned."
-    )
+    return EXPECTED
 
 
 def counters_of(scale: LossScale) -> dict[str, int]:

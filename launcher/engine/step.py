@@ -16,14 +16,7 @@ from torch import Tensor, nn
 import launcher.engine.limits as limits
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
-from launcher.engine.errors import (
-    BROKEN_OFF,
-    NO_COUNT,
-    NO_GRADIENT,
-    UnusableError,
-    refuse_backward,
-    refuse_within_step,
-)
+from launcher.engine.errors import BROKEN_OFF, NO_COUNT, NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.precision.calibration import Loss, dry_pass, safe_exponent
 from launcher.engine.verdict import Numbers, Terms, next_rate
@@ -56,7 +49,11 @@ class Step:
 
     def refuse_within(self, call: str) -> None:
         """Raise UnusableError for a call that belongs between two steps."""
-        refuse_within_step(call, self.done + self.failed)
+        if calls := self.done + self.failed:
+            raise UnusableError(
+                f"{call} was called within a step, after {calls} backward() calls. Call it between steps: "
+                "after step() or abandon(), before the next backward()."
+            )
 
     def refuse_detached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""

@@ -7,6 +7,7 @@ never), then step() or abandon(); all ranks reach the same verdict and the same 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,15 +21,9 @@ from launcher.engine.agreement import refuse_differences
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
-from launcher.engine.errors import (
-    NO_BACKWARD,
-    NO_REFERENCE,
-    UnusableError,
-    refuse_loss,
-    refuse_no_values,
-)
+from launcher.engine.errors import NO_BACKWARD, NO_REFERENCE, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
-from launcher.engine.notices import warn_if_alone, warn_of_idle
+from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.outside_changes import refuse_lent
@@ -105,7 +100,13 @@ class Stepper:
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
-        refuse_kinds(model, optimizer, policy, scaling, wire, emulate, compiled, capturable, groups)
+        refuse_kinds(
+            model,
+            optimizer,
+            groups,
+            {"policy": policy, "scaling": scaling, "wire": wire},
+            {"emulate": emulate, "compiled": compiled, "capturable": capturable},
+        )
         # After the kinds are known: it reads the parameters of `model`.
         refuse_lent(model)
         policy = policy or Policy.fp16()
@@ -129,7 +130,8 @@ class Stepper:
         # First: what comes next then raises on all ranks or on none.
         refuse_differences(model, choices.shared(), self.group)
         self._parts = parts = StepperParts(model, choices, self.group)
-        warn_of_idle(idle_groups(model, groups), stacklevel=2)
+        for text in idle_groups(model, groups):
+            warnings.warn(text, EngineWarning, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
@@ -273,8 +275,7 @@ class Stepper:
         gradients are incomplete: only abandon() or step() may follow, and both abandon the step.
         """
         self._step.refuse_detached()
-        refuse_loss(loss_sum, count)
-        refuse_no_values(loss_sum, self.device)
+        refuse_loss(loss_sum, count, self.device)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
         self._step.backward(loss_sum, count)
@@ -353,7 +354,8 @@ class Stepper:
     def tensors(self) -> list[Tensor]:
         """All memory that a step changes, for a copy that is put back later."""
         return [
-            *self._parts.replica.changed_by_a_step(),
+            *self._parts.replica.tensors(),
+            self._parts.replica.trained,
             *self.reducer.tensors(),
             *self._parts.tally.tensors(),
         ]

@@ -8,8 +8,8 @@ native fp16. All ranks call it with the same bits.
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from launcher.engine.wire.step_counts import FIELDS
 
 COUNTERS = len(LossScale.FIELDS)
 SEEN = COUNTERS + 1 + FIELDS + 2  # numbers that the questions of a step are about
-_FP32 = struct.Struct("f")
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,9 @@ def judge(
     unscale = rules.unit / (state[0] * tally[0])
     multiplier = unscale
     if rules.clip_norm is not None:
-        multiplier = unscale * _clip_factor(rules.clip_norm, unscale * seen[-2].sqrt())
+        norm = unscale * seen[-2].sqrt()
+        # min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`.
+        multiplier = unscale * (rules.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     # Clamped to the end of the table: its last rate holds from then on.
     lr = rates if len(rates) == 1 else rates.index_select(0, within[APPLIED : APPLIED + 1].long())
     marks = rules.no_mark if marks is None else marks
@@ -210,7 +211,9 @@ def judge_on_host(
     after = next_fields(terms.scaling, state, skip, bad_loss, overflow, abandoned)
     found = (NO_MARK if marks is None else marks, worst)
     packed = Numbers.of((scale, unscale, lr, skip), squares, tally, after, found, sums)
-    return Verdict(_in_fp32(multiplier), lr, after[APPLIED], skip, abandoned, after, packed, None)
+    # As a tensor's conversion to fp32: what it cannot hold becomes inf.
+    multiplier = ctypes.c_float(multiplier).value
+    return Verdict(multiplier, lr, after[APPLIED], skip, abandoned, after, packed, None)
 
 
 class _OnDevice:
@@ -243,19 +246,6 @@ def next_rate(rates: Tensor, applied: Tensor) -> Tensor:
     return rates.index_select(0, applied.clamp(max=len(rates) - 1).long().view(1)).view(())
 
 
-def _in_fp32(value: float) -> float:
-    """Rounded to fp32, as a tensor's conversion does: what it cannot hold becomes inf."""
-    try:
-        return float(_FP32.unpack(_FP32.pack(value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
 def _over(number: float, value: float) -> float:
     """number / value, as torch divides: inf for 0."""
     return number / value if value else math.copysign(math.inf, value)
-
-
-def _clip_factor(clip_norm: float, grad_norm: Tensor) -> Tensor:
-    """min(1, clip / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`."""
-    return (clip_norm / (grad_norm + 1e-6)).clamp(max=1.0)

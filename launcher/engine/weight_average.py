@@ -103,26 +103,24 @@ class WeightAverage:
         A collective at its start. Afterwards weights and buffers have the bits that they had before, also
         where the context raises. Within it the Stepper neither trains nor saves nor loads.
         """
-        with self._stepper.holding_averages():
-            yield from self._in_model()
-
-    def _in_model(self) -> Iterator[None]:
         segments, buffers = self._stepper.layout.segments, self._stepper.buffers
-        kept = [(segment.weight, self._stepper.shards.keep_weights(segment)) for segment in segments]
-        kept += [(flat, flat.clone()) for flat in buffers.floats()]
-        try:
-            for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
-                piece.weight.copy_(average)
-            for flat, average in zip(buffers.floats(), self._buffers, strict=True):
-                flat.copy_(average)
-            self._stepper.shards.gather_weights()
-            self._stepper.average_buffers()
-            yield
-        finally:  # without a collective, because one rank may be alone here
-            for flat, values in kept:
-                flat.copy_(values)
-            # average_buffers() has remembered the averages as the values to return to after a skipped step.
-            buffers.snapshot()
+        with self._stepper.holding_averages():
+            kept = [(segment.weight, self._stepper.shards.keep_weights(segment)) for segment in segments]
+            kept += [(flat, flat.clone()) for flat in buffers.floats()]
+            try:
+                for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
+                    piece.weight.copy_(average)
+                for flat, average in zip(buffers.floats(), self._buffers, strict=True):
+                    flat.copy_(average)
+                self._stepper.shards.gather_weights()
+                self._stepper.average_buffers()
+                yield
+            finally:  # without a collective, because one rank may be alone here
+                for flat, values in kept:
+                    flat.copy_(values)
+                # average_buffers() has remembered the averages as the values to return to after a skipped
+                # step.
+                buffers.snapshot()
 
     def state(self, rank: int | None = None, allocate: Allocate = on_host) -> AverageState:
         """The averages by name, views where possible. A collective where sharded. Waits for the device.
@@ -215,7 +213,7 @@ class WeightAverage:
         weight = 1 - ((1 + t) / (10 + t)).clamp(max=self._decay) ** (applied - at_pass)
         for averages, values in self._pairs():
             rate = weight.to(averages.dtype)
-            for average, value in zip(*map(_chunks, (averages, values)), strict=True):
+            for average, value in zip(torch.split(averages, CHUNK), torch.split(values, CHUNK), strict=True):
                 torch.where(skipped, average, average.lerp(value, rate), out=average)
         at_pass.copy_(torch.where(skipped, at_pass, applied))
 
@@ -228,7 +226,3 @@ class WeightAverage:
             for name, buffer in named_buffers(self._stepper.model).items()
             if buffer.numel() and (place := buffer.untyped_storage().data_ptr()) in averages
         }
-
-
-def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(flat, CHUNK)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launcher.distributed.heartbeat import PHASES, Beat, limit_s
+from launcher.distributed.heartbeat import PHASES, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import Orphans
 from launcher.process.signals import STACKS
@@ -102,11 +102,8 @@ class Generation:
             if exit_code < 0 and self._killed is None:  # it is known which rank failed first
                 self._killed = self._fates()
             seconds = (0, TRACKED_S) if exit_code < 0 else (SETTLE_S, TRACKED_AFTER_ERROR_S)
-            self.end_within(seconds[self._is_tracked()])
-
-    def _is_tracked(self) -> bool:
-        """Whether rank 0 may have to finish a tracker."""
-        return bool(self._work.config.tracker.names) and 0 not in self._exited
+            is_tracked = bool(self._work.config.tracker.names) and 0 not in self._exited
+            self.end_within(seconds[is_tracked])
 
     def _judge(self) -> AttemptVerdict:
         fates = self._killed or self._fates()
@@ -125,7 +122,8 @@ class Generation:
         return AttemptVerdict(verdict.exit_code, f"{verdict.text}; stacks of all ranks: {stacks}")
 
     def _is_overdue(self, now: float) -> bool:
-        beats = self._live_beats()
+        every = self._work.heartbeats.read()
+        beats = [every[rank] for rank in range(len(self._processes)) if rank not in self._exited]
         # A rank that evaluates before its first step beats with each batch.
         done = any(beat.under_way or beat.phase in AFTER_A_STEP for beat in beats)
         self._under_way |= done or bool(self._exited)
@@ -133,10 +131,6 @@ class Generation:
             return now - max(self._began_s, self._watched_since_s) >= self._limits.init_timeout_s
         longest = now - self._watched_since_s
         return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
-
-    def _live_beats(self) -> list[Beat]:
-        beats = self._work.heartbeats.read()
-        return [beats[rank] for rank in range(len(self._processes)) if rank not in self._exited]
 
     def _fates(self) -> list[Fate]:
         beats = self._work.heartbeats.read()
@@ -150,7 +144,8 @@ class Generation:
         paths = [self._work.stacks_of(fate.rank) for fate in alive]
         before = sizes = [_size(path) for path in paths]
         for fate in alive:
-            _ask_for_stacks(fate.pid)
+            # To the main thread itself: another one would dump after the main thread has moved on.
+            ctypes.CDLL(None).tgkill(fate.pid, fate.pid, STACKS)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline:
@@ -164,11 +159,6 @@ def _send(process: BaseProcess, number: signal.Signals) -> None:
     if process.exitcode is None and process.pid is not None:  # not yet reaped, so the pid is not reused
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-
-
-def _ask_for_stacks(pid: int) -> None:
-    """Signal the main thread itself: another one would dump after the main thread has moved on."""
-    ctypes.CDLL(None).tgkill(pid, pid, STACKS)
 
 
 def _is_stopped(process: BaseProcess) -> bool:

@@ -56,7 +56,7 @@ def test_rates_may_be_any_sequence() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 def test_a_lazy_model_is_refused_until_its_first_forward_pass() -> None:
     model = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Linear(16, 3))
-    with pytest.raises(UnusableError, match=r"0.weight, 0.bias, 1.weight, 1.bias and others of Sequential"):
+    with pytest.raises(UnusableError, match=r"0.weight, 0.bias, 1.weight, 1.bias and 2 more of Sequential"):
         Stepper(model, SGD(0.1), Policy.fp32())
     x, classes = features(4, 0)
     model(x)

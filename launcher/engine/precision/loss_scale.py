@@ -105,10 +105,6 @@ class LossScale:
         return self.present if isinstance(self.present, Tensor) else torch.tensor(self.present)
 
     @property
-    def exponent(self) -> Tensor:
-        return self.state[0]
-
-    @property
     def applied(self) -> Tensor:
         """0-dim; fp64 on the device, where it is a view."""
         return torch.as_tensor(self.present[APPLIED])

@@ -184,7 +184,7 @@ class Reducer:
         `slope`: fp32, 0-dim; None: 1.
         Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
         """
-        refuse_loss(loss)
+        refuse_loss(loss, 0, self._layout.device)
         parameters = self._layout.parameters
         with self.grad_put_aside():
             loss.backward(slope)  # type: ignore[no-untyped-call]
