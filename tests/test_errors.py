@@ -7,7 +7,7 @@ import pytest
 import launcher.engine.errors
 import launcher.errors
 from launcher.commands.run import report_failure
-from launcher.config.short_traceback import short_traceback
+from launcher.config.user_code import short_traceback
 from launcher.data.reader import BadSample
 from launcher.distributed.failures import departure_of
 from launcher.errors import LauncherError, RecipeError

@@ -1,29 +1,44 @@
-"""Which line of a traceback is the user's: of a recipe or a file of one's own, not of us or of a library.
+"""Which lines of a traceback are the user's, and the traceback that a console shows: those lines, and the one
+that raised.
 
-Owns that distinction. Never imports what it judges.
+A line of the user's is of a recipe or a file of one's own, not of us or of a library. The rank's log has the
+whole traceback. Never imports what it judges.
 """
 
 from __future__ import annotations
 
 import inspect
 import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
 from types import CodeType
 
 from launcher.config.groups import PACKAGE, recipes_dir
+from launcher.errors import visible
 
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+# Call what the user wrote, and say nothing about it.
+MACHINERY = tuple(f"torch/{name}" for name in ("nn/modules/module.py", "_dynamo/", "utils/_contextlib.py"))
+# Of the launcher: from the command line to the start of a job, the same in every run.
+OUTER = ("__main__.py", "cli.py", "commands/", "distributed/handoff.py", "supervisor/", "worker.py")
+ENGINE = "engine/"  # between the user's call and torch: emulation, autocast
+SHOWN = 5, 15  # of the outermost and of the innermost frames
 
 
 def place_of(error: BaseException) -> str:
     """`file:line, in function` of the innermost line of the user's; empty where there is none."""
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        code = frame.tb_frame.f_code
-        if is_the_users(code):
-            place = f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
-        frame = frame.tb_next
-    return place
+    return next((place for code, place in _innermost_first(error) if is_the_users(code)), "")
+
+
+def innermost(error: BaseException) -> str:
+    """`file:line, in function` of the line that raised, whoever's it is; empty without a traceback."""
+    return next((place for _, place in _innermost_first(error)), "")
+
+
+def _innermost_first(error: BaseException) -> list[tuple[CodeType, str]]:
+    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    return [(code, f"{code.co_filename}:{line}, in {code.co_name}") for code, line in reversed(frames)]
 
 
 def defined_at(function: object) -> str:
@@ -40,17 +55,6 @@ def defined_at(function: object) -> str:
     )
 
 
-def innermost(error: BaseException) -> str:
-    """`file:line, in function` of the line that raised, whoever's it is; empty without a traceback."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return ""
-    code = frame.tb_frame.f_code
-    return f"{code.co_filename}:{frame.tb_lineno}, in {code.co_name}"
-
-
 def is_the_users(code: CodeType) -> bool:
     return is_of_the_user(code.co_filename)
 
@@ -63,3 +67,53 @@ def is_of_the_user(file: str) -> bool:
     if path.is_relative_to(recipes_dir()):
         return True
     return not path.is_relative_to(PACKAGE) and not any(path.is_relative_to(each) for each in LIBRARIES)
+
+
+def short_traceback(error: BaseException) -> str:
+    """The traceback of an error and of those that led to it, without frames that do not help a user.
+
+    Begins at the user's first line, and keeps those of libraries after it. If no line is the user's, it
+    begins where the job does.
+    """
+    whole = TracebackException.from_exception(error)
+    for each in _chain(whole):
+        each.stack = StackSummary.from_list(_shown(each.stack))
+    return "".join(map(visible, whole.format()))
+
+
+def _chain(error: TracebackException) -> Iterator[TracebackException]:
+    ahead: list[TracebackException | None] = [error]
+    while ahead:
+        each = ahead.pop()
+        if each is not None:
+            ahead += [each.__cause__, each.__context__]
+            yield each
+
+
+def _shown(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
+    """The frames that help. The last one always does, unless it is the engine's below the user's."""
+    own = [number for number, frame in enumerate(stack) if is_of_the_user(frame.filename)]
+    if own:
+        inner = [frame for frame in stack[own[0] :] if not _is_ours(frame, ENGINE)]
+        frames = _without(inner, lambda frame: _is_ours(frame) or _is_machinery(frame))
+    else:
+        frames = _without(stack, lambda frame: _is_ours(frame, *OUTER))
+    first, last = SHOWN
+    return frames if len(frames) <= first + last else [*frames[:first], *frames[-last:]]
+
+
+def _without(
+    stack: Sequence[FrameSummary], says_nothing: Callable[[FrameSummary], bool]
+) -> list[FrameSummary]:
+    return [frame for frame in stack[:-1] if not says_nothing(frame)] + list(stack[-1:])
+
+
+def _is_ours(frame: FrameSummary, *folders: str) -> bool:
+    path = Path(frame.filename)
+    if not path.is_relative_to(PACKAGE):
+        return False
+    return not folders or path.relative_to(PACKAGE).as_posix().startswith(folders)
+
+
+def _is_machinery(frame: FrameSummary) -> bool:
+    return any(f"site-packages/{each}" in frame.filename for each in MACHINERY)

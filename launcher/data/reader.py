@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from launcher.config.short_traceback import short_traceback
-from launcher.config.user_code import place_of
+from launcher.config.user_code import place_of, short_traceback
 from launcher.data.epochs import enter_epoch, reads_together, with_epochs
 from launcher.data.random_state import (
     GeneratorsKept,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from launcher.config.short_traceback import short_traceback
+from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls

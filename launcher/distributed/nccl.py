@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import MutableMapping
 
-from launcher.config.short_traceback import short_traceback
+from launcher.config.user_code import short_traceback
 from launcher.errors import LauncherError, PreflightError, UnexpectedError, whole_text
 from launcher.process.shortage import LAST_OF_NCCL
 

@@ -23,8 +23,7 @@ from launcher.config.messages import unknown_name
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
-from launcher.config.short_traceback import short_traceback
-from launcher.config.user_code import defined_at
+from launcher.config.user_code import defined_at, short_traceback
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.checks import (

@@ -1,10 +1,16 @@
-"""Curves of any length in bounded memory, thinned without losing their peaks.
+"""Curves of any length in bounded memory, thinned without losing their peaks, and spreads of their values.
 
 Owns the thinning: the lowest and the highest point of each of a fixed number of intervals is kept, at the
 step at which it was recorded. Knows no file and draws nothing.
 """
 
 from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,3 +128,45 @@ def thinned(x: FloatArray, y: FloatArray, columns: int) -> tuple[FloatArray, Flo
     ends = np.append(starts[1:], x.size) - 1
     kept = np.unique(np.concatenate([order[starts], order[ends], [0, x.size - 1]]))
     return x[kept], y[kept]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Count and spread of some values; `squares` is the sum of squared deviations from their mean."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: FloatArray) -> Spread:
+        if not values.size:
+            return cls()
+        mean = float(values.mean())
+        return cls(int(values.size), mean, float(((values - mean) ** 2).sum()))
+
+    def plus(self, other: Spread) -> Spread:
+        """The spread of the values of both (Chan, Golub and LeVeque, 1979)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        squares = self.squares + other.squares + gap * gap * self.count * other.count / count
+        return Spread(count, self.mean + gap * other.count / count, squares)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a sample; at least two values are needed."""
+        return math.sqrt(self.squares / (self.count - 1))
+
+
+def mean_and_deviation(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
+    """Mean ± standard deviation of what was measured; a dash where nothing was."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return shown(known[0]) if known else "-"
+    return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"
+
+
+def joined(spreads: Iterable[Spread]) -> Spread:
+    return reduce(Spread.plus, spreads, Spread())

@@ -19,8 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from launcher.errors import listed
-from launcher.report.curve import Curve, FloatArray, Means
-from launcher.report.spread import Spread
+from launcher.report.curve import Curve, FloatArray, Means, Spread
 from launcher.report.step_lines import (
     PREFIX,
     StepColumns,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from launcher.report.curve import mean_and_deviation
 from launcher.report.run_record import RunRecord
-from launcher.report.spread import mean_and_deviation
 from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 

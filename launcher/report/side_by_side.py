@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from launcher.config.messages import program
 from launcher.errors import counted
+from launcher.report.curve import Spread, joined, mean_and_deviation
 from launcher.report.recording import Recording
-from launcher.report.spread import Spread, joined, mean_and_deviation
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import DecisionEvent, EndEvent
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config.short_traceback import SHOWN, short_traceback
+from launcher.config.user_code import SHOWN, short_traceback
 from launcher.recipe import cross_entropy
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from launcher.report.comparison import SIDE_BY_SIDE
+from launcher.report.curve import Spread, joined
 from launcher.report.recording import Recording
 from launcher.report.side_by_side import (
     Measured,
@@ -22,7 +23,6 @@ from launcher.report.side_by_side import (
     time_verdict,
     verdicts,
 )
-from launcher.report.spread import Spread, joined
 from launcher.run_dir.atomic import json_line, read_json, write_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Result

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from launcher.report.charts.axis import Axis, axis_of, short
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Axis, Chart, Line, axis_of, short
 from launcher.report.curve import Curve
 
 LABEL_WIDTH = 7  # of the numbers beside the axis, such as 1.5e-05

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launcher.report.charts.axis import axis_of, steps_axis
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.run_record import RunRecord
 
 FIRST = ("util", "memory", "power", "temperature", "clock", "throttl", "energy", "pcie", "nvlink")

@@ -10,8 +10,7 @@ import math
 
 import numpy as np
 
-from launcher.report.charts.axis import Axis
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Axis, Chart, Line
 from launcher.report.charts.svg import markup
 from launcher.report.html import folded, paragraph, table
 from launcher.report.run_record import RunRecord

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from launcher.errors import listed
-from launcher.report.charts.axis import axis_of, steps_axis
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import NUM_COLORS, RunSetting, can_choose

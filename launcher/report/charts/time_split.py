@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from launcher.report.charts.axis import steps_axis
-from launcher.report.charts.chart import stacked
+from launcher.report.charts.chart import stacked, steps_axis
 from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord

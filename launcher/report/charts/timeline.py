@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from launcher.report.charts.axis import Axis
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Axis, Chart, Line
 from launcher.report.charts.svg import markup
 from launcher.report.curve import Curve, FloatArray
 from launcher.report.html import table

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
-from launcher.config.short_traceback import short_traceback
-from launcher.config.user_code import innermost, place_of
+from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import failure_of_another, is_loss, is_of_another, stall_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss

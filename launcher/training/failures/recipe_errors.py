@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config.messages import install_line
-from launcher.config.short_traceback import short_traceback
-from launcher.config.user_code import defined_at, innermost, is_the_users, place_of
+from launcher.config.user_code import defined_at, innermost, is_the_users, place_of, short_traceback
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.loader import is_of_loader_process
 from launcher.distributed.alone import Alone

@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from launcher.report.charts.axis import Axis, axis_of
-from launcher.report.charts.chart import Chart, Line, stacked
+from launcher.report.charts.chart import Axis, Chart, Line, axis_of, stacked
 from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
 from launcher.report.settings import NUM_COLORS

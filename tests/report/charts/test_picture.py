@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launcher.report.charts.axis import Axis
-from launcher.report.charts.chart import Chart, Line
+from launcher.report.charts.chart import Axis, Chart, Line
 from launcher.report.charts.picture import HEIGHT, WIDTH, rgb, write_picture
 
 X = np.arange(2.0, 8.0)
