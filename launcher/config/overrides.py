@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from launcher.config.environment_values import CALL, resolver_problem
 from launcher.config.messages import nearest, shortened, show, suggestion
 from launcher.config.search_path import KEY as SEARCH_PATH
+from launcher.config.search_space import count_of, interval_problem
 from launcher.config.trees import nested_keys, texts
 
 MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
@@ -170,16 +171,16 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
         return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         return f"{override.input_line}: glob() stands for the names of a group that match it; none does."
-    if override.is_discrete_sweep() and (number := len(value_of(override))) > MOST_JOBS:
+    if not (number := count_of(override)):
+        return f"{override.input_line}: has no values."
+    if number > MOST_JOBS:
         return too_many_jobs(number, f"{shortened(override.input_line or '')}: ")
     if override.is_discrete_sweep() and (twice := repeated(value_of(override))):
         return (
             f"{override.input_line}: {show(twice[0])} is given twice, and the second job would repeat the "
             "first. Give each value once; seed=0,1 repeats all jobs with other random numbers."
         )
-    if not override.is_discrete_sweep():
-        return f"{override.input_line}: an interval cannot be swept. List its values: key=a,b,c."
-    return None
+    return interval_problem(override)
 
 
 def too_many_jobs(number: int, where: str = "") -> str:
@@ -245,6 +246,6 @@ def value_of(override: Override) -> Any:
     """The plain value; for a sweep, the list of its values, empty for a glob that matches no name."""
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         return []
-    if override.is_sweep_override() and override.is_discrete_sweep():
+    if override.is_discrete_sweep() and count_of(override) <= MOST_JOBS:  # else it is refused
         return list(override.sweep_iterator())
     return None if override.is_sweep_override() else override.value()

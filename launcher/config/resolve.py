@@ -6,7 +6,6 @@ all jobs before any job starts. Never imports torch and creates no file.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -47,9 +46,11 @@ from launcher.config.overrides import (
 )
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
 from launcher.config.schema import Config, rules
+from launcher.config.search_space import Interval, Space
 from launcher.config.trees import paths_of, value_at
 from launcher.errors import ConfigError, first_line
 
+GRID = "grid"
 REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and the names that are built in
     "schedule.name": ("schedule", SCHEDULES),
     "optim.name": ("optimizer", tuple(OPTIMIZERS)),
@@ -75,7 +76,9 @@ class Findings:
 def compose_jobs(request: Request) -> list[Config]:
     """The checked config of each job of the request, in Hydra's order; one for a single run.
 
-    Raises one ConfigError with all problems of all jobs. `run.dir` is as the user gave it, or empty.
+    Of a search, whose jobs are not known yet, those that `Space.samples` has: the first job starts after each
+    choice and each end of an interval has been checked. Raises one ConfigError with all problems of all jobs.
+    `run.dir` is as the user gave it, or empty.
     """
     if request.config_dir is not None and not os.path.isdir(request.config_dir):
         raise ConfigError(f"--config-dir {request.config_dir}: there is no such directory.")
@@ -85,12 +88,55 @@ def compose_jobs(request: Request) -> list[Config]:
     composer = Composer(request)
     with hydra_initialised(request):
         overrides = accepted_overrides(request, composer, findings)
-        swept = [len(value_of(each)) for each in overrides if each.is_sweep_override()]
-        if (number := math.prod(swept)) > MOST_JOBS:
-            raise ConfigError(too_many_jobs(number))
-        found = [compose_job(job, composer, findings) for job in expand(overrides)]
+        space = Space.of(overrides)
+        first, *others = space.samples()
+        of_first = Findings(refused=findings.refused)
+        found = [compose_job(first, composer, of_first)]
+        name = value_at(found[0].tree, "sweep.name")
+        problems = [*sweep_problems(space, name)] if request.multirun and not findings.refused else []
+        findings.add(*(problems or of_first.lines))
+        if problems:
+            others = []  # there may be a million of them
+        elif name == GRID and space.size <= MOST_JOBS:
+            others = list(space.grid())[1:]
+        found += [compose_job(job, composer, findings) for job in others]
     findings.raise_if_any()
     return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
+
+
+def compose_one(request: Request, overrides: tuple[str, ...]) -> Config:
+    """The checked config of one job that a search has asked for. Raises ConfigError."""
+    findings, composer = Findings(), Composer(request)
+    with hydra_initialised(request):
+        found = compose_job(overrides, composer, findings)
+    findings.raise_if_any()
+    return validation.parse(with_absolute_paths(found.tree), found.recorded)
+
+
+def space_of(request: Request) -> Space:
+    """What a checked request varies."""
+    parsed = OverridesParser.create().parse_overrides(list(request.overrides))
+    return Space.of([override for override in parsed if not override.is_hydra_override()])
+
+
+def sweep_problems(space: Space, name: object) -> Iterator[str]:
+    """What makes a sweep of this name impossible, whatever its jobs are."""
+    if name != GRID:
+        if not space.dimensions:
+            yield (
+                f"sweep={name}: nothing is searched. Give at least one key several values or an interval: "
+                "'optim.lr=tag(log, interval(1e-4, 1e-1))'."
+            )
+        return
+    for each in space.dimensions:
+        if isinstance(each, Interval):
+            ends = f"{each.low:g},{each.high:g}"
+            yield (
+                f"{each.key}=interval({ends}): a grid lists its values: {each.key}=a,b,c. To draw from an "
+                "interval: sweep=random or sweep=tpe."
+            )
+    if MOST_JOBS < space.size < math.inf:
+        yield too_many_jobs(int(space.size))
 
 
 def swept_keys(request: Request) -> set[str]:
@@ -150,18 +196,6 @@ def override_problems(override: Override, composer: Composer, multirun: bool) ->
     values = value if override.is_sweep_override() else [value]
     found = (choice_problem(group, choice, groups[group]) for choice in values)
     return [problem for problem in found if problem]
-
-
-def expand(overrides: Sequence[Override]) -> Iterator[tuple[str, ...]]:
-    """The overrides of each job: all combinations of the swept values, the last key fastest as in Hydra."""
-    by_key: dict[str, list[str]] = {}
-    for override in overrides:
-        key = override.get_key_element()
-        if override.is_sweep_override():
-            by_key[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        else:
-            by_key[key] = [override.input_line or ""]
-    yield from itertools.product(*by_key.values())
 
 
 def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findings) -> Resolved:

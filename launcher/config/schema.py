@@ -232,6 +232,8 @@ class SweepConfig:
     on_failure: Literal["continue", "stop"]
     retries: CountOrZero
     prune: Literal["none", "asha"]
+    patience: Count
+    keep_pruned: bool
     stop: SweepStopConfig
     resume: Text
 

@@ -36,7 +36,8 @@ class Job:
     exit: int | None = None  # of the latest attempt
     error: str | None = None  # its reason, in one line
     metric_name: str | None = None
-    metric: float | None = None  # of the result, or the latest evaluation of a pruned job
+    metric: float | None = None  # of the result, or of the evaluation by which it was pruned
+    higher_is_better: bool | None = None  # of that metric; None before there is one
     started: float | None = None  # the latest attempt, in unix seconds
     seconds: float = 0.0  # of all attempts that have ended
     device_seconds: float = 0.0  # the same times nproc

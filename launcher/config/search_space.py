@@ -1,0 +1,162 @@
+"""What a sweep varies, in Hydra's own syntax: choice(), range(), interval(), tag(log, ...), int(...).
+
+Owns how the overrides of a command become dimensions, the number of their combinations, and how a point of
+the space becomes the overrides of one job. Knows no sampler: a dimension says what a number in [0, 1) stands
+for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+DIGITS = 6  # of a value that is drawn: the name of its job stays short, and no result depends on the seventh
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A key with a finite number of values, written as in an override."""
+
+    key: str
+    values: tuple[str, ...]
+    ordered: bool = False  # a range(): evenly spaced numbers
+
+    def at(self, share: float) -> str:
+        """The value at a share in [0, 1)."""
+        return self.values[int(share * len(self.values))]
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The values that stand for all in a check."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A key with any value from `low` to `high`, both included; whole numbers if `whole`."""
+
+    key: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def at(self, share: float) -> str:
+        """The value at a share in [0, 1), of the logarithms if `log`."""
+        # A whole number has an equal share of the interval, reaching half a unit beyond it on each side.
+        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        if self.log:
+            return self.written(low * (high / low) ** share)
+        return self.written(low + share * (high - low))
+
+    def written(self, value: float) -> str:
+        if self.whole:
+            return str(min(max(round(value), int(self.low)), int(self.high)))
+        return repr(min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.written(self.low), self.written(self.high))
+
+
+Dimension = Choices | Interval
+
+
+@dataclass(frozen=True)
+class Space:
+    """The overrides of a sweep in their order: lines that all jobs share, and what varies."""
+
+    items: tuple[str | Dimension, ...]
+
+    @classmethod
+    def of(cls, overrides: Sequence[Override]) -> Space:
+        """The space of overrides that are well-formed. A key that is given twice has its last value."""
+        by_key: dict[str, str | Dimension] = {}
+        for override in overrides:
+            key = override.get_key_element()
+            by_key[key] = _dimension(override, key) if override.is_sweep_override() else _line(override)
+        return cls(tuple(by_key.values()))
+
+    @property
+    def dimensions(self) -> list[Dimension]:
+        return [item for item in self.items if not isinstance(item, str)]
+
+    @property
+    def size(self) -> float:
+        """How many points it has; infinite with an interval of floating-point numbers."""
+        sizes = (
+            len(each.values)
+            if isinstance(each, Choices)
+            else int(each.high - each.low) + 1
+            if each.whole
+            else math.inf
+            for each in self.dimensions
+        )
+        return math.prod(sizes)
+
+    def at(self, values: Sequence[str]) -> tuple[str, ...]:
+        """The overrides of the job with these values, one for each dimension."""
+        left = iter(values)
+        return tuple(item if isinstance(item, str) else f"{item.key}={next(left)}" for item in self.items)
+
+    def grid(self) -> Iterator[tuple[str, ...]]:
+        """The overrides of all combinations, the last key fastest as in Hydra. Without intervals."""
+        return map(self.at, itertools.product(*(each.ends for each in self.dimensions)))
+
+    def samples(self) -> Iterator[tuple[str, ...]]:
+        """Jobs that have each choice, and both ends of each interval, at least once."""
+        ends = [each.ends for each in self.dimensions]
+        for number in range(max(map(len, ends), default=1)):
+            yield self.at([values[number % len(values)] for values in ends])
+
+
+def _line(override: Override) -> str:
+    return override.input_line or ""
+
+
+def _dimension(override: Override, key: str) -> Dimension:
+    swept = override.value()
+    if isinstance(swept, IntervalSweep):
+        assert swept.start is not None
+        assert swept.end is not None
+        whole = isinstance(swept.start, int)
+        return Interval(key, swept.start, swept.end, "log" in swept.tags, whole)
+    return Choices(key, tuple(override.sweep_string_iterator()), override.is_range_sweep())
+
+
+def interval_problem(override: Override) -> str | None:
+    """The problem of a swept interval or of its tags; None without one."""
+    swept, line = override.value(), override.input_line
+    tags: set[str] = getattr(swept, "tags", set())
+    if unknown := sorted(tags - {"log"}):
+        return (
+            f"{line}: the tag {unknown[0]} means nothing here. The only one is log: tag(log, interval(a,b))."
+        )
+    if not isinstance(swept, IntervalSweep):
+        return f"{line}: only an interval can be tagged log: tag(log, interval(a,b))." if tags else None
+    low, high = swept.start, swept.end
+    assert low is not None
+    assert high is not None
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return f"{line}: the ends of an interval are finite numbers."
+    if low >= high:
+        return f"{line}: an interval goes from its lower end to its higher one: interval({high:g},{low:g})."
+    if tags and low <= 0:
+        return f"{line}: a logarithm needs ends above 0. Raise the lower end, or leave out tag(log, ...)."
+    return None
+
+
+def count_of(override: Override) -> int:
+    """How many values a swept override has, without listing those of a range."""
+    swept = override.value()
+    if isinstance(swept, RangeSweep):
+        assert swept.start is not None
+        assert swept.stop is not None
+        return max(0, math.ceil((swept.stop - swept.start) / swept.step)) if swept.step else 0
+    if isinstance(swept, IntervalSweep):
+        return 1
+    return len(getattr(swept, "list", ())) or 1
