@@ -99,7 +99,10 @@ def run(
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
         heeded(alone, saving_stops(config.launch.preempt_signals)) as requests,
         rank_log(run_dir, launch.rank, config.launch.log_level),
-        _telemetry(config, launch) as telemetry,
+        # All sinks on rank 0, none elsewhere, so that callers need not check their rank.
+        open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
+        if launch.rank == 0
+        else Telemetry() as telemetry,
     ):
         log.info(
             "rank %d of %d, process %d on %s", launch.rank, launch.world_size, os.getpid(), gethostname()
@@ -124,13 +127,6 @@ def run(
             if failure is not None:
                 raise failure from error
             raise
-
-
-def _telemetry(config: Config, launch: LaunchEnv) -> Telemetry:
-    """All sinks on rank 0, none elsewhere, so that callers need not check their rank."""
-    if launch.rank != 0:
-        return Telemetry()
-    return open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
 
 
 def _join_and_run(

@@ -199,14 +199,22 @@ def stage(
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_leader:
         return None
-    weights = {f"weights/{name}": tensor for name, tensor in state.weights.items()}
-    states = {f"optimizer/{name}": tensor for name, tensor in state.optimizer.items()}
-    averaged = {} if averages is None else {f"average/{n}": t for n, t in averages.weights.items()}
-    copies = memory.copy(weights | states | averaged)
+    parts = {"weights": state.weights, "optimizer": state.optimizer}
+    if averages is not None:
+        parts["average"] = averages.weights
+    copies = memory.copy({f"{part}/{n}": t for part, tensors in parts.items() for n, t in tensors.items()})
+    copied = {part: {n: copies.tensors[f"{part}/{n}"] for n in tensors} for part, tensors in parts.items()}
     if copies.ready is not None:
         stepper.hold_update(copies.ready)
     snapshot = Snapshot(
-        engine=_copied(state, copies, buffers),
+        # Buffers as a run of any size starts from them.
+        engine=replace(
+            state,
+            weights=copied["weights"],
+            optimizer=copied["optimizer"],
+            buffers={name: of_all_ranks(rows) for name, rows in buffers.items()},
+            counters=dict(state.counters),
+        ),
         progress=progress,
         identity=identity,
         origin=origin,
@@ -215,29 +223,15 @@ def stage(
         rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
         metric=metric,
         extra=extra,
-        average=None if averages is None else _copied_average(averages, copies, averaged_buffers),
+        average=averages
+        and AverageState(
+            copied["average"],
+            {name: of_all_ranks(rows) for name, rows in averaged_buffers.items()},
+            dict(averages.counters),
+        ),
         average_buffers=averaged_buffers,
     )
     return Staged(snapshot, copies)
-
-
-def _copied(state: EngineState, copies: Copies, buffers: Mapping[str, Tensor]) -> EngineState:
-    """`state` with the copies in place of its tensors, and buffers as a run of any size starts from them."""
-    return replace(
-        state,
-        weights={name: copies.tensors[f"weights/{name}"] for name in state.weights},
-        optimizer={name: copies.tensors[f"optimizer/{name}"] for name in state.optimizer},
-        buffers={name: of_all_ranks(rows) for name, rows in buffers.items()},
-        counters=dict(state.counters),
-    )
-
-
-def _copied_average(averages: AverageState, copies: Copies, buffers: Mapping[str, Tensor]) -> AverageState:
-    return AverageState(
-        {name: copies.tensors[f"average/{name}"] for name in averages.weights},
-        {name: of_all_ranks(rows) for name, rows in buffers.items()},
-        dict(averages.counters),
-    )
 
 
 def restore(

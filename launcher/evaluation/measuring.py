@@ -160,14 +160,24 @@ class Measuring:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
+    @contextmanager
+    def _sending(self, metric: object) -> Iterator[None]:
+        """The context in which a state is packed. Raises ConfigError for one that cannot be sent."""
+        with self._calling(metric, "__getstate__"):
+            try:
+                yield
+            except CannotSendError as error:
+                raise ConfigError(
+                    f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: "
+                    f"{error}. {SENDABLE}"
+                ) from error
+
     def _known_of(self, metric: object) -> Known:
-        """Raises ConfigError for a state that cannot be sent."""
-        with self._calling(metric, "__getstate__"), _sendable(metric):
+        with self._sending(metric):
             return known_of(metric)
 
     def _packed_metric(self, metric: object, known: Known) -> bytes:
-        """The state of a metric. Raises ConfigError for one that cannot be sent."""
-        with self._calling(metric, "__getstate__"), _sendable(metric):
+        with self._sending(metric):
             return packed(metric, known)
 
     def _packed_rows(self, index: int) -> bytes:
@@ -298,17 +308,6 @@ def _as_number(metric: object, name: object, value: object) -> float:
 
 def _size(value: Any) -> int:
     return value.numel() if isinstance(value, Tensor) else int(np.size(value))
-
-
-@contextmanager
-def _sendable(metric: object) -> Iterator[None]:
-    try:
-        yield
-    except CannotSendError as error:
-        raise ConfigError(
-            f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: {error}. "
-            f"{SENDABLE}"
-        ) from error
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -36,8 +36,9 @@ import torch
 from torch import nn
 
 from launcher import checkpoint
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Report, Staged, Writer
+from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Report, Staged, Surroundings, Writer
 from launcher.checkpoint import format as checkpoint_format
+from launcher.checkpoint.catalog import newest_intact
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
@@ -83,7 +84,7 @@ class Job:
     def stage(self) -> Staged | None:
         origin, progress = Origin(1, "fp16"), Progress(0, self.steps, self.steps)
         return checkpoint.stage(
-            self.stepper, self.env, self.identity, origin, progress, None, None, self.memory
+            self.stepper, self.env, self.identity, origin, progress, None, Surroundings(), self.memory
         )
 
 
@@ -294,7 +295,7 @@ class Files:
         subprocess.run(["sha256sum", self.target], check=True, stdout=subprocess.DEVNULL)
 
     def resume(self) -> None:
-        path = checkpoint.newest_intact(self.directory).path
+        path = newest_intact(self.directory).path
         assert path is not None
         checkpoint.restore(self.job.stepper, checkpoint_format.read(path), self.job.env)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint import verify
 from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.format import DAMAGED
+from launcher.checkpoint.manifest import verify
 from launcher.telemetry.event_log import read_events
 
 MARK = "LAUNCHER_SOAK"  # the environment variable that marks every process of a run

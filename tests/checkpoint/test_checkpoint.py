@@ -30,16 +30,13 @@ from launcher.checkpoint import (
     Progress,
     Snapshot,
     Writer,
-    best_intact,
     load,
-    newest_intact,
     publish,
     restore,
     resume,
-    retain,
-    verify,
 )
-from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text
+from launcher.checkpoint.catalog import best_intact, newest_intact, retain
+from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
 from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer

@@ -105,7 +105,8 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
     The grandchildren are forked, so that each costs milliseconds. Sends, by n, the signal that each died of;
     the last one lives, because its save has fewer calls.
     """
-    from launcher.checkpoint import publish, retain
+    from launcher.checkpoint import publish
+    from launcher.checkpoint.catalog import retain
     from tests.snapshots import snapshot
 
     made, signals = snapshot(2), []
@@ -153,7 +154,8 @@ def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> No
 
 def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     """The same on a file system of 128 KiB of which the second checkpoint would take more than is left."""
-    from launcher.checkpoint import Writer, newest_intact
+    from launcher.checkpoint import Writer
+    from launcher.checkpoint.catalog import newest_intact
     from tests.snapshots import snapshot
 
     try:

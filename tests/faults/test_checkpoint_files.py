@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import agree, load, newest_intact, publish, resume, retain, verify
-from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS
+from launcher.checkpoint import load, publish, resume
+from launcher.checkpoint.catalog import agree, newest_intact, retain
+from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
 from tests.faults import saving

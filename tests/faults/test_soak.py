@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from launcher.checkpoint import verify
+from launcher.checkpoint.manifest import verify
 from scripts.soaking import main as soak
 from scripts.soaking import run as running
 from scripts.soaking.checks import MARK, Expected, alive_with, problems_of_run

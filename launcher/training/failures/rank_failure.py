@@ -107,24 +107,19 @@ def failure_of(
     sentence: the log that the full traceback will be in, and those of other ranks.
     """
     failure = (
-        _user_error(error, launch, *at_shortage)
+        (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
+        or shortage_of(error, f"rank {launch.rank}", *at_shortage)
         or failure_of_nccl(error, launch.rank)
         or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
-        or _of_the_recipe(error, logs)
+        # In a recipe's line that no guard covers, such as in a backward pass.
+        or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
         or _of_a_sample(error, logs)
         or _unexpected(error, logs)
     )
     if failure is not None:
         failure.__cause__ = error  # whose traceback the log gets
     return failure
-
-
-def _user_error(error: BaseException, launch: LaunchEnv, place: str, advice: str) -> LauncherError | None:
-    """The error for users, if `error` is one of torch or the engine that they can fix; else None."""
-    if isinstance(error, UnusableError):
-        return ConfigError(str(error))
-    return shortage_of(error, f"rank {launch.rank}", place, advice)
 
 
 def _disagreement(
@@ -157,11 +152,6 @@ def of_another_rank(
         return error
     cause.__cause__ = error  # whose traceback the log gets
     return cause
-
-
-def _of_the_recipe(error: BaseException, logs: str) -> LauncherError | None:
-    """The error for an exception in a recipe's line that no guard covers, such as in a backward pass."""
-    return recipe_failure(error, "code of the recipe", logs) if place_of(error) else None
 
 
 def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:

@@ -116,14 +116,8 @@ def build_scaling(config: Config) -> Scaling:
     policy = Policy.named(config.precision.name)
     if policy.arithmetic != torch.float16:
         return Scaling(mode="none")  # only fp16 needs one for its range
-    return Scaling(
-        mode="dynamic" if scale.mode == "auto" else scale.mode,
-        init=scale.init,
-        growth_interval=scale.growth_interval,
-        hysteresis=scale.hysteresis,
-        min=scale.min,
-        max=scale.max,
-    )
+    values = {field.name: getattr(scale, field.name) for field in dataclasses.fields(Scaling)}
+    return Scaling(**values | {"mode": "dynamic" if scale.mode == "auto" else scale.mode})
 
 
 def bucket_bytes(bucket_mb: float | str) -> int:
