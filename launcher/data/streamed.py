@@ -63,6 +63,7 @@ class Standpoint:
             return json.dumps(vars(replace(self, states={})))
 
 
+@dataclass(eq=False)
 class StreamReader(IterableDataset[Fetched]):
     """Makes micro-batches of a stream in whatever process this is. A data set of torch's DataLoader.
 
@@ -70,25 +71,19 @@ class StreamReader(IterableDataset[Fetched]):
     `reading(position)` is called before each sample, and with -1 after the last of a micro-batch.
     """
 
-    def __init__(
-        self,
-        stream: Iterable[Any],
-        collate: Collate | None,
-        seed: int,
-        share: Share,
-        parts: Callable[[int], Iterator[range]],
-        start: Standpoint,
-    ) -> None:
-        self._stream = divided(stream, share)
-        self._collate = collate
-        self._seed = seed
-        self._share = share
-        self._parts = parts
-        self._start = start  # of the first pass
-        self._pass = self._begun = start.passes
+    stream: Iterable[Any]
+    collate: Collate | None
+    seed: int
+    share: Share
+    parts: Callable[[int], Iterator[range]]
+    start: Standpoint  # of the first pass
+
+    def __post_init__(self) -> None:
+        self.stream = divided(self.stream, self.share)
+        self.reading: Callable[[int], None] = lambda position: None
+        self._pass = self._begun = self.start.passes
         self._process: tuple[int, int] | None = None  # number and how many, in a loader process
         self._reader = ""  # who draws the same random numbers for the same position
-        self.reading: Callable[[int], None] = lambda position: None
 
     def begin(self) -> None:
         """Begin a pass, in the worker. All loader processes share the epoch of a Hugging Face stream.
@@ -96,24 +91,24 @@ class StreamReader(IterableDataset[Fetched]):
         Its set_epoch() adds the difference to a number in shared memory: of two processes that call it at
         once, both add.
         """
-        if self._share.divided:
+        if self.share.divided:
             self._set_epoch(self._begun)
         self._begun += 1
 
     def _set_epoch(self, epoch: int) -> None:
-        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+        if callable(set_epoch := getattr(self.stream, "set_epoch", None)):
             set_epoch(0 if self._pass == EVALUATION else epoch)
 
     def __iter__(self) -> Iterator[Fetched]:
         if self._process is None and (info := get_worker_info()) is not None:
             self._process = info.id, info.num_workers
-        start, self._start = self._start, Standpoint(0, 0)
+        start, self.start = self.start, Standpoint(0, 0)
         own, processes = self._process or (0, 1)
         number = (own + start.next_process) % processes  # the first process makes what was to come next
         current, self._pass = self._pass, self._pass if self._pass == EVALUATION else self._pass + 1
-        self._reader = f"{self._share.rank}/{number}" if self._share.divided else "all"  # alike read alike
+        self._reader = f"{self.share.rank}/{number}" if self.share.divided else "all"  # alike read alike
         if self._process is not None:
-            present(number, processes, self._share.divided)
+            present(number, processes, self.share.divided)
         yield from self._micro_batches(start, own, processes, number, current)
 
     def _micro_batches(
@@ -121,21 +116,21 @@ class StreamReader(IterableDataset[Fetched]):
     ) -> Iterator[Fetched]:
         began, state = time.monotonic(), start.states.get(str(number))
         # What set_epoch() draws: the same on all ranks, whose own generators stand elsewhere.
-        seed_all(spread_seed("stream begins", self._seed, current_pass, self._reader))
-        if not self._share.divided:
+        seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
+        if not self.share.divided:
             self._set_epoch(current_pass)
         if state is not None:
-            self._stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
+            self.stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
         at = 0 if state is None else int(state["at"])
         skipped = 0
         # What it draws before its first sample: the same in every process that reads it whole.
-        seed_all(spread_seed("stream begins", self._seed, current_pass, self._reader))
-        source = iter(self._stream)
-        parts = self._parts(start.step)
-        if not self._share.divided:
+        seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
+        source = iter(self.stream)
+        parts = self.parts(start.step)
+        if not self.share.divided:
             parts = islice(parts, own, None, processes)
         for part in parts:
-            goal = at if self._share.divided else part.start
+            goal = at if self.share.divided else part.start
             skipped += max(goal - at, 0) if not skipped else 0
             at, samples, bad = self._read(source, current_pass, at, goal, len(part))
             if bad is not None:
@@ -152,7 +147,7 @@ class StreamReader(IterableDataset[Fetched]):
         samples: list[Any] = []
         while len(samples) < size:
             self.reading(at)
-            seed_all(spread_seed("stream", self._seed, current_pass, self._reader, at))
+            seed_all(spread_seed("stream", self.seed, current_pass, self._reader, at))
             try:
                 sample = next(source)
             except StopIteration:
@@ -168,11 +163,11 @@ class StreamReader(IterableDataset[Fetched]):
     def _made(
         self, samples: list[Any], part: range, at: int, number: int, skipped: int, seconds: float
     ) -> Fetched:
-        state_dict = getattr(self._stream, "state_dict", None)
+        state_dict = getattr(self.stream, "state_dict", None)
         state = {"at": at, "stream": state_dict()} if callable(state_dict) else None
         stands = InStream(number, skipped, seconds, state)
         try:
-            return Fetched(collated(samples, self._collate), range(len(samples)), stands=stands)
+            return Fetched(collated(samples, self.collate), range(len(samples)), stands=stands)
         except RAISED as error:
             failure = f"samples {part.start} to {at - 1}: {in_words(error)}"
             return Fetched(None, (), failure=failure, traceback=unforeseen(error))

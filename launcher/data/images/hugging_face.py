@@ -100,7 +100,7 @@ def list_rows(
     """
     library = datasets_library("data=hf")
     where = f"data.path={path}"
-    train, held_out = _splits(_loaded(library, path, named=image_column is not None), where)
+    train, held_out = _splits(_loaded(library, path, where, named=image_column is not None), where)
     file = Path(path)
     base = file if file.is_dir() else file.parent
     return _listing(library, train, held_out, (image_column, label_column), where, base, val_fraction)
@@ -170,7 +170,7 @@ def _decoded(
 ) -> Stored:
     """The images and labels of both splits, and the names of the classes."""
     library = datasets_library("data=cifar10")
-    loaded = _in_memory(library, files) if files else _from_hub(library, where)
+    loaded = _in_memory(library, files) if files else _loaded(library, where, where)
     listing = _listing(library, loaded["train"], loaded["test"], columns, where, Path())
     labels = torch.tensor(listing.labels)
     tensors = {"train/label": labels[: listing.num_train], "test/label": labels[listing.num_train :]}
@@ -195,7 +195,7 @@ def _in_memory(library: ModuleType, files: Mapping[str, Sequence[Path]]) -> dict
     return {name: library.Dataset(table, fingerprint=name) for name, table in tables.items()}
 
 
-def _loaded(library: ModuleType, path: str, named: bool) -> Any:
+def _loaded(library: ModuleType, path: str, where: str, named: bool = False) -> Any:
     """What the library reads: a set, or a mapping of splits.
 
     `named`: the config names the column of images.
@@ -213,14 +213,14 @@ def _loaded(library: ModuleType, path: str, named: bool) -> Any:
                 return _read(library, tables, path)
             return library.load_dataset(path)
         if place.is_absolute():
-            raise ConfigError(f"data.path={path} does not exist. Give a folder, a file, or a hub name.")
+            raise ConfigError(f"{where} does not exist. Give a folder, a file, or a hub name.")
         with offline_if_unreachable(library):
             return library.load_dataset(path)
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
         if place.exists():
-            raise DataError(f"data.path={path} cannot be read: {first_line(error)}") from error
+            raise DataError(f"{where} cannot be read: {first_line(error)}") from error
         raise DataError(
-            f"data.path={path} is nothing here, and a set of this name is neither in the cache of the "
+            f"{where} is nothing here, and a set of this name is neither in the cache of the "
             f"`datasets` library nor could it be fetched from the hub: {first_line(error)}. Connect to the "
             "network once, or give a folder: data.path=DIR with parquet, CSV or JSON files or class folders."
         ) from error
@@ -343,18 +343,6 @@ def _split_files(folder: Path, name: str) -> list[Path]:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
         raise DataError(f"data.path={folder} has no {name}*.parquet. It has: {found}.")
     return files
-
-
-def _from_hub(library: ModuleType, hub_name: str) -> Any:
-    """The splits, which `datasets` has downloaded."""
-    try:
-        with offline_if_unreachable(library):
-            return library.load_dataset(hub_name)
-    except (OSError, ValueError) as error:  # no network, no such set, a damaged cache
-        raise DataError(
-            f"{hub_name} is not in the cache and cannot be downloaded from the hub: {first_line(error)}. "
-            f"Give data.path=<folder with train*.parquet and test*.parquet> or connect to the network once."
-        ) from error
 
 
 def _one_size(cells: Collection[Any], where: str) -> Tensor:

@@ -408,7 +408,8 @@ def test_without_a_network_the_hub_is_given_up_quickly(tmp_path):
         timeout=90,
         check=True,
     )
-    assert "Give data.path=<folder" in result.stdout
+    assert result.stdout.startswith("uoft-cs/cifar10 is nothing here")
+    assert "give a folder: data.path=DIR" in result.stdout
     assert "OfflineModeIsEnabled" in result.stdout  # it was told so, and did not retry for 24 s
     assert result.stderr == ""
 
