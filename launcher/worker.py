@@ -21,8 +21,7 @@ import torch
 from launcher.config.schema import Config
 from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
-from launcher.data.sets import DataSets, batch_plan
-from launcher.data.sources import training_batches
+from launcher.data.sources import DataSets, batch_plan, training_batches
 from launcher.data.tensors import Batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.failures import claim_first_failure, give_reason

@@ -1,28 +1,37 @@
-"""The kinds of sets that a recipe may give, and one way to read each of them.
+"""The kinds of sets that a recipe may give, one way to read each of them, and the sets of a run.
 
-Owns the choice by kind. What a set is made of is in `tensors` and `loader`.
+Owns the choice by kind, and the translation of `data.*` into how samples are read and in which batches they
+are trained on. What a set is made of is in `tensors` and `loader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from launcher.config.schema import Config
 from launcher.config.user_code import place_of
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.labels import Labels
 from launcher.data.loader import Loading
 from launcher.data.reader import Collate
 from launcher.data.streamed import StreamBatches, StreamData
 from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, tensor_batches
-from launcher.errors import DataError
+from launcher.distributed.env import WorkerEnv
+from launcher.errors import ConfigError, DataError
 
 Readable = TensorData | IndexedData | StreamData
 ONLY_SET = ""  # the name of a validation set that is the only one
 FIRST = 32  # samples of a `first_batch` at most
+MOST_LOADERS = 8  # processes per rank that data.workers=auto starts
+PATIENCE = 0.8  # of launch.stall_s: then the error can name the sample
 
 
 def set_title(name: str) -> str:
@@ -143,3 +152,102 @@ def first_batch(data: Readable, rank: int, world_size: int, batch_size: int) -> 
         return data.first_batch(rank, world_size, batch_size, FIRST)
     fetched = data.first(min(batch_size, FIRST))
     return None if fetched is None else data.usable(fetched)
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """Sets as batches are made of them: on the device, or behind the loader processes that read them."""
+
+    train: Readable
+    validation: Mapping[str, Readable]  # by name; ONLY_SET where there is one without
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        env: WorkerEnv,
+        train: object,
+        validation: Mapping[str, Any],
+        collate: Collate | None = None,
+        labels: Labels | None = None,
+        reading: Callable[[int], None] = lambda index: None,
+    ) -> DataSets:
+        """Those of a recipe.
+
+        `reading(index)` is called before each sample that is read in this process, and with -1 after the
+        last.
+        """
+        how = Loading(
+            workers=workers(config, env),
+            device=env.device,
+            seed=config.seed,
+            max_bad=config.data.max_bad,
+            timeout_s=PATIENCE * config.launch.stall_s,
+            labels=labels,
+            reading=reading,
+        )
+        held_out = {name: readable(data, collate, how, set_title(name)) for name, data in validation.items()}
+        return cls(readable(train, collate, how, "training"), held_out)
+
+
+def workers(config: Config, env: WorkerEnv) -> int:
+    """How many processes read samples for this rank."""
+    if config.data.workers != "auto":
+        return int(config.data.workers)
+    return min(MOST_LOADERS, len(os.sched_getaffinity(0)) // env.local_world_size)
+
+
+def batch_plan(
+    config: Config, env: WorkerEnv, train: Readable, lengths: Sequence[int] | Tensor | None = None
+) -> BatchPlan:
+    """How the training samples are divided. `lengths` are those of Recipe.lengths.
+
+    ConfigError for a stream in a run without train.max_steps, DataError for lengths that do not fit.
+    """
+    if isinstance(train, StreamData):
+        if lengths is not None:
+            raise DataError(
+                "Recipe.lengths is given, but the training set is a stream, whose samples come in their own "
+                "order. Remove it, or group samples of similar length in the stream."
+            )
+        if config.train.max_steps is None:
+            raise ConfigError(
+                "train.max_steps is not set, but the training set is a stream, of unknown length: "
+                "set train.max_steps=N. A stream that ends earlier is read again."
+            )
+        num_samples = config.train.max_steps * config.data.batch_size
+    else:
+        num_samples = len(train)
+    wish = config.data.micro_batch
+    return BatchPlan(
+        num_samples=num_samples,
+        batch_size=config.data.batch_size,
+        # None: the share of a rank is one micro-batch, or the size is to be found.
+        micro_batch=None if wish is None or wish == "auto" else int(wish),
+        world_size=env.world_size,
+        rank=env.rank,
+        seed=config.seed,
+        drop_last=config.data.drop_last,
+        lengths=None if lengths is None else sample_lengths(lengths, num_samples),
+    )
+
+
+def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
+    """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
+    rule = f"one entry for each of the {num_samples} training samples"
+    try:
+        found = torch.as_tensor(lengths).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Recipe.lengths is a {type(lengths).__name__} that no tensor can be made of: {error}. It must "
+            f"have {rule}."
+        ) from error
+    if found.shape != (num_samples,):
+        raise DataError(f"Recipe.lengths has shape {list(found.shape)}: it must have {rule}.")
+    if len(odd := (~(found.isfinite() & (found >= 0))).nonzero()):
+        number = int(odd[0])
+        raise DataError(
+            f"Recipe.lengths: entry {number} is {found[number].item()}: a length must be a finite number of "
+            "at least 0. Correct what the lengths are computed from."
+        )
+    return found

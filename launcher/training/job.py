@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.sets import DataSets
+from launcher.data.sources import DataSets
 from launcher.data.tensors import Batches
 from launcher.recipe.contract import Recipe, Used
 from launcher.training.answers import Answers

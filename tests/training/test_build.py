@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
-from launcher.data.sets import batch_plan
+from launcher.data.sources import batch_plan
 from launcher.data.streamed import StreamData
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
