@@ -7,10 +7,10 @@ number of windows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from launcher.errors import counted
+from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.devices import Gpu
 from launcher.telemetry.gpu.readings import Values
 
@@ -30,11 +30,11 @@ class Conditions:
         self._windows = 0
         self._ecc: dict[str, tuple[float, float]] = {}  # by GPU: errors at its first window, and as reported
 
-    def after(self, windows: Sequence[tuple[Gpu, Mapping[str, Any], Values]], seconds: float) -> None:
+    def after(self, windows: Sequence[tuple[Gpu, GpuNumbers, Values]], seconds: float) -> None:
         """Check a window: `windows` has each GPU with its numbers and the limits of its link."""
         self._windows += 1
         for gpu, numbers, limits in windows:
-            self._after_ecc(gpu, numbers.get("ecc_errors"))
+            self._after_ecc(gpu, numbers.ecc_errors)
             for kind, short, advice in _conditions(gpu, numbers, limits, seconds):
                 key = gpu.uuid, kind
                 self._counts[key] += 1
@@ -85,10 +85,11 @@ def other_processes(gpu: Gpu, pids: list[int]) -> int:
 
 
 def _conditions(
-    gpu: Gpu, numbers: Mapping[str, Any], limits: Values, seconds: float
+    gpu: Gpu, numbers: GpuNumbers, limits: Values, seconds: float
 ) -> Iterator[tuple[str, str, str]]:
     """Kind, text and advice of each condition."""
-    slowed = {reason: numbers.get("throttled_s", {}).get(reason, 0.0) for reason in FAULTS}
+    throttled_s = numbers.throttled_s or {}
+    slowed = {reason: throttled_s.get(reason, 0.0) for reason in FAULTS}
     worst = max(slowed, key=lambda reason: slowed[reason])
     if slowed[worst] > LEAST_SHARE * seconds:
         yield (
@@ -97,23 +98,26 @@ def _conditions(
             "Check its cooling and power supply: it slows down all ranks.",
         )
     link = [
-        f"{word}{numbers[key]:.0f} instead of {word}{limits[key]:.0f}"
-        for key, word in (("pcie_gen", "PCIe generation "), ("pcie_width", "x"))
-        if key in numbers and numbers[key] < limits.get(key, 0)
+        f"{word}{now:.0f} instead of {word}{limits[key]:.0f}"
+        for key, now, word in (
+            ("pcie_gen", numbers.pcie_gen, "PCIe generation "),
+            ("pcie_width", numbers.pcie_width, "x"),
+        )
+        if now is not None and now < limits.get(key, 0)
     ]
-    if link and numbers.get("utilisation_percent", 0) >= BUSY_PERCENT:
+    if link and (numbers.utilisation_percent or 0.0) >= BUSY_PERCENT:
         yield (
             "link",
             f"has a slower link than it could ({', '.join(link)})",
             "Reseat it, or check the slot, the riser and the BIOS.",
         )
-    if numbers.get("incomplete"):
+    if numbers.incomplete:
         yield (
             "incomplete",
             "does not always tell its power",
             "Its power and energy, and those of the run, are incomplete.",
         )
-    if others := numbers.get("other_processes"):
+    if others := numbers.other_processes:
         yield (
             "shared",
             f"is shared with {counted(others, 'process', 'es')} not of this run",

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 SAMPLE_S = 0.5  # two readings in the shortest window; more often than NVML averages would tell nothing more
 WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
-OVER_GPUS: dict[str, Callable[[list[Any]], Any]] = {
+OVER_GPUS: dict[str, Callable[[list[float]], float]] = {
     "power_w": sum,
     "energy_j": sum,
     "memory_bytes": max,
@@ -62,7 +63,7 @@ class _Lane:
         self._window.add(self.reader.momentary(), time.monotonic())
         return True
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> GpuNumbers:
         """The numbers of the window, which ends here; the next one begins."""
         counters = self.reader.counters()
         rates = {} if "pcie_tx_bytes" in counters else self.reader.rates()
@@ -70,9 +71,9 @@ class _Lane:
         self._window.add(self.reader.momentary(), now_s)
         numbers = self._window.closed(counters, rates, now_s, self.reader.tells_power)
         self._window = Window(counters, now_s)
-        if not self.gpu.is_sliced and (pids := self.reader.processes()) is not None:
-            numbers["other_processes"] = other_processes(self.gpu, pids)
-        return numbers
+        pids = None if self.gpu.is_sliced else self.reader.processes()
+        others = None if pids is None else other_processes(self.gpu, pids)
+        return replace(numbers, index=self.gpu.index, uuid=self.gpu.uuid, other_processes=others)
 
 
 class GpuSampler(Sink):
@@ -188,12 +189,10 @@ class GpuSampler(Sink):
             samples += more
         return step, samples
 
-    def _emit(
-        self, step: int, samples: float, seconds: float, found: list[tuple[Gpu, dict[str, Any]]]
-    ) -> None:
+    def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[Gpu, GpuNumbers]]) -> None:
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
-            if values := [numbers[key] for _, numbers in found if key in numbers]:
+            if values := [value for _, numbers in found if (value := getattr(numbers, key)) is not None]:
                 total[key] = over_gpus(values)
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
@@ -201,8 +200,7 @@ class GpuSampler(Sink):
             if own_samples := samples * self._share([gpu for gpu, _ in found]):
                 total["joules_per_sample"] = total["energy_j"] / own_samples
         self.incomplete |= "incomplete" in total
-        gpus = [GpuNumbers(index=gpu.index, uuid=gpu.uuid, **numbers) for gpu, numbers in found]
-        self._telemetry.emit(GpuEvent(step, **total, gpus=gpus))
+        self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))
 
     def _share(self, gpus: list[Gpu]) -> float:
         """The share of the ranks that these GPUs serve; all, if the ranks use no GPU."""

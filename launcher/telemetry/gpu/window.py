@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.readings import REASONS, Values
 
 Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
@@ -58,7 +59,7 @@ class Window:
         self._readings.append((reading, now_s - self._latest_s))
         self._latest_s = now_s
 
-    def closed(self, counters: Values, rates: Values, now_s: float, tells_power: bool) -> dict[str, Any]:
+    def closed(self, counters: Values, rates: Values, now_s: float, tells_power: bool) -> GpuNumbers:
         """The numbers of the window. What the GPU does not report is absent.
 
         `incomplete` where a GPU that tells its power did so for a part of the window only.
@@ -76,9 +77,9 @@ class Window:
             numbers["incomplete"] = True
         if throttled_s := self._throttled_s(moved):
             numbers["throttled_s"] = throttled_s
-        return numbers | {
-            f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved and seconds > 0
-        }
+        if seconds > 0:
+            numbers |= {f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved}
+        return GpuNumbers(**numbers)
 
     def _moved(self, counters: Values) -> Values:
         """How far each counter moved. One that was reset or has wrapped says nothing about this window."""
