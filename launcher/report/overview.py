@@ -49,7 +49,7 @@ def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunSetting]) -> 
     chosen = best_places(settings) if can_choose(settings) else []
     wide = len(differ[0]) > MAX_DIFFERING
     rows = [
-        {"run": names[run.directory]} | ({} if wide else row) | _without_name(run)
+        {"run": names[run.directory]} | ({} if wide else row) | row_of(run)
         for run, row in zip(runs, differ, strict=True)
     ]
     return (
@@ -70,10 +70,9 @@ def failures(runs: Sequence[RunRecord]) -> str:
 
 
 def row_of(run: RunRecord) -> dict[str, str]:
-    """The run in one row of a table."""
+    """The run in one row of a table, without its name."""
     name = run.metric_name
     return {
-        "run": run.name,
         "state": state_text(run),
         "steps": _steps(run),
         "loss": number(run.recording.steps["loss"].last),
@@ -83,10 +82,6 @@ def row_of(run: RunRecord) -> dict[str, str]:
         "skipped": number(run.skipped),
         "bound by": run.bound or "-",
     }
-
-
-def _without_name(run: RunRecord) -> dict[str, str]:
-    return {title: text for title, text in row_of(run).items() if title != "run"}
 
 
 def state_text(run: RunRecord) -> str:
@@ -121,7 +116,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
 def run_table(runs: Sequence[RunRecord], columns: int | None) -> str:
     """Columns that do not fit are dropped from the right; what is not a terminal (None) gets all of them."""
     longest = MAX_NAME if columns is None else min(MAX_NAME, max(MIN_NAME, columns // 3))
-    rows = [{**row_of(run), "run": shortened(run.name, longest)} for run in runs]
+    rows = [{"run": shortened(run.name, longest), **row_of(run)} for run in runs]
     titles = list(dict.fromkeys(title for row in rows for title in row))
     widths = {title: max(len(title), *(len(row.get(title, "-")) for row in rows)) for title in titles}
     droppable = [title for title in reversed(titles) if title not in LAST_TO_GO] + ["loss", "steps"]

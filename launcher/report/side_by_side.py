@@ -233,10 +233,8 @@ def memory_verdict(first: Side, other: Side) -> str | None:
     if not before or after is None:
         return None
     share = after / before
-    sizes = f"{size(after)} against {size(before)}"
-    if abs(share - 1) < ALIKE:
-        return f"{other.name} needs as much memory as {first.name}: {sizes}."
-    return f"{other.name} needs {'less' if share < 1 else 'more'} memory than {first.name}: {sizes}."
+    word = "as much memory as" if abs(share - 1) < ALIKE else f"{'less' if share < 1 else 'more'} memory than"
+    return f"{other.name} needs {word} {first.name}: {size(after)} against {size(before)}."
 
 
 def metric_verdict(first: Side, other: Side) -> str:

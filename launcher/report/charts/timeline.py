@@ -54,7 +54,7 @@ def timeline(run: RunRecord) -> str:
             ("warning", _times(run.recording.of(WarningEvent).all()), 4),
             ("straggler", _times(run.recording.of(StragglerEvent).all()), 3),
             ("restart", _times(run.recording.of(RestartEvent).all()), 6),
-            ("failed", _failures(run), 1),
+            ("failed", _times(_ends(run)), 1),
         )
         if points[0].size
     ]
@@ -95,10 +95,6 @@ def _what(event: RestartEvent | EndEvent) -> str:
 
 def _ends(run: RunRecord) -> list[EndEvent]:
     return [event for event in run.recording.of(EndEvent).all() if event.state != "done"]
-
-
-def _failures(run: RunRecord) -> tuple[FloatArray, FloatArray]:
-    return _times(_ends(run))
 
 
 def _times(events: Sequence[Event]) -> tuple[FloatArray, FloatArray]:

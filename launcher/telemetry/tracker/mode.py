@@ -108,16 +108,11 @@ def _key_source(environ: Mapping[str, str], settings: Mapping[str, str], server:
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if environ.get(variable):
             return variable
-    for key in ("api_key", "identity_token_file"):
-        if settings.get(key):
-            return "the wandb settings file"
-    return next((str(path) for path in _netrc_files(environ) if _knows(path, server)), None)
-
-
-def _netrc_files(environ: Mapping[str, str]) -> list[Path]:
-    if environ.get("NETRC"):
-        return [Path(environ["NETRC"]).expanduser()]
-    return [_home(environ) / name for name in (".netrc", "_netrc")]
+    if settings.get("api_key") or settings.get("identity_token_file"):
+        return "the wandb settings file"
+    given = environ.get("NETRC")
+    files = [Path(given).expanduser()] if given else [_home(environ) / name for name in (".netrc", "_netrc")]
+    return next((str(path) for path in files if _knows(path, server)), None)
 
 
 def _knows(path: Path, server: str) -> bool:
@@ -139,4 +134,4 @@ def _settings_file(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ["HOME"]) if environ.get("HOME") else Path("~").expanduser()
+    return Path(environ.get("HOME") or "~").expanduser()
