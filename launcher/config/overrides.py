@@ -35,8 +35,10 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
     "hydra.job.chdir": "A run keeps the working directory; its files are in run.dir=DIR.",
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
-    "hydra/launcher": "The jobs of a sweep run one after another. Many machines: scripts/README.md.",
-    "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1.",
+    "hydra/launcher": "Jobs run side by side by themselves: sweep.parallel=N in place of joblib and "
+    "submitit_local, sweep.on=slurm in place of submitit_slurm, sweep.on=ray in place of ray.",
+    "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1. To search: "
+    "sweep=random, or sweep=tpe in place of optuna.",
 }
 KEYS_ELSEWHERE = {  # of other programs: the key here, and the value if it is not the same
     "gpus": ("launch.nproc", None),

@@ -14,7 +14,7 @@ from pathlib import Path
 from launcher.config.messages import as_typed
 from launcher.config.schema import Config
 from launcher.errors import DIVERGED, ConfigError, listed
-from launcher.run_dir.atomic import read_json, write_json
+from launcher.run_dir.atomic import json_line, read_json, write_content
 from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run
 from launcher.run_dir.result import Result
@@ -41,19 +41,21 @@ class Record:
     def read(cls, directory: Path) -> Record:
         """Raises ConfigError for a directory without a sweep, or with one of another version."""
         try:
-            record = decoded(cls, read_json(directory / SWEEP))
+            content = read_json(directory / SWEEP)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{directory}: holds no sweep: {SWEEP} cannot be read ({error}).") from error
-        if record.version != VERSION:
+        if content.get("version") != VERSION:
             raise ConfigError(
                 f"{directory}: the {SWEEP} there is of another version of the launcher, and its sweep cannot "
                 "be continued by this one. Choose another directory with hydra.sweep.dir=DIR."
             )
-        return record
+        return decoded(cls, content)
 
     def write(self, directory: Path, durable: bool = False) -> None:
-        """Replace the file. Raises OSError."""
-        write_json(directory / SWEEP, encoded(self), durable)
+        """Replace the file, with a line for each job. Raises OSError."""
+        jobs = b",\n".join(json_line(encoded(job)).strip() for job in self.jobs)
+        rest = json_line({key: value for key, value in encoded(self).items() if key != "jobs"})
+        write_content(directory / SWEEP, b'{"jobs": [\n' + jobs + b"\n],\n" + rest[1:], durable)
 
     @property
     def left(self) -> list[Job]:

@@ -75,6 +75,7 @@ class Scheduler:
         self._running: dict[int, Job] = {}
         self._pruned: set[int] = set()
         self.asked = self._asked_at_once = False  # to stop, before all jobs are done
+        self._changed = True  # since sweep.json was written: once for all jobs that end and start together
         self._began_s, self._before_s = time.monotonic(), record.seconds
 
     def run(self) -> None:
@@ -83,6 +84,8 @@ class Scheduler:
             self._obey_signals()
             while not self.reason and (job := self._startable()) is not None:
                 self._start(job)
+            if self._changed:
+                self._write()
             if not self._running and (self.reason or self._plan.next() is None):
                 return
             for change in self._carrier.poll(POLL_S):
@@ -106,26 +109,23 @@ class Scheduler:
         return job if not self.reason and self._carrier.has_room(job) else None
 
     def _start(self, job: Job) -> None:
-        # Written before the job starts: a process that is killed between finds a job to run again, not a job
-        # that runs and that nobody knows of.
         job.state, job.attempts, job.exit, job.error = RUNNING, job.attempts + 1, None, None
-        job.started = time.time()
+        job.started, self._changed = time.time(), True
         self._running[job.number] = job
-        self._write()
         self._progress.starting(job)
         self._carrier.submit(job, self._directory / job.name)
-        self._write()
+        if job.handle is not None:  # this process may be killed at any moment, and the job would go on
+            self._write()
 
     def _take(self, change: Change) -> None:
-        job = self._running[change.number]
+        job, self._changed = self._running[change.number], True
         if change.exit is None:  # it has waited in a scheduler's queue until now
             job.started = time.time()
-            return self._write()
+            return
         del self._running[job.number]
         job.exit, job.handle = change.exit, None
         count_time(job, time.time())
         job.state = self._state_after(job, change)
-        self._write()
         self._progress.ended(job)
         if job.state in (*OVER, STOPPED):
             self._plan.ended(job)
@@ -170,6 +170,7 @@ class Scheduler:
         self._carrier.stop(job)
 
     def _write(self) -> None:
+        self._changed = False
         self._record.seconds = self._seconds()
         self._record.write(self._directory)
 

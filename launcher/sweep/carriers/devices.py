@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.process import guardian
 from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import start_over
 from launcher.run_dir.atomic import open_plain
@@ -134,7 +133,7 @@ class Devices:
         try:
             os.setsid()  # a Ctrl-C is for the sweep, which stops its jobs
             end_with(parent)
-            guardian.start(ParentDeathSignal().hangup)  # for what this job starts, if it is killed alone
+            ParentDeathSignal()  # loader processes end with this one, if it is killed alone
             start_over()
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

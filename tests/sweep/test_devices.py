@@ -1,0 +1,148 @@
+"""Which devices a job gets, and what its process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from launcher.supervisor.parent_signals import Signals
+from launcher.sweep.carriers.devices import Devices, Pool
+from launcher.sweep.job import Job
+from launcher.sweep.progress import Progress
+from launcher.sweep.record import Record
+from launcher.sweep.scheduler import Grid, Scheduler
+from tests.configs import composed
+from tests.faults.parent import is_alive
+
+EIGHT = [f"GPU-{number}" for number in range(8)]
+
+
+def job(number: int, nproc: int = 1) -> Job:
+    return Job(number, str(number), (), nproc=nproc)
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def describe(directory: Path) -> int:
+    """What a job sees of its process."""
+    seen = {
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "leads": os.getsid(0) == os.getpid(),
+        "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
+    print("a line of the job")
+    (directory / "seen.json").write_text(json.dumps(seen))
+    return 3
+
+
+def ends(carrier: Devices) -> Mapping[int, int]:
+    found: dict[int, int] = {}
+    until(lambda: found.update({each.number: each.exit or 0 for each in carrier.poll(0.05)}) or found)
+    return found
+
+
+def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
+    pool = Pool(EIGHT[:2], sorted(os.sched_getaffinity(0)))
+    with Devices(pool, describe, alone=False) as carrier:
+        first, second, third = job(0), job(1), job(2)
+        for each in (first, second):
+            (tmp_path / each.name).mkdir()
+            assert carrier.has_room(each)
+            carrier.submit(each, tmp_path / each.name)
+        assert not carrier.has_room(third)
+        codes = {**ends(carrier), **(ends(carrier) if carrier._started else {})}
+        assert codes == {0: 3, 1: 3}
+        assert carrier.has_room(third)
+    seen = [json.loads((tmp_path / str(number) / "seen.json").read_text()) for number in range(2)]
+    assert [each["gpus"] for each in seen] == ["GPU-0", "GPU-1"]
+    assert [*first.devices, *second.devices] == EIGHT[:2]
+    assert all(each["leads"] and each["sigint"] and not each["blocked"] for each in seen)
+    if len(os.sched_getaffinity(0)) == 2:
+        assert [len(each["cores"]) for each in seen] == [1, 1]
+    assert (tmp_path / "0" / "output.log").read_text() == "a line of the job\n"
+
+
+@pytest.mark.parametrize(
+    ("pool", "workers", "expected"),
+    [
+        (Pool(EIGHT, [0]), [2, 2, 4, 1], [["0", "1"], ["2", "3"], ["4", "5", "6", "7"], None]),
+        (Pool(EIGHT[:2], [0], per_gpu=2), [1, 1, 1, 1, 1], [["0"], ["1"], ["0"], ["1"], None]),
+        (Pool(EIGHT, [0], shares=2), [1, 1, 1], [["0"], ["1"], None]),
+        (Pool(EIGHT[:1], [0], per_gpu=3), [1, 1, 1, 1], [["0"], ["0"], ["0"], None]),
+    ],
+)
+def test_gpus_are_shared_out_and_none_is_taken_twice(pool, workers, expected, tmp_path) -> None:
+    given: list[list[str] | None] = []
+    with Devices(pool, lambda directory: time.sleep(60) or 0, alone=False) as carrier:
+        for number, nproc in enumerate(workers):
+            each = job(number, nproc)
+            if carrier.has_room(each):
+                carrier.submit(each, tmp_path)
+                given.append([name.removeprefix("GPU-") for name in each.devices])
+            else:
+                given.append(None)
+    assert given == expected
+
+
+def test_on_a_cpu_the_cores_are_shared_out() -> None:
+    pool = Pool([], [0, 1, 2, 3, 4], shares=2)
+    assert [pool.cores_of(part, 2) for part in range(2)] == [[0, 1], [2, 3, 4]]
+    assert [pool.cores_of(part, 8) for part in range(8)] == [[0], [0], [1], [1], [2], [3], [3], [4]]
+
+
+@pytest.mark.parametrize(("at_once", "code"), [(False, 143), (True, 137)])
+def test_a_job_is_stopped_or_killed(tmp_path, at_once, code, capfd) -> None:
+    with Devices(Pool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
+        only = job(0)
+        carrier.submit(only, tmp_path)
+        carrier.stop(only, at_once)
+        assert ends(carrier) == {0: code}
+
+
+def test_no_job_outlives_the_context(tmp_path) -> None:
+    with Devices(Pool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
+        carrier.submit(job(0), tmp_path)
+        (pid,) = carrier._started
+        assert is_alive(pid)
+    assert not is_alive(pid)
+
+
+def test_devices_are_busy_and_no_file_stays_open(tmp_path) -> None:
+    lengths = random.Random(0).choices([0.6, 1.2, 1.8, 2.4], k=200)
+
+    def work(directory: Path) -> int:
+        began = time.monotonic()
+        time.sleep(lengths[int(directory.name)])
+        (directory / "worked").write_text(str(time.monotonic() - began))
+        return 0
+
+    jobs = [job(number) for number in range(200)]
+    for each in jobs:
+        (tmp_path / each.name).mkdir()
+    record, files = Record(jobs, ()), len(os.listdir("/proc/self/fd"))
+    began = time.monotonic()
+    with Devices(Pool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as carrier:
+        progress = Progress(tmp_path, jobs, alone=False)
+        Scheduler(tmp_path, record, Grid(record), carrier, composed().sweep, progress, Signals()).run()
+    took = time.monotonic() - began
+    busy = sum(float((tmp_path / each.name / "worked").read_text()) for each in jobs) / (8 * took)
+    print(f"busy {busy:.3f} of {took:.1f} s")
+    assert {each.state for each in jobs} == {"done"}
+    assert len(os.listdir("/proc/self/fd")) == files
+    # A fork of a process with torch takes 10 ms of the parent's, and many times that on a crowded machine.
+    crowded = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
+    assert busy >= (0.8 if crowded else 0.95)

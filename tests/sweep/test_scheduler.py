@@ -1,0 +1,233 @@
+"""What runs next, what a job's end means, and when a sweep stops: with a carrier that runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.config.schema import SweepConfig
+from launcher.run_dir.records import write_result
+from launcher.run_dir.result import Failure
+from launcher.supervisor.parent_signals import Signals
+from launcher.sweep.carriers import Change
+from launcher.sweep.job import Job
+from launcher.sweep.progress import Progress
+from launcher.sweep.record import Record, recover
+from launcher.sweep.scheduler import Grid, Scheduler
+from tests.configs import composed
+
+
+class Scripted:
+    """Ends one job at each look, with the exit codes that a test lists for its number; 0 after them."""
+
+    def __init__(self, room: int, **codes: Sequence[int]) -> None:
+        self.room, self.codes = room, {int(key[1:]): [*listed] for key, listed in codes.items()}
+        self.running: dict[int, Path] = {}
+        self.stopped: dict[int, bool] = {}
+        self.most = 0
+        self.order: list[int] = []
+        self.on_poll: Callable[[], None] = lambda: None
+
+    def has_room(self, job: Job) -> bool:
+        return len(self.running) < self.room
+
+    def submit(self, job: Job, directory: Path) -> None:
+        self.running[job.number] = directory
+        self.order.append(job.number)
+        self.most = max(self.most, len(self.running))
+
+    def poll(self, wait_s: float) -> Sequence[Change]:
+        self.on_poll()
+        if not self.running:
+            return []
+        number, directory = next(iter(self.running.items()))
+        del self.running[number]
+        codes = self.codes.get(number)
+        code = 75 if number in self.stopped else codes.pop(0) if codes else 0
+        if code:
+            directory.mkdir(exist_ok=True)
+            write_result(directory, Failure("failed", code, f"reason {number}\nmore"))
+        return [Change(number, code)]
+
+    def stop(self, job: Job, at_once: bool = False) -> None:
+        self.stopped[job.number] = at_once
+
+    def __enter__(self) -> Scripted:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Run:
+    """A scheduler with its parts, run to its end."""
+
+    def __init__(
+        self,
+        directory: Path,
+        carrier: Scripted,
+        number: int,
+        on_poll: Callable[[Run], None] | None = None,
+        **keys: object,
+    ) -> None:
+        stop = dataclasses.replace(composed().sweep.stop, **keys.pop("stop", {}))  # type: ignore[arg-type]
+        settings: SweepConfig = dataclasses.replace(composed().sweep, stop=stop, **keys)  # type: ignore[arg-type]
+        jobs = [Job(each, f"{each}_seed={each}", (f"seed={each}",)) for each in range(number)]
+        self.directory, self.carrier, self.record = directory, carrier, Record(jobs, ())
+        self.signals = Signals()
+        if on_poll is not None:
+            carrier.on_poll = lambda: on_poll(self)
+        self.progress = Progress(directory, jobs, alone=False)
+        self.settings = settings
+        self.record.write(directory)
+        self.again()
+
+    def again(self) -> None:
+        self.scheduler = Scheduler(
+            self.directory,
+            self.record,
+            Grid(self.record),
+            self.carrier,
+            self.settings,
+            self.progress,
+            self.signals,
+        )
+        self.scheduler.run()
+
+    @property
+    def states(self) -> list[str]:
+        recorded = json.loads((self.directory / "sweep.json").read_text())["jobs"]
+        assert [job["state"] for job in recorded] == [job.state for job in self.record.jobs]
+        return [job.state for job in self.record.jobs]
+
+
+def test_there_is_always_as_much_running_as_there_is_room_for(tmp_path) -> None:
+    run = Run(tmp_path, Scripted(3), 10)
+    assert run.states == ["done"] * 10
+    assert (run.carrier.most, run.carrier.order) == (3, [*range(10)])
+
+
+def test_a_job_that_fails_is_told_at_once_and_the_others_run(tmp_path, capsys) -> None:
+    run = Run(tmp_path, Scripted(1, n1=[7]), 3)
+    assert run.states == ["done", "failed", "done"]
+    lines = capsys.readouterr().err
+    assert "job 2 of 3 failed" in lines
+    assert "exit 7: reason 1" in " ".join(lines.split())
+    assert run.record.jobs[1].exit == 7
+
+
+def test_a_failure_can_stop_the_sweep(tmp_path) -> None:
+    run = Run(tmp_path, Scripted(2, n0=[7]), 4, on_failure="stop")
+    assert run.states == ["failed", "stopped", "waiting", "waiting"]
+    assert run.carrier.stopped == {1: False}
+    assert "sweep.on_failure=stop" in run.scheduler.reason
+
+
+@pytest.mark.parametrize(
+    ("retries", "codes", "state", "attempts"),
+    [
+        (0, [1], "failed", 1),
+        (1, [1], "done", 2),
+        (2, [137, 6, 1], "failed", 3),
+        (2, [5, 5], "failed", 1),  # diverged: another attempt would too
+        (2, [2, 2], "failed", 1),  # the config
+    ],
+)
+def test_a_job_that_failed_is_tried_again(tmp_path, retries, codes, state, attempts) -> None:
+    run = Run(tmp_path, Scripted(2, n0=codes), 2, retries=retries)
+    assert run.states == [state, "done"]
+    assert run.record.jobs[0].attempts == attempts
+
+
+@pytest.mark.parametrize(
+    ("stop", "done", "words"),
+    [
+        ({"trials": 2}, 2, "sweep.stop.trials=2"),
+        ({"hours": 1e-9}, 0, "sweep.stop.hours="),
+        ({"gpu_hours": 1e-12}, 1, "sweep.stop.gpu_hours="),
+    ],
+)
+def test_a_limit_starts_no_further_job_and_ends_none(tmp_path, stop, done, words) -> None:
+    run = Run(tmp_path, Scripted(1), 4, stop=stop)
+    assert run.states == ["done"] * done + ["waiting"] * (4 - done)
+    assert run.scheduler.reason.startswith(words)
+    assert not run.carrier.stopped
+    assert not run.scheduler.asked
+
+
+def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) -> None:
+    def interrupt(run: Run) -> None:
+        if run.signals.stop is None:
+            run.signals.receive(signal.SIGINT)
+
+    run = Run(tmp_path, Scripted(2), 4, on_poll=interrupt)
+    assert run.states == ["done", "stopped", "waiting", "waiting"]
+    assert run.carrier.stopped == {1: False}
+    run.carrier.on_poll, run.carrier.stopped, run.signals = lambda: None, {}, Signals()
+    recover(run.record, tmp_path)
+    run.again()
+    assert run.states == ["done"] * 4
+    assert [job.attempts for job in run.record.jobs] == [1, 2, 1, 1]
+
+
+def test_a_second_interrupt_kills_them(tmp_path) -> None:
+    def interrupt(run: Run) -> None:
+        run.signals.receive(signal.SIGINT)
+        run.signals._asked_s = -10.0  # not the same keystroke, which several processes may pass on
+
+    run = Run(tmp_path, Scripted(3), 3, on_poll=interrupt)
+    assert run.carrier.stopped == {1: False, 2: True}
+
+
+def test_a_killed_process_leaves_a_record_from_which_the_next_continues(tmp_path) -> None:
+    class Killed(Exception): ...
+
+    def kill(run: Run) -> None:
+        if len(run.carrier.order) == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        Run(tmp_path, Scripted(2), 4, on_poll=kill)
+    record = Record.read(tmp_path)
+    assert [job.state for job in record.jobs] == ["done", "running", "running", "waiting"]
+    (tmp_path / record.jobs[1].name).mkdir()
+    (tmp_path / record.jobs[1].name / "result.json").write_text('{"state": "done", "metric": 0.5}')
+    recover(record, tmp_path)
+    assert [job.state for job in record.jobs] == ["done", "done", "waiting", "waiting"]
+    assert record.jobs[1].metric == 0.5
+
+
+def test_of_the_jobs_that_failed_all_but_those_that_diverged_run_again(tmp_path) -> None:
+    run = Run(tmp_path, Scripted(1, n0=[5], n1=[1]), 2)
+    recover(run.record, tmp_path)
+    assert [job.state for job in run.record.jobs] == ["failed", "waiting"]
+
+
+def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
+    class Pruner(Grid):
+        def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
+            return [job for job in running if job.number == 1 and not run_carrier.stopped]
+
+    run_carrier = Scripted(2)
+    jobs = [Job(number, str(number), ()) for number in range(3)]
+    record = Record(jobs, ())
+    progress = Progress(tmp_path, jobs, alone=False)
+    scheduler = Scheduler(
+        tmp_path, record, Pruner(record), run_carrier, composed().sweep, progress, Signals()
+    )
+    scheduler.run()
+    assert [job.state for job in jobs] == ["done", "pruned", "done"]
+
+
+def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
+    lines = [f"key.number{number}.of.a.section=value{number}" for number in range(12)]
+    jobs = [
+        Job(number, "x" * 100, lines, devices=["GPU-" + "0" * 36] * 8, error="e" * 200)
+        for number in range(200)
+    ]
+    Record(jobs, lines).write(tmp_path)
+    assert (tmp_path / "sweep.json").stat().st_size < 1_000_000
