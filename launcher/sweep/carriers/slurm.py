@@ -1,0 +1,186 @@
+"""Jobs of a sweep on a Slurm cluster, one Slurm job each, submitted by Submitit.
+
+What has become of a job is read from its own status.json and from squeue, because a cluster may have no
+accounting. Partition, account and time limit are those of sbatch's own variables (SBATCH_PARTITION, ...).
+The jobs outlive this process: the sweep that continues finds them by their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.config.messages import install_line
+from launcher.config.schema import SweepConfig
+from launcher.errors import PreemptedError, PreflightError
+from launcher.run_dir.atomic import read_json
+from launcher.run_dir.status import FILE_NAME
+from launcher.sweep.carriers import Change, command_of
+from launcher.sweep.job import Job
+
+FOLDER = "slurm"  # in the sweep's: the batch scripts, and what the jobs print
+EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
+QUEUED = 4  # jobs that wait in Slurm's queue, so that it can start one at once
+SETTLE_S = 10.0  # until what a job wrote last is seen here: attributes of files on NFS are kept for seconds
+COMMAND_S = 60.0  # for a command of Slurm, whose daemon may be busy
+Queued = tuple[str, str, str]  # state, nodes and name of a job in the queue
+WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
+
+
+@dataclass
+class Submitted:
+    job: Job
+    directory: Path
+    id: str
+    since: float = field(default_factory=time.time)
+    runs: bool = False
+    stopped: bool = False
+    gone_s: float = 0.0  # since when squeue does not list it
+
+
+class SlurmCarrier:
+    """Runs jobs on the cluster of this machine's sbatch. Raises PreflightError if there is none."""
+
+    def __init__(self, sweep: SweepConfig) -> None:
+        self._submitit = _submitit()
+        self._parallel = sweep.parallel
+        has_gpus = "gpu" in _ask("sinfo", "--noheader", "--format=%G")
+        self._per_worker = "gpus_per_node" if has_gpus else "cpus_per_task"
+        self._jobs: dict[int, Submitted] = {}
+        self._next_s = 0.0
+
+    def has_room(self, job: Job) -> bool:
+        if self._parallel != "auto":
+            return len(self._jobs) < self._parallel
+        return sum(not each.runs for each in self._jobs.values()) < QUEUED
+
+    def submit(self, job: Job, directory: Path) -> None:
+        name = f"{directory.parent.name}/{directory.name}"
+        for found, (state, _, called) in _queue().items():
+            # Submitted by an earlier process of this sweep, which may not have had the time to record it.
+            if called == name and state != "COMPLETING":
+                job.handle = found
+                self._jobs[job.number] = Submitted(job, directory, found, since=0.0)
+                return
+        executor = self._submitit.SlurmExecutor(directory.parent / FOLDER)
+        executor.update_parameters(
+            job_name=name,
+            time=None,  # the partition's; Submitit's own is five minutes
+            stderr_to_stdout=True,
+            **{self._per_worker: job.nproc},
+        )
+        try:
+            # Submitit's process becomes the job's: Slurm's signals reach no handler of Submitit.
+            command = command_of(directory.absolute())
+            submitted = executor.submit(os.execv, command[0], command)
+        except self._submitit.core.utils.FailedJobError as error:
+            raise PreflightError(f"sweep.on=slurm: sbatch refuses the job: {_words(error)}") from error
+        job.handle = submitted.job_id
+        self._jobs[job.number] = Submitted(job, directory, submitted.job_id)
+
+    def poll(self, wait_s: float) -> Sequence[Change]:
+        now = time.monotonic()
+        if now < self._next_s:
+            time.sleep(min(wait_s, self._next_s - now))
+            return []
+        self._next_s = now + EVERY_S
+        queue = _queue() if self._jobs else {}
+        return [change for each in [*self._jobs.values()] for change in self._changes(each, queue)]
+
+    def _changes(self, each: Submitted, queue: Mapping[str, Queued]) -> Iterator[Change]:
+        state, nodes, _ = queue.get(each.id, ("", "", ""))
+        if state:
+            each.gone_s = 0.0
+            starts = not each.runs and state not in WAITS
+            each.runs = state not in WAITS  # one whose node died waits again
+            if starts:
+                each.job.devices = [f"{nodes}/{number}" for number in range(each.job.nproc)]
+                yield Change(each.job.number)
+            return
+        each.gone_s = each.gone_s or time.monotonic()
+        code = _end_of(each.directory, each.since)
+        if code is None and not each.stopped and time.monotonic() - each.gone_s < SETTLE_S:
+            return
+        del self._jobs[each.job.number]
+        if code == PreemptedError.exit_code and not each.stopped:
+            # Slurm has asked it to leave for another job, or before a time limit: it resumes.
+            self.submit(each.job, each.directory)
+        elif code is not None:
+            yield Change(each.job.number, code)
+        elif each.stopped:
+            yield Change(each.job.number, 128 + signal.SIGTERM)
+        else:
+            log = each.directory.parent / FOLDER / f"{each.id}_0_log.out"
+            yield Change(each.job.number, 1, f"Slurm's job {each.id} ended without a result; see {log}")
+
+    def stop(self, job: Job, at_once: bool = False) -> None:
+        each = self._jobs[job.number]
+        each.stopped = True
+        # Without a signal Slurm cancels the job: SIGTERM, and SIGKILL after its KillWait. A signal to a job
+        # that waits is an error, and one that has just ended is no matter.
+        how = ["--signal=TERM"] if each.runs and not at_once else []
+        subprocess.run(["scancel", *how, each.id], capture_output=True, timeout=COMMAND_S)
+
+    def __enter__(self) -> SlurmCarrier:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _submitit() -> Any:
+    try:
+        submitit = importlib.import_module("submitit")
+    except ImportError:
+        raise PreflightError(
+            "sweep.on=slurm needs the package submitit, which is not installed. Install it with: "
+            f"{install_line('submitit')}"
+        ) from None
+    if missing := [
+        name for name in ("sbatch", "srun", "squeue", "scancel", "sinfo") if not shutil.which(name)
+    ]:
+        raise PreflightError(
+            f"sweep.on=slurm: {', '.join(missing)} cannot be found. Start the sweep on a machine of a Slurm "
+            "cluster, such as its login node."
+        )
+    return submitit
+
+
+def _queue() -> dict[str, Queued]:
+    """This user's jobs that wait or run, by id."""
+    lines = _ask("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j").splitlines()
+    fields = (line.split("|", 3) for line in lines)
+    return {number: (state, nodes, name) for number, state, nodes, name in fields}
+
+
+def _ask(*command: str) -> str:
+    """What a command of Slurm prints. Raises PreflightError with its words."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
+    except subprocess.TimeoutExpired:
+        raise PreflightError(f"sweep.on=slurm: {command[0]} did not answer in {COMMAND_S:g} s.") from None
+    if done.returncode:
+        raise PreflightError(f"sweep.on=slurm: {command[0]} fails: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def _end_of(directory: Path, since: float) -> int | None:
+    """The exit code in status.json, if the run has ended, and after `since` (unix seconds)."""
+    try:
+        found = read_json(directory / FILE_NAME)
+        ended = found.get("exit") is not None and float(found.get("updated") or 0) >= since
+        return int(found["exit"]) if ended else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _words(error: Exception) -> str:
+    """The last line of sbatch's, out of Submitit's report of its failure."""
+    return str(error).strip().splitlines()[-1].strip()

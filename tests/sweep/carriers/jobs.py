@@ -1,0 +1,100 @@
+"""Folders of jobs for the tests of carriers: runs of a recipe that waits for a file, and save every step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.config.resolve import Request, compose_jobs
+from launcher.config.schema import RunConfig
+from launcher.sweep.carriers import Carrier, Change
+from launcher.sweep.job import Job, write_job
+from tests.faults.parent import WORDS, write_recipe
+from tests.limits import at_most
+
+ROOT = Path(__file__).parents[3]
+WAIT = """
+while step > 4 and not os.path.exists("{go}"):
+    time.sleep(0.02)
+"""
+ENDLESS = "time.sleep(0.02)"  # with so many epochs
+
+
+def jobs_in(
+    directory: Path, count: int, in_step: str = WAIT, nproc: int = 1, epochs: int = 5
+) -> list[tuple[Job, Path]]:
+    """Folders in `directory`. The jobs wait after the fourth step until the file `go` is there."""
+    write_recipe(directory, in_step.replace("{go}", str(directory / "go")))
+    found = []
+    for number in range(count):
+        words = [word for word in WORDS if not word.startswith("recipes.path")]
+        more = (
+            f"train.epochs={epochs}",
+            "checkpoint.every_steps=1",
+            f"seed={number}",
+            f"launch.nproc={nproc}",
+        )
+        lines = (*words, f"recipes.path={directory / 'tiny.py'}", *more)
+        (config,) = compose_jobs(Request(lines))
+        place = directory / f"{number}_seed={number}"
+        place.mkdir()
+        write_job(replace(config, run=RunConfig(str(place))), lines)
+        found.append((Job(number, place.name, lines, nproc=nproc), place))
+    return found
+
+
+def follow(
+    carrier: Carrier, until: Callable[[list[Change]], object], changes: list[Change], timeout_s: float = 100
+) -> list[Change]:
+    """Poll until the condition holds for all changes so far, which are returned."""
+    deadline = time.monotonic() + at_most(timeout_s)
+    while not until(changes):
+        assert time.monotonic() < deadline, changes
+        changes.extend(carrier.poll(0.5))
+    return changes
+
+
+def started(*numbers: int) -> Callable[[Sequence[Change]], bool]:
+    return lambda changes: set(numbers) <= {each.number for each in changes if each.exit is None}
+
+
+def ended(*numbers: int) -> Callable[[Sequence[Change]], bool]:
+    return lambda changes: set(numbers) <= {each.number for each in changes if each.exit is not None}
+
+
+def codes(changes: Sequence[Change]) -> dict[int, int]:
+    """The exit codes by number; each job has one."""
+    exits = [(each.number, each.exit) for each in changes if each.exit is not None]
+    assert len(dict(exits)) == len(exits), changes
+    return dict(exits)
+
+
+def have_saved(jobs: Sequence[tuple[Job, Path]]) -> bool:
+    return all(any((place / "checkpoints").glob("step-*")) for _, place in jobs)
+
+
+def processes_of(place: Path) -> list[int]:
+    """The processes of the job in this folder: its command names it, and forks keep that."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(place).encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+def assert_gone(jobs: Sequence[tuple[Job, Path]]) -> None:
+    """Fail if a process of these jobs is left; the kernel may take a moment to end them."""
+    deadline = time.monotonic() + at_most(10)
+    while left := [pid for _, place in jobs for pid in processes_of(place)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For what starts the jobs: the launcher of this clone, one thread each."""
+    return dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
