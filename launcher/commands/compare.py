@@ -19,13 +19,13 @@ OF_ONE_CONFIG = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--run
 
 
 def as_sweep(arguments: Arguments) -> Arguments:
-    """Trains the same recipe in several precisions, seed by seed in turn, and writes side_by_side.md: time
-    of a step with its parts, memory, bytes sent, skipped steps, loss and metric, and in words what the
-    difference is. The others are compared with the first precision. All other words are overrides, as in
-    training; they take one value each. A run that diverges is a finding, and the exit code stays 0.
+    """For each seed, trains one run per precision. Prints and writes side_by_side.md: time per step and its
+    parts, memory, bytes sent, skipped steps, loss and metric, each compared with the first precision. Other
+    arguments are key=value as in training, with one value each. A run that diverges does not change the exit
+    code.
 
       precision=A,B      two precisions or more
-      seed=0,1,2         several seeds say how much of a difference is chance
+      seed=0,1,2         with several seeds, it also tests whether differences exceed chance
 
     Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
     """
@@ -36,7 +36,7 @@ def as_sweep(arguments: Arguments) -> Arguments:
     if len(set(precisions)) < 2 or not all(precisions):
         raise ConfigError(
             f"compare {given.get('precision', '')}".rstrip()
-            + ": two precisions or more are needed, the first being what the others are compared with: "
+            + ": give two precisions or more. The others are compared with the first: "
             f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
         )
     rest = [word for word in arguments.words if word not in given.values()]

@@ -10,16 +10,16 @@ from launcher.errors import ConfigError
 
 
 def export_weights(arguments: Arguments) -> None:
-    """Writes the weights of the newest checkpoint of RUN into FILE, in the safetensors format, under the
-    names of the model's state_dict. A run that averages its weights exports the average.
+    """Writes the weights of RUN's newest checkpoint to a safetensors file, with the names of the model's
+    state_dict. If the run has ema.decay, it writes the average of the weights.
 
-    Where FILE is a folder, or ends with a slash, it gets model.safetensors, prediction.json (the classes, the
-    normalisation of images) and, for a model of transformers, config.json and the tokenizer: from_pretrained
-    reads it.
+    If FILE is a folder or ends with a slash, it writes model.safetensors and prediction.json (classes,
+    normalisation of images) into that folder. For a model of transformers it adds config.json and the
+    tokenizer, so that from_pretrained(FILE) loads it.
 
-      --dtype fp32|fp16  the type of floating-point tensors; fp32 without it
+      --dtype fp32|fp16  dtype of floating-point tensors; default fp32
       --best             the checkpoint of the best evaluation instead of the newest
-      --no-ema           the weights themselves instead of their average
+      --no-ema           the trained weights instead of their average
 
     Example: {program} export outputs/resnet18/20260101-120000-ab12 weights.safetensors --dtype fp16 --best
     """

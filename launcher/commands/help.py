@@ -18,7 +18,7 @@ from launcher.commands.new import write_recipe
 from launcher.commands.report import write_reports
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
-from launcher.config.messages import nearest, program, show, suggestion
+from launcher.config.messages import nearest, program, show, suggestion, tool
 from launcher.errors import ConfigError
 
 SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys
@@ -26,7 +26,8 @@ HELP = """\
 Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU workers.
 
 {usage}
-COMMAND --help says more about one of them. On several machines: torchrun ... -m launcher recipe=resnet18
+COMMAND --help has the options of a command, and an example.
+Several machines: {torchrun} ... -m launcher recipe=resnet18, on each machine (scripts/README.md)
 
 Choices (group=name):
 {choices}
@@ -34,12 +35,12 @@ Choices (group=name):
 Single keys (see conf/config.yaml or --cfg job):
   train.epochs=5 optim.lr=0.05 data.batch_size=256 seed=1 run.dir=outputs/mine
 
-Flags, anywhere among them:
+Flags, before or after the keys:
   -m, --multirun             a sweep: optim.lr=0.05,0.1 seed=0,1 runs all combinations
   -c, --cfg job              print the config instead of running; -p optim prints a part of it
   -cd, --config-dir DIR      a config tree of your own, with the same groups
   -cn, --config-name NAME    another primary config than config.yaml
-  -i, --info [TOPIC]         how Hydra found the config
+  -i, --info [TOPIC]         print which config files Hydra read, and from where
   -sc, --shell-completion    eval "$({program} -sc install=bash)"; uninstall=bash
   --hydra-help, --version, -h, --help
 """
@@ -55,14 +56,14 @@ def help_text(directories: Sequence[Path], command: str = "train") -> str:
     choices = group_choices(*directories)
     listed = "\n".join(columns((group, ", ".join(names)) for group, names in choices.items()))
     usage = "\n".join(columns((f"{name} {words}", summary) for words, summary, _ in USAGE.values()))
-    return HELP.format(usage=usage, choices=listed, program=name)
+    return HELP.format(usage=usage, choices=listed, program=name, torchrun=tool("torchrun"))
 
 
 def described_recipes(arguments: Arguments) -> str:
-    """Without NAME: all recipes, models and data sets, each with what it is and its options.
-    With NAME: that recipe and every value that it sets, written as it can be overridden.
+    """Without NAME: all recipes, and the keys of all models and data sets.
+    With NAME: this recipe's keys with their values, as key=value for the command line.
 
-      --config-dir DIR   also the recipes of a config tree of your own
+      --config-dir DIR   also list the recipes of your own config folder
 
     Example: {program} recipes resnet18
     """
@@ -82,20 +83,28 @@ def config_directories(arguments: Arguments) -> list[Path]:
 # The words after the name of the program, what they do, and the function whose docstring is the page.
 USAGE: dict[str, tuple[str, str, Callable[..., object] | None]] = {
     "train": ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers", None),
-    "recipes": ("recipes [NAME]", "what can be trained; one recipe with all that it sets", described_recipes),
+    "recipes": (
+        "recipes [NAME]",
+        "lists recipes, models and data; NAME: the keys that this recipe sets",
+        described_recipes,
+    ),
     "compare": (
         "compare recipe=resnet18 precision=fp32,fp16",
-        "side by side: time, memory, loss, and why",
+        "trains with each precision; compares time, memory and loss",
         as_sweep,
     ),
     "report": (
         "report RUN ... [--out FILE]",
-        "a page of one run or sweep, or of several compared",
+        "writes report.html of a run, a sweep, or several runs",
         write_reports,
     ),
     "watch": ("watch RUN [--every SECONDS]", "follows a run or a sweep until it ends", watch),
-    "export": ("export RUN FILE [--dtype fp16] [--best]", "weights as a safetensors file", export_weights),
-    "new": ("new NAME", "the skeleton of a recipe of your own", write_recipe),
+    "export": (
+        "export RUN FILE [--dtype fp16] [--best]",
+        "writes the weights to a safetensors file",
+        export_weights,
+    ),
+    "new": ("new NAME", "writes a recipe of your own that already trains", write_recipe),
     "job": ("job DIR", "runs or resumes one job of a sweep, from its folder", run_job),
 }
 

@@ -42,7 +42,7 @@ def {name}(config: Config) -> Recipe:
 """
 YAML = """\
 # @package _global_
-# What the command `recipes` says of it.
+# The sentence that the command `recipes` prints for it.
 defaults:
   - override /optim: adamw
 
@@ -62,9 +62,9 @@ train:
 
 
 def write_recipe(words: Sequence[str]) -> None:
-    """Writes NAME.py, a recipe that trains as it is, and NAME/recipe/NAME.yaml, its settings, into this
-    folder, and prints the command that trains it. NAME consists of letters, digits and '_'. No file is
-    overwritten.
+    """Writes NAME.py, a recipe that trains without changes, and NAME/recipe/NAME.yaml, its settings, into
+    the working directory, and prints the command that trains it. NAME consists of letters, digits and '_'.
+    No file is overwritten.
 
     Example: {program} new mine
     """
@@ -92,8 +92,8 @@ def refuse_name(name: str) -> None:
     """Raise ConfigError for what cannot name a recipe, a function and a file."""
     if not (name.isascii() and name.isidentifier()) or name.startswith("_") or keyword.iskeyword(name):
         raise ConfigError(
-            f"new {name}: must be a name of letters, digits and '_' that begins with a letter, and no "
-            "keyword of Python: it becomes a function and a file."
+            f"new {name}: give a name of letters, digits and '_' that begins with a letter and is not a "
+            "keyword of Python, because it becomes the name of a function and of a file."
         )
     if name in (taken := group_choices(conf_dir()).get("recipe", [])):
         raise ConfigError(f"new {name}: is a recipe of the program already: {', '.join(taken)}.")

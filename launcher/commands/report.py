@@ -24,11 +24,11 @@ PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second pr
 
 
 def write_reports(arguments: Arguments) -> None:
-    """Writes report.html from the files of a run: into the run, into a sweep, or for several runs into this
-    folder. RUN is a directory, such as outputs/resnet18/20260101-120000-ab12; that of a sweep stands for all
-    its jobs.
+    """Writes report.html: for one run or sweep into its directory, for several into the working directory.
+    RUN is the directory of a run, such as outputs/resnet18/20260101-120000-ab12, or of a sweep, with all its
+    jobs.
 
-      --out FILE         write the page there
+      --out FILE         write the page to FILE instead
 
     Example: {program} report outputs/resnet18/* --out runs.html
     """

@@ -32,11 +32,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def watch(arguments: Arguments) -> int:
-    """Shows how a run or a sweep stands: on a terminal the whole screen, elsewhere a line every 10 seconds.
-    It only reads files, so that a run of any machine on the same disk can be watched; Ctrl-C ends the
-    watching, and the run continues. Its exit code is that of the run.
+    """Shows the progress of a run or a sweep: on a terminal a full-screen view, otherwise a line every 10
+    seconds. Reads only the files in RUN, so it can run on another machine with the same disk. Ctrl-C leaves
+    the view; the run continues. When the run ends, so does this command, with the run's exit code.
 
-      --every SECONDS    the time between two looks, from 0.05 to 86400
+      --every SECONDS    seconds between two updates, from 0.05 to 86400
 
     Example: {program} watch outputs/resnet18/20260101-120000-ab12
     """
@@ -109,7 +109,7 @@ def reader_left() -> bool:
 
 
 def interval(arguments: Arguments, usual_s: float) -> float:
-    """The seconds between two looks. Raises ConfigError."""
+    """The seconds between two updates. Raises ConfigError."""
     given = arguments.flags.get("--every")
     if given is None:
         return usual_s

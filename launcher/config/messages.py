@@ -26,6 +26,11 @@ def program() -> str:
     return "launcher" if os.path.basename(sys.argv[0]) == "launcher" else "python -m launcher"
 
 
+def tool(name: str) -> str:
+    """The command that runs another program of the environment: `scripts/run wandb`, or `wandb`."""
+    return f"{program()} {name}" if os.environ.get(COMMAND) else name
+
+
 def install_line(*packages: str) -> str:
     """The command that installs packages into the environment of this process, active or not."""
     return shlex.join([sys.executable, "-m", "pip", "install", *packages])

@@ -63,7 +63,7 @@ def open_telemetry(
         telemetry.warn(before.warning)
     run_id = config.tracker.run_id or last_run_id(before.events) or new_run_id()
     if not config.tracker.names:
-        telemetry.decision("tracker", "none: the run is recorded in its own files alone", mode="none")
+        telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
     for name in config.tracker.names:
         run = _tracked_run(config, name, run_id, environ)
         mode = _reported_mode(telemetry, config, name, run, environ)

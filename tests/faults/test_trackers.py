@@ -49,7 +49,7 @@ class Raising(_Nothing):
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     ended = run(tmp_path_factory.mktemp("none") / "run", "train.max_steps=26")
     assert ended.codes == [0], ended
-    assert "\ntracker none: the run is recorded in its own files alone\n" in f"\n{ended.outputs[0]}"
+    assert "\ntracker none: events are written only to the files of the run\n" in f"\n{ended.outputs[0]}"
     return ended
 
 

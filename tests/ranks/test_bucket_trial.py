@@ -77,5 +77,5 @@ def test_all_ranks_choose_the_size_whose_steps_take_least() -> None:
             assert set(sent[:WARM_UP] + sent[LENGTH : LENGTH + LAG]) == {3}
             assert set(sent[LENGTH + LAG :]) == {best}
         (decision,) = short["decisions"]
-        assert decision["text"] == "1 MB, from the model's size: 209 steps are too few to measure in"
+        assert decision["text"] == "1 MB, from the model's size: 209 steps are too few to measure other sizes"
         assert set(short["sent"]) == {3}

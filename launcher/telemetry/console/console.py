@@ -61,6 +61,7 @@ class Console(Sink):
                 self._print(f"{event.topic} {event.text}")
             case events.StartEvent():
                 self._started, self._plan = True, event
+                self._print(f"directory {self._run_dir}")  # `watch` and `report` take it while the run trains
                 if self._bars is not None:
                     self._bars.start(event)
             case events.StepEvent():
@@ -128,7 +129,7 @@ def end_lines(
         lines += [shares.verdict, _parts(shares)]
     lines.append(f"files: {run_dir}")
     if sync:
-        lines.append(f"upload the offline tracker run: {sync}")
+        lines.append(f"to upload the run to wandb: {sync}")
     return lines
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from launcher.config.messages import tool
 from launcher.config.schema import TrackerConfig
 
 PROBE_S = 2.0  # wandb itself takes 18 s to find out that a server cannot be reached, with init_timeout=8
 DEFAULT_SERVER = "https://api.wandb.ai"
-NO_KEY = "no API key (wandb login, then wandb sync DIR)"
+NO_KEY = "no API key"
 
 Probe = Callable[[str], str | None]  # server URL -> why it cannot be used, or None
 
@@ -53,16 +54,16 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
     server = environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_SERVER
     source = _key_source(environ, settings, server)
     if source is None:
-        return Decision("offline", NO_KEY)
+        return Decision("offline", f"{NO_KEY}; {tool('wandb')} login stores one")
     trouble = (probe or probe_server)(server)
     if trouble is not None:
-        return Decision("offline", f"{server} {trouble} (wandb sync DIR once it does)")
+        return Decision("offline", f"{server} {trouble}")
     return Decision("online", f"API key from {source}, {server} answers")
 
 
 def sync_command(directory: Path) -> str:
     """The command that uploads an offline run."""
-    return f"wandb sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
+    return f"{tool('wandb')} sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
 
 
 def probe_server(server: str, timeout_s: float = PROBE_S) -> str | None:

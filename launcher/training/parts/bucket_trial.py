@@ -70,18 +70,18 @@ class BucketTrial:
     def _obstacle(self, sizes: list[int], length: int, steps_left: int, is_recorded: bool) -> str:
         """Why nothing is measured; empty if something is."""
         if self._is_sharded:
-            return "it decides which rank owns what"
+            return "wire.shard=true: the size determines which rank holds which optimizer states"
         if not sizes:
             return (
-                f"{self._world_size} ranks add in an order that depends on it, and so would the bits "
-                "(wire.sum=fp32 does not)"
+                f"with {self._world_size} ranks the size changes the order of additions, and the result "
+                "(not with wire.sum=fp32)"
             )
         if len(sizes) < 2:
             return "all sizes make the same buckets"
         if is_recorded:
             return "a recorded step keeps its buckets"
         if steps_left < PAYS * length:
-            return f"{steps_left} steps are too few to measure in"
+            return f"{steps_left} steps are too few to measure other sizes"
         return ""
 
     def vote(self, position: Position) -> None:

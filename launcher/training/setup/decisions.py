@@ -96,7 +96,7 @@ def decisions(
             "pass)",
         )
     if config.train.channels_last == "auto" and env.device.type == "cpu":
-        yield "memory format", "contiguous: channels_last is slower on this kind of device"
+        yield "memory format", "contiguous: channels_last is slower on a CPU"
 
 
 def _data(recipe: Recipe) -> str:

@@ -63,7 +63,7 @@ END = [
     "make the data set's transform cheaper, or raise data.batch_size",
     "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4, other 0.0",
     "files: /runs/one",
-    "upload the offline tracker run: wandb sync /runs/one/wandb/offline-run-*",
+    "to upload the run to wandb: wandb sync /runs/one/wandb/offline-run-*",
 ]
 
 DECISIONS = [
