@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.commands.arguments import parse
 from launcher.commands.compare import as_sweep
+from launcher.recipe import registry_of
 from tests.faults.parent import Parent
 from tests.forked import launch_forked
 from tests.meta_device import MetaDevice
@@ -284,6 +286,19 @@ def test_each_command_runs_as_it_is_printed_and_as_the_pages_have_it(clone: Path
             done = typed(command, clone)
             assert done.returncode == 0, f"{command}: {done.stderr}"
     assert (clone / "weights.safetensors").is_file()
+
+
+def test_the_lines_for_predicting_load_an_exported_folder(tmp_path, monkeypatch, capsys) -> None:
+    code = next(block.text for block in BLOCKS if "import load_file" in block.text)
+    folder = tmp_path / "DIR"
+    folder.mkdir()
+    network = registry_of(None).models["resnet18"](num_classes=10, in_channels=1, image_size=8)
+    save_file(network.state_dict(), folder / "model.safetensors")
+    about = {"classes": list("abcdefghij"), "normalisation": {"mean": [0.3], "std": [0.4]}}
+    (folder / "prediction.json").write_text(json.dumps(about))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() in about["classes"]
 
 
 @pytest.mark.parametrize("words", ["compare recipe=resnet18", "export 'a run' b", "--help", "recipes"])

@@ -4,12 +4,11 @@
 
 One process with all cores, AdamW, a small and a large model. A window of eleven steps without a checkpoint
 alternates with one of eleven steps whose first publishes, as the launcher does: it compares replicas, copies
-the state to host memory and passes it to the writer. All steps are timed as they are. The copy that P14
-leaves out is a plain copy of as many bytes, timed by itself. The slowest of ten medians is above 1 by noise
-alone: it is given for windows without a checkpoint too. A write that only begins once it is waited for would
-cost the steps nothing, so steps continue until it is reported, and the time until then is a row of its own.
-A write that waits and then takes a processor for itself slows down one or two steps of many, which a median
-does not show, so the row of all steps beside the write is their mean.
+the state to host memory and passes it to the writer. Goal P14 subtracts the time of a plain copy of as many
+bytes from the step that publishes. The slowest of ten medians is above 1 by noise alone; the same row is
+given for windows without a checkpoint. Steps continue until the writer reports the end of the write: a writer
+that only works while training waits for it would otherwise seem free. The row of all these steps is a mean,
+because a median hides one or two slow steps.
 
 Then a state of 1 GB: writing it against `cp` and `sha256sum` of such a file on the same disk, and resuming
 from it against reading and hashing it, both from a warm page cache. Directory: --directory, by default a

@@ -4,8 +4,8 @@
 
 On the parameter shapes of ResNet-50: a Stepper's backward and step as in update.py, alone and followed by
 WeightAverage.update() with a pass in every step, and with one in every tenth, which is the default. All
-alternate in one process, ten steps at a time. Reported is the least processor
-time of a step.
+alternate in one process, ten steps at a time. Reports the minimum CPU time of a step.
+
 A pass reads the averages and the masters and writes the averages, 12 bytes per parameter; the update moves
 about 30.
 """

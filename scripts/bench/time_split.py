@@ -1,9 +1,10 @@
-"""What two services of the loop add to a step: the split of its time, and what train.on_oom keeps.
+"""Cost of two parts of the loop: timing the parts of a step, and saving the state that train.on_oom needs.
 
     python scripts/bench/time_split.py [--quick] [--json FILE]
 
-CPU time of small steps with and without, in blocks that alternate: the difference of the minima, as a share
-of a step of 5 ms. A step as long as that would hide it in its own noise. One rank, one thread.
+CPU time of small steps with and without each part, in blocks that alternate: the difference of the minima, as
+a share of a step of 5 ms. The steps are shorter than 5 ms, whose noise would exceed the difference. One rank,
+one thread.
 """
 
 from __future__ import annotations
