@@ -85,7 +85,7 @@ USAGE: dict[str, tuple[str, str, Callable[..., object] | None]] = {
     "train": ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers", None),
     "recipes": (
         "recipes [NAME]",
-        "lists recipes, models and data; NAME: the keys that this recipe sets",
+        "lists recipes, models and data; NAME: its keys",
         described_recipes,
     ),
     "compare": (
