@@ -173,13 +173,14 @@ def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
     return failure
 
 
-def release_frames(error: BaseException) -> None:
+def release_frames(error: BaseException, is_logged: bool = False) -> None:
     """Free what the frames of a failure hold, in particular the process group.
 
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
-    that wait in a collective for this one notice.
+    that wait in a collective for this one notice. What a function within a function takes from around it is
+    freed only with the traceback, once that `is_logged`.
     """
-    frames.clear(error)
+    (frames.release if is_logged else frames.clear)(error)
     works.release()
     gc.collect()
 
