@@ -19,14 +19,7 @@ from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls
 from launcher.distributed.last_words import Departure, LastWords
 from launcher.distributed.store import awaited_in_vain, limit_silence
-from launcher.errors import (
-    ON_REQUEST,
-    CollectiveError,
-    LauncherError,
-    StalledError,
-    described,
-    whole_text,
-)
+from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError, described, whole_text
 from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
@@ -165,7 +158,7 @@ def failure_of_another(
             return None
         left, deadline = None, time.monotonic() + ASSEMBLE_S
         while left is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(0.02)  # rank 0 alone asks
             left = recorded(store, job, first) if words is None else words.of(first)
         if left and left.error and not left.lost and left.exit_code not in ON_REQUEST:
             return JobFailed(attributed(left, [left]), left)

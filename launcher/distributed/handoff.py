@@ -30,12 +30,7 @@ from launcher.distributed.failures import (
 from launcher.distributed.last_words import Departure
 from launcher.distributed.launches import join_launch, meeting_place, origin
 from launcher.distributed.store import awaited, awaited_in_vain, limit_silence, memory, open_store
-from launcher.errors import (
-    ON_REQUEST,
-    CollectiveError,
-    LauncherError,
-    StalledError,
-)
+from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

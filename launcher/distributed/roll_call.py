@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 ANSWER_S = 4.0  # for all ranks, whose watchdogs look for a question every second
-POLL_EVERY_S = 0.1
+POLL_EVERY_S = 0.1  # of the answers, which come within the second between two polls of a watchdog
 # Phases before the end of the first step that may be long and in which no rank waits for another.
 LOCAL = frozenset({"starting", "loading data", "building the model", "restoring", "data", "compute"})
 LIMITS = "launch.stall_s (before the end of the first step launch.init_timeout_s) says how long ranks wait."

@@ -43,7 +43,7 @@ from launcher.run_dir.status import FILE_NAME, state_since
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-POLL_EVERY_S = 1.0
+POLL_EVERY_S = 1.0  # each poll is a message of every rank to the store; limits are of some seconds
 SILENT_POLLS = 7  # polls during one call of the store: longer than a roll call takes, ANSWER_S
 LEEWAY_S = 2.0  # over Gloo the main thread fails by itself, with more details
 SETTLE_S = 3.0  # the same, after another rank has failed

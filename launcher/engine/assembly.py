@@ -16,6 +16,7 @@ from torch import nn
 import launcher.engine.limits as limits
 import launcher.engine.works as works
 from launcher.engine.diagnostics.step_timer import StepClock
+from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
@@ -55,7 +56,15 @@ class Choices:
     compiled: bool
 
     def __post_init__(self) -> None:
-        limits.refuse_settings(self.clip_norm, self.learning_rates, self.micro_batches, self.reference_count)
+        if self.clip_norm is not None:
+            limits.positive.require("clip_norm", self.clip_norm)
+        if not self.learning_rates:
+            raise UnusableError("learning_rates is empty: it must hold at least one rate.")
+        for step, rate in enumerate(self.learning_rates):
+            limits.rate.require(f"learning rate of applied step {step}", rate)
+        limits.at_least_one.require("micro_batches", self.micro_batches)
+        if self.reference_count is not None:
+            limits.a_reference_count.require("reference_count", self.reference_count)
 
     def shared(self) -> dict[str, object]:
         """The choices that must be equal on all ranks, by name."""

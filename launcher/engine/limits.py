@@ -6,7 +6,7 @@ Owns the rules and the error that they raise. `launcher.config.rules` applies th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -83,18 +83,3 @@ loss_scale = power_of_two(LARGEST_SCALE)
 predivide = power_of_two(LARGEST_PREDIVIDE)
 a_reference_count = power_of_two(2**62)  # the largest power of two of int64, in which a state saves it
 question = Rule(f"an int from 0 to {VOTES - 1}", lambda value: is_whole(value) and 0 <= value < VOTES)
-
-
-def refuse_settings(
-    clip_norm: float | None, rates: Sequence[float], micro_batches: int, reference_count: int | None
-) -> None:
-    """Raise UnusableError for settings of a Stepper that would silently train wrongly or not at all."""
-    if clip_norm is not None:
-        positive.require("clip_norm", clip_norm)
-    if not rates:
-        raise UnusableError("learning_rates is empty: it must hold at least one rate.")
-    for step, each in enumerate(rates):
-        rate.require(f"learning rate of applied step {step}", each)
-    at_least_one.require("micro_batches", micro_batches)
-    if reference_count is not None:
-        a_reference_count.require("reference_count", reference_count)

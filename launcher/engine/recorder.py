@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-WAITS = (
-    "synchronizing CUDA operation"  # in torch's error of c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync
-)
+# In torch's error of c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync.
+WAITS = "synchronizing CUDA operation"
 
 
 class HostRead(RuntimeError):

@@ -20,14 +20,7 @@ import launcher.engine.works as works
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE
 from launcher.engine.errors import UnusableError
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
-from launcher.engine.recorder import (
-    HostRead,
-    NoMemory,
-    Recorder,
-    RecordingError,
-    causes_of,
-    recorder_of,
-)
+from launcher.engine.recorder import HostRead, NoMemory, Recorder, RecordingError, causes_of, recorder_of
 from launcher.engine.step_result import StepResult
 from launcher.engine.stepper import Stepper
 

@@ -18,13 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from launcher.engine.precision.loss_scale import (
-    APPLIED,
-    LossScale,
-    Scaling,
-    Transitions,
-    next_fields,
-)
+from launcher.engine.precision.loss_scale import APPLIED, LossScale, Scaling, Transitions, next_fields
 from launcher.engine.wire.reducer import ABANDONED, CULPRIT
 from launcher.engine.wire.step_counts import FIELDS
 
@@ -95,9 +89,7 @@ class Verdict(NamedTuple):
     abandoned: Tensor | bool
     state: Tensor | list[int]  # the loss scale's next
     packed: Tensor | Numbers  # fp64, for Numbers.unpacked
-    narrow: (
-        tuple[Tensor, Tensor, Tensor] | None
-    )  # rate, number, skip flag in fp32, as a fused kernel reads them
+    narrow: tuple[Tensor, Tensor, Tensor] | None  # rate, number, skip flag in fp32, for a fused kernel
 
 
 @dataclass(frozen=True)

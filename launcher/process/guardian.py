@@ -23,7 +23,7 @@ from pathlib import Path
 VARIABLE = "LAUNCHER_ENDS_WITH"  # one value per launcher above this process
 GRACE_S = 0.5  # from SIGTERM to SIGKILL: multiprocessing's resource tracker cleans up in between
 GIVE_UP_S = 10.0  # a process in uninterruptible sleep cannot be killed
-POLL_EVERY_S = 0.02
+POLL_EVERY_S = 0.02  # between two looks at all of /proc, while something is left to end
 LOOK_EVERY_S = 1.0  # whether the process is stopped
 
 

@@ -30,7 +30,7 @@ from launcher.supervisor.parent_signals import Signals, held_back
 from launcher.supervisor.restart_policy import Restarts
 from launcher.supervisor.root_cause import PREEMPTED, AttemptVerdict, RunFailed
 
-POLL_EVERY_S = 0.05
+POLL_EVERY_S = 0.05  # a failure is noticed well before SETTLE_S; each poll reads some rows of memory
 
 
 class OneMachine(RendezvousHandler):
@@ -136,7 +136,8 @@ class Agent(LocalElasticAgent):
 
     def _restart_or_raise(self, verdict: AttemptVerdict) -> None:
         newest = self._newest_step()
-        if self._signals.stop is not None and self._is_saved():
+        state = state_since(self._run_dir / FILE_NAME, self._began)
+        if self._signals.stop is not None and state == "preempted":
             # Rank 0 has saved the run, and was killed before it had left.
             again = directory_override("run.dir", self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
@@ -149,9 +150,6 @@ class Agent(LocalElasticAgent):
         text = f"{verdict.traceback}restart {count}: {verdict.text}; resuming from {place}"
         print(text, file=sys.stderr, flush=True)
 
-    def _is_saved(self) -> bool:
-        return state_since(self._run_dir / FILE_NAME, self._began) == "preempted"
-
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
         return max(map(step_of, candidates(self._checkpoints)), default=0)
@@ -161,9 +159,7 @@ class Agent(LocalElasticAgent):
         if self._generation is not None:
             self._generation.kill()
             self._generation.tidy()
-        super()._shutdown(
-            signal.SIGKILL
-        )  # no timeout: torch 2.11 takes none, and nothing is left to wait for
+        super()._shutdown(signal.SIGKILL)  # without a timeout, which torch 2.11 does not take
 
     def _construct_event(
         self,

@@ -19,21 +19,8 @@ WARNING = (
     "count itself, so this loss is divided twice. Give the sum (reduction='sum'), or multiply the mean by "
     "the count."
 )
-_TRANSPARENT = {
-    f"{name}Backward0"
-    for name in (
-        "ToCopy",
-        "Clone",
-        "Neg",
-        "View",
-        "Squeeze",
-        "Unsqueeze",
-        "ReshapeAlias",
-        "Alias",
-        "Add",
-        "Sub",
-    )
-}
+_LINEAR = "ToCopy Clone Neg View Squeeze Unsqueeze ReshapeAlias Alias Add Sub"  # of which a mean stays a mean
+_TRANSPARENT = {f"{name}Backward0" for name in _LINEAR.split()}
 
 
 def is_mean(loss: Tensor, count: float | Tensor) -> bool:

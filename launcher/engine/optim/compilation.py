@@ -28,8 +28,8 @@ from launcher.engine.verdict import Rules, Terms, Verdict, judge
 from launcher.engine.wire.grad_norm import BLOCKS, SMALL, SumOfSquares
 from launcher.engine.wire.step_counts import FIELDS
 
-NUMEL = 32
-STEPS = 3
+NUMEL = 32  # enough for vector instructions, also for half of them: the stretch of a group
+STEPS = 3  # applied ones: bias correction and momentum differ from one to the next
 TOLERANCE = 1e-5  # relative, of compiled and plain masters after so few steps: some roundings of fp32
 SHOWN = 300  # characters of a compiler's message
 

@@ -50,23 +50,23 @@ class Bucketing:
 
     def regroup(self, message_bytes: int) -> None:
         """Divide the same memory into messages of about so many bytes. Between steps only."""
-        self.buckets = buckets = self._buckets(message_bytes)  # in launch order, the same on all ranks
-        self.inboxes = self._inboxes(self.accumulated)  # by bucket
-        # By bucket, whether this rank's gradient is finite; none without a group.
-        self.own_looks = [
+        buckets = self._buckets(message_bytes)
+        own_looks = [
             self._sums.finite_over([slot.flat(bucket.segment.grad) for slot in bucket.slots])
             for bucket in buckets
             if self._travels
         ]
-        # At the reduced gradient as this rank holds it, in the order of the parameters.
-        self.looks = [
-            Look(group[-1].index, self._sums.over(_parts(group))) for group in self._read_together()
+        looks = [
+            Look(group[-1].index, self._sums.over(_parts(group))) for group in self._read_together(buckets)
         ]
-        # [parameters] bool: those whose reduced gradient is not sharded.
-        self.replicated = torch.tensor(
-            [not isinstance(bucket.transport, ShardedSum) for bucket in buckets for _ in bucket.slots],
-            device=self._layout.device,
-        )
+        whole = [not isinstance(bucket.transport, ShardedSum) for bucket in buckets for _ in bucket.slots]
+        replicated = torch.tensor(whole, device=self._layout.device)
+        # All at once, after everything that may run out of memory.
+        self.buckets = buckets  # in launch order, the same on all ranks
+        self.inboxes = self._inboxes(self.accumulated)  # by bucket
+        self.own_looks = own_looks  # by bucket, whether this rank's gradient is finite; none without a group
+        self.looks = looks  # at the reduced gradient as this rank holds it, in the order of the parameters
+        self.replicated = replicated  # [parameters] bool: those whose reduced gradient is not sharded
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for several micro-batches per step, or free it. Between steps only."""
@@ -108,18 +108,18 @@ class Bucketing:
         last.tail = self._whole[last.segment.numel :]
         return buckets
 
-    def _read_together(self) -> Iterator[list[Bucket]]:
+    def _read_together(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
         """The buckets by the reads of their reduced gradients.
 
         One read of a segment costs least, and one of a whole small model. A CPU that waits for the last
         bucket has time to read the others: the last one alone is what a step on a slow link still has to read
         at its end.
         """
-        if not self._travels and self._sums.are_few(_parts(self.buckets)):
-            yield self.buckets
+        if not self._travels and self._sums.are_few(_parts(buckets)):
+            yield buckets
             return
         for segment in self._layout.segments:
-            own = [bucket for bucket in self.buckets if bucket.segment is segment]
+            own = [bucket for bucket in buckets if bucket.segment is segment]
             waits = self._travels and self._layout.device.type == "cpu" and len(own) > 1
             yield from [own[:-1], own[-1:]] if waits else [own]
 

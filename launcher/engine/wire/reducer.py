@@ -127,8 +127,8 @@ class Reducer:
 
     def regroup(self, message_bytes: int) -> None:
         """Send messages of about so many bytes from the next step on. Between steps, on all ranks alike."""
-        self.message_bytes = message_bytes
         self._parts.regroup(message_bytes)
+        self.message_bytes = message_bytes
         self.arrivals.divide(self.buckets)
 
     @property
