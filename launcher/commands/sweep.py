@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from launcher.sweep.record import Record
     from launcher.sweep.scheduler import Scheduler
 
+# Almost every job imports them until its end, for a second or two: they are imported once, before the forks.
+FOR_JOBS = ("sklearn.metrics", "matplotlib.figure", "sympy")
+
 
 def run_sweep(
     request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int] = ()
@@ -61,7 +64,7 @@ def run_sweep(
             job.nproc = devices_of_a_job(settings, config)
         with held_back():
             if record.left:
-                warm_up()
+                warm_up(FOR_JOBS if settings.on == "devices" else ())
         carrier, progress = carrier_of(settings, directory, record)
         scheduler = Scheduler(directory, record, Grid(record), carrier, settings, progress, signals)
         with carrier:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.schema import Config
@@ -56,15 +57,18 @@ def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: H
         Agent(work, num_workers, signals).run()
 
 
-def warm_up() -> None:
-    """Import what every worker needs, and warn of an unknown torch. Only the leader imports the tracker.
+def warm_up(more: Sequence[str] = ()) -> None:
+    """Import what every worker needs, and these modules; warn of an unknown torch.
+
+    Only the leader imports the tracker.
 
     Imported objects do not become garbage: disabling the collector saves a fifth of the time, and the
     workers' collectors skip frozen objects, so that their memory stays shared.
     """
     was_enabled = gc.isenabled()
     gc.disable()
-    importlib.import_module("launcher.supervisor.agent")
+    for name in ("launcher.supervisor.agent", *more):
+        importlib.import_module(name)
     gc.freeze()
     if was_enabled:
         gc.enable()

@@ -67,7 +67,7 @@ def planned(request: Request, configs: Sequence[Config], lines: Sequence[tuple[s
     with hydra_initialised(request):
         master = composed(request, [*settings, *request.overrides], RunMode.MULTIRUN)
         directory = made(Path(setting(master, "dir")).absolute())
-        names = [subdirectory(request, master, settings, number, each) for number, each in enumerate(lines)]
+        names = job_names(request, master, settings, lines)
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ConfigError(
@@ -116,18 +116,24 @@ def is_setting(key: str) -> bool:
     return re.match(r"sweep[.=]|sweep$", key) is not None
 
 
-def subdirectory(
-    request: Request, master: DictConfig, settings: Sequence[str], number: int, lines: Sequence[str]
-) -> str:
-    """The folder of one job, as hydra.sweep.subdir names it. A name of one's own may contain any key."""
-    if any(line.startswith(f"{SECTION}.subdir=") for line in settings):
-        master = composed(request, [*settings, *lines], RunMode.RUN)
-    overrides = OverridesParser.create().parse_overrides(list(lines))
-    with open_dict(master):
-        job = master.hydra.job
-        job.id = job.num = number
-        job.override_dirname = get_overrides_dirname(overrides, fixed_keys(request), item_sep=",", kv_sep="=")
-    return setting(master, "subdir")
+def job_names(
+    request: Request, master: DictConfig, settings: Sequence[str], lines: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """The folder of each job, as hydra.sweep.subdir names it. A name of one's own may contain any key."""
+    own = any(line.startswith(f"{SECTION}.subdir=") for line in settings)
+    fixed, parser, names = fixed_keys(request), OverridesParser.create(), []
+    distinct = {line for of_job in lines for line in of_job}  # parsing takes 1 ms, and most jobs share most
+    overrides = {line: parser.parse_override(line) for line in distinct}
+    for number, of_job in enumerate(lines):
+        tree = composed(request, [*settings, *of_job], RunMode.RUN) if own else master
+        with open_dict(tree):
+            job = tree.hydra.job
+            job.id = job.num = number
+            job.override_dirname = get_overrides_dirname(
+                [overrides[line] for line in of_job], fixed, item_sep=",", kv_sep="="
+            )
+        names.append(setting(tree, "subdir"))
+    return names
 
 
 def placed(config: Config, directory: Path, sweep: str) -> Config:
