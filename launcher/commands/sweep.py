@@ -23,7 +23,6 @@ from launcher.errors import (
     STOPPED,
     TO_RESUME,
     CollectiveError,
-    ConfigError,
     Interrupted,
     LauncherError,
     PreemptedError,
@@ -63,8 +62,8 @@ def run_sweep(
         for job, config in zip(record.jobs, placed, strict=True):
             job.nproc = devices_of_a_job(settings, config)
         with held_back():
-            if record.left:
-                warm_up(FOR_JOBS if settings.on == "devices" else ())
+            if record.left and settings.on == "devices":  # other carriers start processes elsewhere
+                warm_up(FOR_JOBS)
         carrier, progress = carrier_of(settings, directory, record)
         scheduler = Scheduler(directory, record, Grid(record), carrier, settings, progress, signals)
         with carrier:
@@ -82,7 +81,9 @@ def devices_of_a_job(settings: SweepConfig, config: Config) -> int:
     """The workers of a job; auto shares the GPUs out among the jobs that run at a time."""
     if config.launch.nproc != "auto":
         return int(config.launch.nproc)
-    if (num_gpus := len(visible_gpus())) and settings.on == "devices":
+    if settings.on != "devices":
+        return 1  # this machine's GPUs say nothing of those elsewhere
+    if num_gpus := len(visible_gpus()):
         return 1 if settings.parallel == "auto" else max(1, num_gpus // int(settings.parallel))
     return num_workers(config.launch, LaunchEnv()) or 1
 
@@ -92,8 +93,14 @@ def carrier_of(settings: SweepConfig, directory: Path, record: Record) -> tuple[
     from launcher.sweep.carriers.devices import Devices, Pool
     from launcher.sweep.progress import Progress
 
-    if settings.on != "devices":
-        raise ConfigError(f"sweep.on={settings.on}: is not supported. Leave it out.")
+    if settings.on == "slurm":
+        from launcher.sweep.carriers.slurm import SlurmCarrier
+
+        return SlurmCarrier(settings), Progress(directory, record.jobs, False)
+    if settings.on == "ray":
+        from launcher.sweep.carriers.ray import RayCarrier
+
+        return RayCarrier(settings), Progress(directory, record.jobs, False)
     gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
     parallel = None if settings.parallel == "auto" else int(settings.parallel)
     if not gpus:

@@ -35,10 +35,11 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
     "hydra.job.chdir": "A run keeps the working directory; its files are in run.dir=DIR.",
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
-    "hydra/launcher": "Jobs run side by side by themselves: sweep.parallel=N in place of joblib and "
-    "submitit_local, sweep.on=slurm in place of submitit_slurm, sweep.on=ray in place of ray.",
-    "hydra/sweeper": "A sweep runs all combinations of the values listed: -m optim.lr=0.05,0.1. To search: "
-    "sweep=random, or sweep=tpe in place of optuna.",
+    "hydra/launcher": "It waits for a whole batch of jobs and gives none devices of its own. Jobs run side "
+    "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.on=slurm in "
+    "place of submitit_slurm, sweep.on=ray in place of ray.",
+    "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
+    "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
 }
 KEYS_ELSEWHERE = {  # of other programs: the key here, and the value if it is not the same
     "gpus": ("launch.nproc", None),
@@ -139,7 +140,8 @@ def hydra_problem(override: Override, multirun: bool) -> str | None:
         return None
     if key == SEARCH_PATH:
         return "hydra.searchpath takes one list." if override.is_sweep_override() else None
-    if instead := IN_PLACE_OF.get(key):
+    plugin = "/".join(key.split(".")[:2]) if key not in SWEEP_SETTINGS else ""  # whose setting it is
+    if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get(plugin):
         return f"{override.input_line}: is not used here. {instead}"
     if key not in SWEEP_SETTINGS:
         return (

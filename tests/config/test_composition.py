@@ -135,6 +135,8 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("hydra.job_logging.root=x", "Hydra's own settings are fixed"),
         ("hydra/job_logging=default", "Hydra's own settings are fixed"),
         ("hydra/launcher=basic", "is not used here"),
+        ("hydra.launcher.n_jobs=4", "sweep.parallel=N in place of joblib"),
+        ("hydra.sweeper.n_trials=20", "sweep=tpe in place of optuna"),
         ("hydra.job.env_copy=[HOME]", "Hydra's own settings are fixed"),
         ("hydra.sweep.dir=x", "only a sweep"),
         ("sweep.parallel=2", "only a sweep"),

@@ -72,7 +72,7 @@ def test_the_command_line_has_the_last_word() -> None:
         ("sweep: {seed: []}\n", "it must be a list"),
         ("sweep: {sede: [1, 2]}\n", "sede=.*there is no such key"),
         ("sweep: {precision: [fp8, fp16]}\n", "precision=fp8: there is no such"),
-        ("sweep: {hydra.sweeper.params: [1, 2]}\n", "Hydra's own settings are fixed"),
+        ("sweep: {hydra.sweeper.params: [1, 2]}\n", "is not used here"),
         ("sweep: {recipes.path: ['${oc.env:HOME}', b]}\n", "a swept value cannot be"),
     ],
 )

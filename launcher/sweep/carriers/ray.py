@@ -26,8 +26,8 @@ from launcher.errors import PreflightError, first_line
 from launcher.process.lifetime import ENDS_WITH_STARTER
 from launcher.sweep.carriers import Change, command_of
 from launcher.sweep.job import Job
+from launcher.sweep.progress import LOG
 
-OUTPUT = "logs/job.log"  # what the job prints
 CONNECT_S = 10.0  # to a cluster in the same network
 LOSSES = 3  # of the actor of one job, after which the job has failed: they may be its own fault
 QUEUED = 4  # jobs that wait for Ray to place them, so that it can start one at once
@@ -45,8 +45,7 @@ class Runner:
         """Start the job; returns the names of its devices."""
         ray = importlib.import_module("ray")  # without its types, which not every checker of ours has
         context, place = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        os.makedirs(os.path.join(directory, "logs"), exist_ok=True)
-        with open(os.path.join(directory, OUTPUT), "ab") as output:
+        with open(os.path.join(directory, LOG), "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=cwd,

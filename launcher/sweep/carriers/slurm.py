@@ -25,8 +25,9 @@ from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
 from launcher.sweep.carriers import Change, command_of
 from launcher.sweep.job import Job
+from launcher.sweep.progress import LOG
 
-FOLDER = "slurm"  # in the sweep's: the batch scripts, and what the jobs print
+FOLDER = "slurm"  # in the sweep's: the batch scripts, and what they print
 EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
 QUEUED = 4  # jobs that wait in Slurm's queue, so that it can start one at once
 SETTLE_S = 10.0  # until what a job wrote last is seen here: attributes of files on NFS are kept for seconds
@@ -75,6 +76,8 @@ class SlurmCarrier:
             job_name=name,
             time=None,  # the partition's; Submitit's own is five minutes
             stderr_to_stdout=True,
+            # After Submitit's own, so that what the job prints is where other carriers have it.
+            srun_args=["--output", str(directory.absolute() / LOG), "--open-mode=append"],
             **{self._per_worker: job.nproc},
         )
         try:
@@ -118,8 +121,8 @@ class SlurmCarrier:
         elif each.stopped:
             yield Change(each.job.number, 128 + signal.SIGTERM)
         else:
-            log = each.directory.parent / FOLDER / f"{each.id}_0_log.out"
-            yield Change(each.job.number, 1, f"Slurm's job {each.id} ended without a result; see {log}")
+            log = each.directory.parent / FOLDER / f"{each.id}_0_log.out"  # of the batch script
+            yield Change(each.job.number, 1, f"Slurm's job {each.id} ended without a result; see also {log}")
 
     def stop(self, job: Job, at_once: bool = False) -> None:
         each = self._jobs[job.number]
