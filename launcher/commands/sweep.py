@@ -55,6 +55,7 @@ def run_sweep(
     from launcher.sweep.job import DONE
     from launcher.sweep.prepare import prepared
     from launcher.sweep.scheduler import Grid, Scheduler
+    from launcher.telemetry.formatting import duration
 
     settings = configs[0].sweep
     with prepared(request, configs) as (directory, record, placed), ExitStack() as stack:
@@ -70,7 +71,8 @@ def run_sweep(
             scheduler.run()
         progress.close()
         done = sum(job.state == DONE for job in record.jobs)
-        print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done", flush=True)
+        took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
+        print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", flush=True)
         if record.left and scheduler.reason:
             say_how_to_continue(scheduler, directory)
         compare_jobs(directory)

@@ -11,18 +11,22 @@ import csv
 import io
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program
+from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.settings import REPEATED, RunSetting, best_first, compared_by
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
-from launcher.run_dir.atomic import write_text
+from launcher.run_dir.atomic import read_json, write_text
+from launcher.run_dir.records import SWEEP
 from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
@@ -37,6 +41,7 @@ RESULT_KEYS = (
     "training_seconds",
     "samples_per_s",
 )
+RECORDED = ("exit", "attempts", "device_seconds")  # of sweep.json
 
 
 def is_sweep(directory: Path) -> bool:
@@ -54,14 +59,31 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
     settings = settings_of(runs)
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
-    write_text(table, markdown(sweep_dir.name, settings, note_of(runs)))
-    write_text(rows, as_csv(runs))
+    jobs = jobs_of(sweep_dir)
+    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), effort(jobs)))
+    write_text(rows, as_csv(runs, jobs))
     written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
         sides = [Side(setting.label, tuple(map(measured_of, setting.runs))) for setting in settings]
         written.append(sweep_dir / SIDE_BY_SIDE)
         write_text(written[-1], side_by_side(sweep_dir.name, sides))
     return written
+
+
+def jobs_of(sweep_dir: Path) -> dict[str, dict[str, Any]]:
+    """What sweep.json records of each job, by the name of its folder; empty where it cannot be read."""
+    try:
+        return {str(job["name"]): job for job in read_json(sweep_dir / SWEEP)["jobs"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def effort(jobs: Mapping[str, Mapping[str, Any]]) -> str:
+    """How the jobs of a sweep ended, and the time of devices that they took, in a line."""
+    states = Counter(str(job.get("state")) for job in jobs.values())
+    hours = sum(float(job.get("device_seconds") or 0) for job in jobs.values()) / 3600
+    ended = ", ".join(f"{count} {state}" for state, count in states.items())
+    return f"{counted(len(jobs), 'job')}: {ended}; {number(hours)} device hours." if hours else ""
 
 
 def measured_of(run: RunRecord) -> Measured:
@@ -121,7 +143,7 @@ def note_of(runs: Sequence[RunRecord]) -> str:
     return description(choice_file([conf_dir()], "experiment", names.pop()))
 
 
-def markdown(title: str, settings: Sequence[RunSetting], note: str) -> str:
+def markdown(title: str, settings: Sequence[RunSetting], note: str, effort: str) -> str:
     """One row per setting: mean and standard deviation over its seeds."""
     runs = [run for setting in settings for run in setting.runs]
     name = compared_by(runs)
@@ -134,6 +156,7 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str) -> str:
     ranked = best_first(settings)
     lines += [markdown_row(cells(setting, name)) for setting in ranked]
     lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
+    lines += [effort, ""] if effort else []
     if len(ranked) > 1 and ranked[0].mean_metric is not None:
         lines += [f"Best: `{command_of(ranked[0])}`", ""]
     return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
@@ -160,16 +183,18 @@ def cells(setting: RunSetting, metric_name: str) -> list[str]:
     ]
 
 
-def as_csv(runs: Sequence[RunRecord]) -> str:
-    """One row per run, with the keys that vary."""
+def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> str:
+    """One row per run, with the keys that vary, and what sweep.json records of it."""
     keys = varied_keys(runs)
     metrics = list(dict.fromkeys(name for run in runs for name in run.result.metrics))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *keys, *RESULT_KEYS, *metrics])
+    recorded = RECORDED if jobs else ()
+    writer.writerow(["job", *keys, *RESULT_KEYS, *recorded, *metrics])
     for run in runs:
         result = replace(run.result, state=run.state)
         found = [getattr(result, key) for key in RESULT_KEYS]
+        found += [jobs.get(run.directory.name, {}).get(key) for key in recorded]
         found += [run.result.metrics.get(name) for name in metrics]
         writer.writerow(
             [run.directory.name]
